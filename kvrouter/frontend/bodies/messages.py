@@ -283,13 +283,16 @@ def _text(item: dict[str, Any]) -> str:
     return text
 
 
+_CHANGES = frozenset({"tool_addition", "tool_removal"})
+
+
 def _tools_in_effect(body: _Body) -> list[_Tool]:
     """The tools after all additions and removals: a template prints one list."""
-    tools = {tool.name: tool for tool in body.tools or []}
-    blocks = [block for message in body.messages for block in message.content if isinstance(block, _Block)]
-    changes = [block for block in blocks if block.type in {"tool_addition", "tool_removal"}]
+    of_messages = [message.content for message in body.messages if isinstance(message.content, list)]
+    changes = [block for blocks in of_messages for block in blocks if block.type in _CHANGES]
     if not changes:
         return body.tools or []
+    tools = {tool.name: tool for tool in body.tools or []}
     removed: set[str] = set()
     for block in changes:
         name = _change(tools, block)

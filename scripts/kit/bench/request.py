@@ -1,4 +1,4 @@
-"""Cost of a short request and of a streamed event in a frontend's code, without sockets.
+"""Cost of a short request, a streamed event and a chat of 12 turns in a frontend's code, without sockets.
 
 A whole frontend runs in this process, with two replacements: this module writes the clients' bytes, and
 answers for the workers at once. So the figure is CPU time of kvrouter's Python (and of the loop's callbacks),
@@ -37,7 +37,7 @@ from kvrouter.telemetry.logs import set_up_logs
 from scripts.kit.bench.meter import machine
 from scripts.kit.bench.wire.routers import Workers
 from scripts.kit.bench.wire.stage import FLAGS, Stage, namespace, open_stage
-from scripts.kit.bench.wire.works import SHORT_BODIES
+from scripts.kit.bench.wire.works import SHORT_BODIES, conversations
 from scripts.kit.script import new_console, until_signalled
 
 CONCURRENCY = 32
@@ -67,11 +67,15 @@ ANSWER: Answer = (
 EVENTS = 64
 _EVENT = b"data: " + _JSON + b"\n\n"
 _HEAD = (
-    b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:8000\r\naccept: */*\r\nuser-agent: bench/1\r\n"
+    b"POST %s HTTP/1.1\r\nhost: 127.0.0.1:8000\r\naccept: */*\r\nuser-agent: bench/1\r\n"
     b"content-type: application/json\r\nauthorization: Bearer EMPTY\r\ncontent-length: %d\r\n\r\n"
 )
 _EXPECTED = (b"HTTP/1.1 200", chunk(_EVENT)[:16], chunk(_EVENT + b"data: [DONE]\n\n")[:16])
-REQUESTS = [_HEAD % len(body) + body for body in SHORT_BODIES]
+REQUESTS = [_HEAD % (b"/v1/completions", len(body)) + body for body in SHORT_BODIES]
+CONVERSATIONS = {
+    path.removeprefix("/v1/"): [_HEAD % (path.encode(), len(body)) + body for body in bodies]
+    for path, bodies in conversations().items()
+}
 
 
 def streamed(events: int) -> Answer:
@@ -138,10 +142,13 @@ async def _run(flags: argparse.Namespace) -> int:
             us, profile = await _measure(stage, workers, name, flags)
             event_us = (us["longer"] - us["stream"]) / EVENTS
             figures[name] = {"request": us["short"], "stream of 2": us["stream"], "event": event_us}
+            figures[name] |= {path: us[path] for path in CONVERSATIONS}
             if profile is not None:
                 profile.sort_stats("tottime").print_stats(PROFILE_LINES)
                 figures[name] |= {part: us["short"] * share for part, share in shares(profile).items()}
-    table = Table(title="CPU µs of our own code: a short request, a stream of 2 events, one event more")
+    table = Table(
+        title="CPU µs of our own code: a short request, a stream of 2 events, one event more, a chat"
+    )
     table.add_column("")
     parts = list(dict.fromkeys(part for row in figures.values() for part in row))
     for part in parts:
@@ -186,6 +193,13 @@ async def _measure(
                 requests = max(CONCURRENCY, flags.requests // len(answer))
                 await clients.send(max(CONCURRENCY, WARM_REQUESTS // len(answer)), answer)
                 figures[work] = median([await clients.send(requests, answer) for _ in range(flags.runs)])
+            engine.answer = ANSWER
+            for path, requests_of_path in CONVERSATIONS.items():
+                clients.requests = requests_of_path
+                await clients.send(WARM_REQUESTS // 10, ANSWER)
+                runs = [await clients.send(flags.requests // 10, ANSWER) for _ in range(flags.runs)]
+                figures[path] = median(runs)
+            clients.requests = REQUESTS
             profile = cProfile.Profile()
             if flags.profile:
                 engine.answer = ANSWER
@@ -257,6 +271,7 @@ class _Clients:
             arriving=ArrivingBytes(1 << 20),
             keep_alive_s=3600,
         )
+        self.requests = REQUESTS
         self._last = b""
         self._left = 0
         self._busy = 0
@@ -272,7 +287,7 @@ class _Clients:
         for number, receive in enumerate(self._clients):
             self._busy += 1
             self._left -= 1
-            self._loop.call_soon(receive, REQUESTS[number])
+            self._loop.call_soon(receive, self.requests[number])
         async with asyncio.timeout(RUN_S):
             await self._done.wait()
         return (time.process_time() - began) / requests * 1e6
@@ -287,7 +302,7 @@ class _Clients:
                 return
             if self._left > 0:
                 self._left -= 1
-                self._loop.call_soon(connection.data_received, REQUESTS[self._left % len(REQUESTS)])
+                self._loop.call_soon(connection.data_received, self.requests[self._left % len(self.requests)])
                 return
             self._busy -= 1
             if not self._busy:

@@ -32,6 +32,30 @@ def long_prompt(size: int) -> str:
 
 _HELLO = "Say hello to the world."
 SHORT_BODIES = _bodies(_HELLO)
+TURNS = 12
+
+
+def conversations() -> dict[str, list[bytes]]:
+    """A conversation of TURNS turns in each API, by path; the requests differ only in their last word."""
+    roles = ("user", "assistant")
+    turns = [{"role": roles[number % 2], "content": long_prompt(300)} for number in range(2 * TURNS - 2)]
+    system, common = long_prompt(1000), {"model": MODEL}
+    found: dict[str, list[bytes]] = {
+        path: [] for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses")
+    }
+    for number in range(BODIES):
+        chat = [*turns, {"role": "user", "content": f"{_HELLO} {number}"}]
+        first = {"role": "system", "content": system}
+        bodies: list[dict[str, object]] = [
+            {"max_tokens": 8, "messages": [first, *chat]},
+            {"max_tokens": 8, "system": system, "messages": chat},
+            {"max_output_tokens": 8, "instructions": system, "input": chat, "store": False},
+        ]
+        for listed, body in zip(found.values(), bodies, strict=True):
+            listed.append(json.dumps({**common, **body}).encode())
+    return found
+
+
 LONG_BODIES = _bodies(long_prompt(LONG_BYTES))
 
 
