@@ -290,6 +290,7 @@ def test_request(tmp_path: Path) -> None:
     assert {targets.OURS, targets.OURS_KV} == rows.keys()
     for row in rows.values():
         request, _, _ = (row.pop(name) for name in ("request", "stream of 2", "event"))
+        assert all(row.pop(api) > 0 for api in ("chat/completions", "messages", "responses"))
         assert 0 < row["frontend"] < request
         assert request == pytest.approx(sum(row.values()))
     assert "completions.py" in done.stdout
