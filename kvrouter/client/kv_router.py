@@ -7,6 +7,7 @@ its end ──> free, or the end of the `with` block
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import random
@@ -14,7 +15,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Self, TypedDict, Unpack
+from typing import Any, Self, TypedDict, Unpack
+
+import msgspec
 
 from kvrouter.bus import NatsOptions
 from kvrouter.client.membership import (
@@ -40,10 +43,15 @@ from kvrouter.core.wire.ids import PoolId, RouterId, Target, WorkerId, check_ide
 from kvrouter.core.wire.senders import SyncSource
 from kvrouter.core.wire.values import MOST_ID_CHARACTERS, MOST_RANKS
 from kvrouter.errors import ConfigError
+from kvrouter.frontend.bodies import openai
+from kvrouter.frontend.prompt_blocks import Naming, PromptWays
+from kvrouter.frontend.settings import TokenOptions
+from kvrouter.frontend.tokenizing import open_tokens
 from kvrouter.policies import POLICIES, PolicySettings, new_policy
 from kvrouter.policies.importing import GuardedPolicies
 from kvrouter.replica.loop import first_turn
 from kvrouter.replica.policy_upkeep import log_mistakes
+from kvrouter.tokens.prompt import plain_text
 
 # Each call sweeps this many blocks (about 1 ms). A router by hand has no background task that would.
 _SWEPT = 512
@@ -105,6 +113,7 @@ class KvRouter(HandFed):
         super().__init__(replica_with(maker, member, replica_id=replica_id, chance=chance), clock)
         self._pool = BY_HAND
         self._on_change = _nothing
+        self._ways: PromptWays | None = None
 
     @staticmethod
     @contextlib.asynccontextmanager
@@ -122,19 +131,26 @@ class KvRouter(HandFed):
         replica_sync: bool = False,
         ready_timeout_s: float = READY_TIMEOUT_S,
         heartbeat_s: float = 1.0,
+        tokens: TokenOptions | None = None,
     ) -> AsyncIterator[KvRouter]:
         """A router for a model of a namespace, once its workers are known.
 
         It joins the frontends as one more replica: with `replica_sync` it publishes its bookings and
-        receives theirs. At the end it leaves. Raises NoWorkersError if no worker serves the model within
-        `ready_timeout_s`.
+        receives theirs. At the end it leaves. `tokens`: how `route_body` tokenizes; None: as a frontend
+        without flags. Raises NoWorkersError if no worker serves the model within `ready_timeout_s`.
         """
         _check_amounts(overlap_weight=overlap_weight, temperature=temperature, ttl_s=ttl_s)
         member = ReplicaSettings(PoolSettings(use_kv_events, ttl_s), replica_sync, heartbeat_s=heartbeat_s)
         replica = replica_with(_maker(policy, settings, overlap_weight, temperature, random.random), member)
         async with joined(replica, nats, namespace, heartbeat_s=heartbeat_s) as replica_loop:
             pool = await until_serving(replica, model, ready_timeout_s)
-            yield _ConnectedRouter(replica, pool, replica_loop.publishing.flush_soon)
+            async with open_tokens(tokens or TokenOptions(), replica) as tokenizers:
+                upkeep = asyncio.create_task(tokenizers.run(), name="tokens")
+                try:
+                    flush = replica_loop.publishing.flush_soon
+                    yield _ConnectedRouter(replica, pool, flush, tokenizers.blocks)
+                finally:
+                    await _ended(upkeep)
 
     @property
     def _router(self) -> Router:
@@ -251,8 +267,33 @@ class KvRouter(HandFed):
         `streamed` False: the first byte will not be marked, so the end of prefill is predicted. `exclude`:
         ids of workers that must not be chosen. Raises NoWorkersError.
         """
+        return self._placed(self._request(tokens, about), streamed, exclude)
+
+    async def route_body(
+        self, body: Mapping[str, Any], *, exclude: Collection[str] = (), **about: Unpack[About]
+    ) -> PlacedRequest:
+        """`route` for a body with `messages` (a chat) or `prompt`: its tokens are found as in a frontend.
+
+        Without tokens it is placed by what was sent where, else by load. Raises BadRequestError for a
+        malformed body, NoWorkersError, and ConfigError if the workers are not on NATS.
+        """
+        if self._ways is None:
+            raise ConfigError("this KvRouter is not on NATS: tokenize the prompt and call `route`")
+        parse = openai.parse_chat if "messages" in body else openai.parse_completion
+        asked, pool = parse(msgspec.json.encode(body)), self._router.pool
+        if asked.model in pool.lora_names:
+            about.setdefault("lora_name", asked.model)
+        if asked.cache_salt is not None:
+            about.setdefault("salt", asked.cache_salt)
+        prompts: tuple[Prompt, ...] = ()
+        if asked.prompt is not None:
+            naming = Naming(pool, asked.model, about.get("lora_name"), about.get("salt"))
+            prompts = await self._ways.hashes(asked.prompt, naming)
+            about.setdefault("text", plain_text(asked.prompt))
+        return self._placed(_request_of(prompts, about), asked.stream, exclude)
+
+    def _placed(self, asked: RouteRequest, streamed: bool, exclude: Collection[str]) -> PlacedRequest:
         now = self._tend()
-        asked = self._request(tokens, about)
         placement, candidates = self._router.route_among(
             asked, now, streamed=streamed, exclude=self._targets_of(exclude)
         )
@@ -271,7 +312,6 @@ class KvRouter(HandFed):
         return list(dict.fromkeys(target.worker_id for target in self._router.pool.targets))
 
     def _request(self, tokens: Sequence[int], about: About) -> RouteRequest:
-        _check_amounts(overlap_weight=about.get("overlap_weight"), temperature=about.get("temperature"))
         lora_name, size = about.get("lora_name"), self._router.pool.block_size
         prompts: tuple[Prompt, ...] = ()
         if size:  # 0 before the first worker: without a block size there are no blocks to hash
@@ -283,17 +323,7 @@ class KvRouter(HandFed):
                 multimodal=about.get("multimodal", ()),
             )
             prompts = (Prompt(sequence_hashes(hashes), len(tokens), block_size=size),)
-        return RouteRequest(
-            _sendable("request_id", about.get("request_id", "")),
-            prompts,
-            lora_name,
-            about.get("overlap_weight"),
-            about.get("temperature"),
-            text=about.get("text", ""),
-            session=_sendable("session", about.get("session", "")),
-            wanted=parse_wanted(about["target"]) if "target" in about else None,
-            priority=about.get("priority", 0),
-        )
+        return _request_of(prompts, about)
 
     def _targets_of(self, worker_ids: Collection[str]) -> frozenset[Target]:
         if isinstance(worker_ids, str):  # it would be a collection of one-letter ids
@@ -317,13 +347,38 @@ class KvRouter(HandFed):
 class _ConnectedRouter(KvRouter):
     """A KvRouter whose workers are on NATS. `on_change` publishes what has happened to bookings."""
 
-    def __init__(self, replica: Replica, pool: PoolId, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, replica: Replica, pool: PoolId, on_change: Callable[[], None], ways: PromptWays
+    ) -> None:
         HandFed.__init__(self, replica, time.monotonic)
         self._pool = pool
         self._on_change = on_change
+        self._ways = ways
 
     def _by_hand(self) -> Router:
         raise ConfigError("this KvRouter learns of its workers over NATS: add and remove none by hand")
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+def _request_of(prompts: tuple[Prompt, ...], about: About) -> RouteRequest:
+    """Raises ConfigError."""
+    _check_amounts(overlap_weight=about.get("overlap_weight"), temperature=about.get("temperature"))
+    return RouteRequest(
+        _sendable("request_id", about.get("request_id", "")),
+        prompts,
+        about.get("lora_name"),
+        about.get("overlap_weight"),
+        about.get("temperature"),
+        text=about.get("text", ""),
+        session=_sendable("session", about.get("session", "")),
+        wanted=parse_wanted(about["target"]) if "target" in about else None,
+        priority=about.get("priority", 0),
+    )
 
 
 def _nothing() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 import uuid
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvrouter import KvRouter, PolicySettings
 from kvrouter.errors import BadRequestError, ConfigError, NoWorkersError
+from kvrouter.tokens.tiny import build_tiny_model
 from tests.client.hands import Clock, Hand
 from tests.e2e.fleet import Fleet, running_fleet, until
 from tests.policies.guarded_classes import Ends, Fails, Last, NoChoose
@@ -366,6 +368,33 @@ async def test_a_replica_among_frontends(nats_url: str) -> None:
         left_at = asyncio.get_running_loop().time()
         await until(lambda: bookings(fleet) == 0)
         assert asyncio.get_running_loop().time() - left_at < 3, "not with the lease, which takes five seconds"
+
+
+async def test_bodies_are_tokenized_by_engines(nats_url: str, tmp_path: Path) -> None:
+    """A chat in one call: its second turn is placed where the first one ran, with exact overlap."""
+    build_tiny_model(tmp_path)
+    namespace = uuid.uuid4().hex
+    async with running_fleet(nats_url, namespace, frontends=1, mockers=2, engine_model=tmp_path) as fleet:
+        body: dict[str, Any] = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "It was the best of times. " * 40}],
+            "max_tokens": 1,
+        }
+        async with KvRouter.connect(nats_url, namespace, "tiny") as router:
+            with await router.route_body(body) as first:
+                assert 0 == first.overlap_blocks
+                async with fleet.http.post(f"{first.url}/v1/chat/completions", json=body) as response:
+                    usage = (await response.json())["usage"]
+            await until(lambda: len(router._router.pool.index) == usage["prompt_tokens"] // 16)
+            with await router.route_body(body) as again:
+                assert first.worker_id == again.worker_id
+                assert (usage["prompt_tokens"] - 1) // 16 == again.overlap_blocks
+
+
+async def test_a_body_without_nats() -> None:
+    """Engines that tokenize are known over NATS only."""
+    with pytest.raises(ConfigError, match="not on NATS"):
+        await KvRouter(16).route_body({"prompt": "hi"})
 
 
 async def test_error_of_the_block_is_not_wrapped(nats_url: str) -> None:
