@@ -147,21 +147,21 @@ class CardTokenizers:
     async def _compared(self, encoder: PromptEncoder, url: str) -> tuple[frozenset[Kind], str]:
         """The kinds with the engine's ids, and why others are missing. Raises EngineTokenizerError."""
         equal: set[Kind] = set()
-        reason = ""
+        reasons = []
         for kind in reversed(KINDS):
             if kind == "chat" and not encoder.can_encode_chats:
-                reason = "it has no chat template"
+                reasons.append("it has no chat template")
                 continue
             try:
                 ids = await encoder.encode(PROBES[kind])
             except BadRequestError as error:
-                reason = f"its chat template rejects the probe: {error}"
+                reasons.append(f"its chat template rejects the probe: {error}")
                 continue
             if ids == await self._engines.tokenize(url, None, PROBES[kind]):
                 equal.add(kind)
             else:
-                reason = f"the ids of a probe {kind} are not those of {url}"
-        return (frozenset(equal) if "text" in equal else frozenset()), reason
+                reasons.append(f"the ids of a probe {kind} are not those of {url}")
+        return (frozenset(equal) if "text" in equal else frozenset()), "; ".join(reasons)
 
     def _drop(self, pool_id: PoolId) -> None:
         trial = self._trials.pop(pool_id, None)

@@ -22,6 +22,7 @@ NOT_IN_USE = (
     "tokenizer of {model} is not in use, as the frontends started without it: restart kvrouter serve, "
     "or give --model-path {model}={path}"
 )
+_IF_EQUAL = "{path}, if its ids are the engine's; else its /tokenize"
 _ELSEWHERE = {
     "auto": "the engine's own /tokenize",
     "remote": "the engine's own /tokenize (--tokenizer remote)",
@@ -73,7 +74,8 @@ class Tokenizers:
         if path is not None:
             return TokenizerReport(str(path))
         if self._options.way == "auto":
-            return TokenizerReport(str(tokenizer_of(facts) or _ELSEWHERE["auto"]))
+            found = tokenizer_of(facts)
+            return TokenizerReport(_IF_EQUAL.format(path=found) if found else _ELSEWHERE["auto"])
         if model in self._found:
             return TokenizerReport("none", NOT_IN_USE.format(model=model, path=self._found[model]))
         return TokenizerReport("none", NO_TOKENIZER.format(where=_where(facts), model=model))
