@@ -23,7 +23,7 @@ from kvrouter.tokens.hub import cached_directory
 from kvrouter.tokens.id_comparison import PROBES
 from kvrouter.tokens.prefix_hashes import PrefixHashes
 from kvrouter.tokens.prompt import Prompt, PromptEncoder
-from kvrouter.tokens.remote_tokenizer import EngineTokenizer, EngineTokenizerError
+from kvrouter.tokens.remote_tokenizer import EngineTokenizer
 
 Load = Callable[[Path], PromptEncoder]
 """Reads a model directory. Raises ConfigError."""
@@ -127,8 +127,8 @@ class CardTokenizers:
         try:
             trial.encoder = await asyncio.to_thread(self._read, card.tokenizer)
             trial.equal, trial.reason = await self._compared(trial.encoder, card.url)
-        except (ConfigError, EngineTokenizerError, OSError) as error:
-            trial.rest(str(error), self._now())
+        except Exception as error:  # no operator chose these files: whatever they cause must end here
+            trial.rest(str(error) or type(error).__name__, self._now())
             return
         if not trial.equal:
             trial.rest(trial.reason, self._now())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -311,6 +312,31 @@ async def test_card_outside_the_root(fleet_of: FleetOf, model: Path, tmp_path: P
 
         assert "engines" == found["way"]
         assert "is not below --tokenizer-root" in found["why_not"]["card"]
+
+
+BROKEN = {
+    "tokenizer.json": (b"{}", b"[" * 200_000, b"\xff\xfe", b""),
+    "tokenizer_config.json": (b"[" * 200_000, b"\xff\xfe"),
+    "chat_template.jinja": (b"{% for", b"\xff\xfe", b"{% for x in range(10 ** 9) %}a{% endfor %}"),
+}
+
+
+@pytest.mark.parametrize(("name", "content"), [(name, one) for name, all_ in BROKEN.items() for one in all_])
+async def test_card_with_broken_files(
+    fleet_of: FleetOf, model: Path, tmp_path: Path, soon: None, name: str, content: bytes
+) -> None:
+    """Files that cannot be read or never end leave the work to the engine, with a reason."""
+    directory = tmp_path / "broken"
+    shutil.copytree(model, directory)
+    (directory / name).write_bytes(content)
+    script = engine(model)
+    async with fleet_of(*with_root(tmp_path), scripts=(script,), tokenizer=str(directory)) as fleet:
+        await until(lambda: "card" in str(fleet.logged("tokenizer.way")), "it was tried")
+
+        assert 200 == (await fleet.ask(CHAT, path="/v1/chat/completions")).status
+        found = (await view(fleet))["ways"][POOL]["chat"]
+        assert "engines" == found["way"]
+        assert found["why_not"]["card"]
 
 
 @pytest.mark.parametrize("kind", ["chat", "text"])
