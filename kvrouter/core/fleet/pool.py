@@ -48,7 +48,7 @@ class PoolSettings(Settings):
     )
     ttl_s: float = setting(
         DEFAULT_TTL_S,
-        "without KV events: seconds that a prompt is assumed to stay cached where it was sent; "
+        "without KV events, or token ids: seconds that a prompt is assumed to stay cached where it was sent; "
         "0: until the worker's cache is full",
         name="router-ttl-s",
         old=("--router-ttl-secs",),
@@ -56,7 +56,8 @@ class PoolSettings(Settings):
     )
     approx_capacity_blocks: int = setting(
         0,
-        "without KV events: most blocks that a worker is assumed to hold; 0: the capacity on its card",
+        "without KV events, or token ids: most blocks that a worker is assumed to hold; "
+        "0: the capacity on its card",
         name="router-approx-capacity-blocks",
         least=0,
     )
