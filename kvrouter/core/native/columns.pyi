@@ -33,7 +33,7 @@ def cost_s(
     context_tokens: array[int],
     began_at: array[float],
     own_tokens: array[int],
-) -> tuple[list[float], array[float], array[float], float]: ...
+) -> tuple[list[float], array[float], array[float], float, float]: ...
 def next_copies(
     overlap_blocks: array[int],
     wait_s: array[float],

@@ -193,7 +193,7 @@ def cost_s(
     array.array began_at,
     array.array own_tokens,
 ):
-    """See core/routing/prefill_times.py. Returns `(cost_s, wait_s, own_s, gamma)`."""
+    """See core/routing/prefill_times.py. Returns `(cost_s, wait_s, own_s, gamma, earliest_s)`."""
     cdef Py_ssize_t i, count = len(charged_tokens)
     cdef int64_t *charged = column(charged_tokens, count)
     cdef int64_t *heads = column(head_tokens, count)
@@ -204,7 +204,7 @@ def cost_s(
     cdef array.array own_s = array.clone(began_at, count, zero=False)
     cdef double *waits = wait_s.data.as_doubles
     cdef double *owns = own_s.data.as_doubles
-    cdef double per_token, expected, left, gamma
+    cdef double per_token, expected, left, gamma, earliest
     cdef list found = PyList_New(count)
     if not count:
         raise ValueError("no target")
@@ -218,11 +218,13 @@ def cost_s(
         left = fabs(expected - (now - began[i]))
         waits[i] = max(left, least_left * expected) + (charged[i] - heads[i]) * per_token
     gamma = min(most_gamma, arrivals_per_s / count * median_low(waits, count))
+    earliest = waits[0] + owns[0]
     for i in range(count):
+        earliest = min(earliest, waits[i] + owns[i])
         value = PyFloat_FromDouble(waits[i] + owns[i] * (1 + gamma))
         Py_INCREF(value)
         PyList_SET_ITEM(found, i, value)
-    return found, wait_s, own_s, gamma
+    return found, wait_s, own_s, gamma, earliest
 
 
 def next_copies(

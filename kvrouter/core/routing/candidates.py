@@ -14,7 +14,6 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from operator import add
 from typing import Any, TypeAlias, TypeVar, overload
 
 from msgspec import Struct
@@ -245,7 +244,7 @@ class Candidates(Sequence[Candidate]):
             return None
         place = self._roster.places[target]
         index = place if self._has_all_places() else list(self._places).index(place)
-        return costs.wait_s[index] + costs.own_s[index], min(map(add, costs.wait_s, costs.own_s))
+        return costs.wait_s[index] + costs.own_s[index], costs.earliest_s
 
     def next_copies(self, costs: Costs, most_holders: float) -> list[int]:
         """Where one more copy of the deepest cached block is worth most (core/routing/prefill_times.py)."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from operator import add
 from statistics import median_low
 
 from msgspec import Struct
@@ -27,12 +28,16 @@ MOST_GAMMA = 8.0
 
 
 class Costs(Struct, frozen=True):
-    """What a request would take on each target, in seconds. `gamma`: the price of congestion."""
+    """What a request would take on each target, in seconds. `gamma`: the price of congestion.
+
+    `earliest_s`: the least `wait_s + own_s` of any target.
+    """
 
     cost_s: list[float]
     wait_s: array[float]
     own_s: array[float]
     gamma: float
+    earliest_s: float
 
 
 def per_token_s(seconds_per_token: float, context_tokens: int) -> float:
@@ -79,7 +84,7 @@ def cost_s(  # noqa: PLR0917  # on the hot path: keywords cost
     # follows the one target that every request wants.
     gamma = min(MOST_GAMMA, arrivals_per_s / len(waits) * median_low(waits))
     costs = [wait + seconds * (1 + gamma) for wait, seconds in zip(waits, owns, strict=True)]
-    return Costs(costs, waits, owns, gamma)
+    return Costs(costs, waits, owns, gamma, min(map(add, waits, owns)))
 
 
 def next_copies(
