@@ -104,6 +104,7 @@ async def test_announces(scene: Scene) -> None:
             started_at_us=beat.incarnation,
             repairs_by_report=True,
             engine_started_at_us=10_000_000,
+            tokenizer="/m",
         )
         == beat.card
     )
