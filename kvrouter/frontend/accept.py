@@ -110,6 +110,7 @@ class Accept:
             overrides.temperature,
             text=texts.plain_text(asked.prompt) if policy.needs_text else "",
             session=overrides.session,
+            parent_session=overrides.parent_session,
             bucket=overrides.bucket,
             wanted=wanted,
             priority=asked.priority if overrides.priority is None else overrides.priority,

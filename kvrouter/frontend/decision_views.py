@@ -105,6 +105,7 @@ class DecisionViews:
             "isl": request.isl,
             "prompt_blocks": sum(len(prompt.hashes) for prompt in request.prompts),
             "session": request.session,
+            "parent_session": request.parent_session,
             "overlap_weight": _given(request.overlap_weight, self.settings.overlap_weight),
             "temperature": _given(request.temperature, self.settings.temperature),
         }

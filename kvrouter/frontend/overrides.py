@@ -6,7 +6,7 @@
     x-kvrouter-dry-run         {"dry_run": …}         true or false
     x-kvrouter-target          {"target": …}          worker_id or worker_id/rank (mode direct)
     x-kvrouter-priority                               lower goes first, as in vLLM; wins over `priority`
-    x-session-id               {"session": …}         the session's name; also `session_id`
+    x-session-id               {"session": …}         the session's name; also `session_id`, agents' headers
 
 Headers win over the object: gateways in front of kvrouter set headers. A wrong value is a 400.
 """
@@ -24,6 +24,7 @@ from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.routing.policy import AUTO, OverlapWeight, Wanted, parse_wanted
 from kvrouter.core.wire.values import valid_unicode
 from kvrouter.errors import BadRequestError, UnknownTargetError
+from kvrouter.frontend import agent_headers
 
 DIRECT = "direct"
 RANK_HEADER = "x-data-parallel-rank"
@@ -44,6 +45,8 @@ class Dialect:
     session_header: str = "x-session-id"
     bucket_header: str = ""
     """The header of `--stage-one header:NAME`; empty if there is none."""
+    agent_sessions: bool = False
+    """Whether sessions are also read from the headers of agents (agent_headers.py)."""
 
     @cached_property
     def places(self) -> dict[str, str]:
@@ -61,6 +64,7 @@ class Dialect:
     def headers(self) -> frozenset[str]:
         """All headers that change routing."""
         own = {self.bucket_header} if self.bucket_header else set()
+        own |= agent_headers.HEADERS if self.agent_sessions else set()
         return frozenset(self.places.values()).union(own, {PRIORITY_HEADER})
 
 
@@ -76,6 +80,7 @@ class Overrides:
     target: str = ""
     bucket: str = ""
     priority: int | None = None
+    parent_session: str = ""
 
 
 NO_OVERRIDES = Overrides()
@@ -104,6 +109,9 @@ def read_overrides(
         given["session"] = _Given(session_id, "session_id", "`session_id`")
     readers = _READERS | {"mode": lambda one: _mode(one, dialect)}
     found = {name: readers[name](one) for name, one in given.items()}
+    if dialect.agent_sessions:
+        session, found["parent_session"] = agent_headers.read_sessions(headers)
+        found.setdefault("session", session)
     bucket = headers.get(dialect.bucket_header, "") if dialect.bucket_header else ""
     overrides = Overrides(
         **found,

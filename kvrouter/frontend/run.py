@@ -360,7 +360,13 @@ def new_replica(
 def _dialect(options: FrontendOptions) -> Dialect:
     """Which overrides requests may bring."""
     header, bucket = options.rules.session_header, TwoStage(options.policy.stage_one).header
-    return Dialect(SERVED_MODES, options.router_mode, header, bucket.lower())
+    return Dialect(
+        SERVED_MODES,
+        options.router_mode,
+        header,
+        agent_sessions=options.rules.filters.agent_sessions,
+        bucket_header=bucket.lower(),
+    )
 
 
 def _operators_routes(

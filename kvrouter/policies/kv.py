@@ -39,6 +39,7 @@ class Kv(BuiltInPolicy):
     temperature: float = 0.0
 
     decisive = ("cost",)
+    prefers_sessions = True
 
     @property
     def compares_seconds(self) -> bool:

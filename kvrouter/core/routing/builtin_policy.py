@@ -76,6 +76,8 @@ class BuiltInPolicy(PolicyHooks, ABC):
 
     remembers_text: bool = False
     """Whether it reads the texts that targets have computed (`RoutingTables.texts`)."""
+    prefers_sessions: bool = False
+    """Whether a session's next request is expected where its last one ran (`Expected` in filters.py)."""
     needs_sessions: bool = False
     """Whether it reads which target a session is bound to."""
     reads_tables: bool = False

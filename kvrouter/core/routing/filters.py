@@ -37,6 +37,9 @@ class Filter(ABC):
     keeps_sessions: bool = False
     """Whether it looks at where sessions are bound."""
 
+    only_if_preferred: bool = False
+    """Whether it applies only to policies with `prefers_sessions`."""
+
     @abstractmethod
     def keep(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> Candidates:
         """The candidates that stay."""
@@ -138,6 +141,43 @@ class Session(Filter):
 
 
 @dataclass(frozen=True, slots=True)
+class Expected(Filter):
+    """Where no overlap is known: the target of the session's last request, else of its parent's.
+
+    What the index knows decides better, so a request with any overlap keeps all candidates. Only while the
+    target is no busier than the least busy one, in requests and in charged tokens; if the prompt itself is
+    not known, one request more is accepted, since the last turn is then all there is to know.
+    """
+
+    name = "agent-session"
+    is_preference = True
+    keeps_sessions = True
+    only_if_preferred = True
+
+    def keep(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> Candidates:
+        if not (request.session or request.parent_session) or request.wanted is not None:
+            return candidates
+        sessions, targets = moment.tables.sessions, candidates.targets()
+        for session in filter(None, (request.session, request.parent_session)):
+            target = sessions.target_of(session, moment.now)
+            if target in targets:
+                is_free = not candidates.deepest_blocks() and _is_free(
+                    request, candidates, targets.index(target)
+                )
+                return candidates.kept([one == target for one in targets]) if is_free else candidates
+        return candidates
+
+
+def _is_free(request: RouteRequest, candidates: Candidates, place: int) -> bool:
+    """Whether this candidate is as free as the freest."""
+    requests = candidates.requests()
+    if not request.prompts:
+        return requests[place] <= min(requests) + 1
+    charged = candidates.charged_tokens()
+    return requests[place] == min(requests) and charged[place] == min(charged)
+
+
+@dataclass(frozen=True, slots=True)
 class Multiplex(Filter):
     """Ray's MultiplexMixin for adapters: targets that have it loaded, else targets with the fewest adapters.
 
@@ -181,7 +221,7 @@ class Locality(Filter):
 
 @dataclass(frozen=True, slots=True)
 class FilterSettings(Settings):
-    """What an operator sets. The defaults need no filter."""
+    """What an operator sets."""
 
     heading = "Which workers may be chosen"
 
@@ -209,6 +249,11 @@ class FilterSettings(Settings):
     )
     node: str = setting("", "node of this frontend: prefer its workers", name="locality-node", metavar="NODE")
     zone: str = setting("", "zone of this frontend: prefer its workers", name="locality-zone", metavar="ZONE")
+    agent_sessions: bool = setting(
+        True,
+        "read sessions from the headers of Claude Code, Codex, OpenCode and others; without a known overlap "
+        "mode kv prefers the worker of the last turn or of the parent session, if it is as free as any",
+    )
 
 
 def new_filters(settings: FilterSettings, circuits: CircuitBreakers | None = None) -> tuple[Filter, ...]:
@@ -227,6 +272,8 @@ def new_filters(settings: FilterSettings, circuits: CircuitBreakers | None = Non
     # From here on preferences: they must not see targets that a requirement removes.
     if settings.session_affinity == "soft":
         filters.append(Session())
+    if settings.agent_sessions:
+        filters.append(Expected())
     if settings.multiplex:
         filters.append(Multiplex())
     if settings.node or settings.zone:

@@ -47,6 +47,8 @@ class RouteRequest(Struct, frozen=True):
     bucket: str = ""
     wanted: Wanted | None = None
     priority: int = 0
+    parent_session: str = ""
+    """The session that began this one, as an agent begins its subagents."""
     mode: str = ""
     """The mode that the client names; empty: the router's own."""
     now: float = 0.0

@@ -66,13 +66,21 @@ class Selection:
     @property
     def keeps_sessions(self) -> bool:
         """Whether a session's next request depends on where this one goes."""
-        return self.policy.needs_sessions or any(one.keeps_sessions for one in self.filters)
+        prefers = self.policy.prefers_sessions
+        kept = [one for one in self.filters if one.keeps_sessions]
+        return self.policy.needs_sessions or any(prefers or not one.only_if_preferred for one in kept)
 
     def eligible(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> Candidates:
         """The candidates that no filter removes; may be empty."""
         for filter_ in self.filters:
-            candidates = filter_.keep(request, candidates, moment)
+            if self._applies(filter_, request):
+                candidates = filter_.keep(request, candidates, moment)
         return candidates
+
+    def _applies(self, filter_: Filter, request: RouteRequest) -> bool:
+        if not filter_.only_if_preferred:
+            return True
+        return self.policy.prefers_sessions and bool(request.session or request.parent_session)
 
     def choose(self, request: RouteRequest, eligible: Candidates, moment: Moment) -> list[Candidate]:
         """The pick, then the candidates to try if it fails. `eligible` must not be empty."""
@@ -159,7 +167,7 @@ class Selection:
         """The targets that filters remove, and the name of the first filter that does."""
         removed: dict[Target, str] = {}
         # the filters again, one by one: `eligible` keeps no record, as every request passes it
-        for filter_ in self.filters:
+        for filter_ in [one for one in self.filters if self._applies(one, request)]:
             before, candidates = candidates, filter_.keep(request, candidates, moment)
             kept = set(candidates.targets())
             removed |= {target: filter_.name for target in before.targets() if target not in kept}

@@ -173,14 +173,20 @@ def test_circuit_breaker() -> None:
 
 
 def test_no_settings_no_filters() -> None:
-    """The default settings need no filter."""
-    assert () == new_filters(FilterSettings())
+    """Without agents' sessions, the default settings need no filter."""
+    assert () == new_filters(FilterSettings(agent_sessions=False))
 
 
 def test_order_of_filters() -> None:
     """Requirements come before preferences."""
     settings = FilterSettings(0.9, 1000, 8, "soft", multiplex=True, zone="z")
 
-    assert ["circuit-breaker", "busy", "max-ongoing-requests", "session", "multiplex", "locality"] == [
-        one.name for one in new_filters(settings, CircuitBreakers())
-    ]
+    assert [
+        "circuit-breaker",
+        "busy",
+        "max-ongoing-requests",
+        "session",
+        "agent-session",
+        "multiplex",
+        "locality",
+    ] == [one.name for one in new_filters(settings, CircuitBreakers())]
