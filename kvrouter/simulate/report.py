@@ -44,7 +44,7 @@ def show(runs: Mapping[str, Run], possible: float, *, left_out: int) -> None:
     for mode, run in runs.items():
         table.add_row(mode, *(value(run) for value in _COLUMNS.values()))
     console.print(table)
-    console.print(_cached({mode: run.hit_rate for mode, run in runs.items()}, possible), highlight=False)
+    console.print(cached_line({mode: run.hit_rate for mode, run in runs.items()}, possible), highlight=False)
     if left_out:
         console.print(f"left out: {left_out} requests longer than --max-model-len")
 
@@ -70,11 +70,11 @@ def show_compared(compared: Sequence[Compared], *, seeds: int) -> None:
         console.print(_title(one, seeds), style="bold", highlight=False)
         console.print(table)
         cached = {row.mode: row.mean.cached for row in one.rows}
-        console.print(_cached(cached, one.rows[0].mean.achievable), highlight=False)
+        console.print(cached_line(cached, one.rows[0].mean.achievable), highlight=False)
 
 
-def _cached(shares: Mapping[str, float], possible: float) -> str:
-    """`cached: kv 14.8% of 18.3% possible; round-robin 8.3%`."""
+def cached_line(shares: Mapping[str, float], possible: float) -> str:
+    """`cached: kv 14.8% of 18.3% possible; round-robin 8.3%`: shares of the prompt tokens, by mode."""
     first, *others = sorted(shares, key=lambda mode: mode.partition(":")[0] != _DEFAULT_MODE)
     rest = "".join(f"; {mode} {shares[mode]:.1%}" for mode in others)
     return f"cached: {first} {shares[first]:.1%} of {possible:.1%} possible{rest}"

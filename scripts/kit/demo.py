@@ -15,6 +15,8 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from kvrouter.core.wire.hashes import prompt_hashes
+from kvrouter.simulate.engines import Arrival
 from kvrouter.simulate.traces import (
     CONVERSATION_EXCERPT,
     SHORT_EXCERPT,
@@ -26,6 +28,7 @@ from kvrouter.simulate.traces import (
     scaled,
     spread,
 )
+from kvrouter.simulate.workloads import achievable_tokens
 from kvrouter.tokens.tiny import VOCABULARY_SIZE, build_tiny_model
 from scripts.kit import deployment, report
 from scripts.kit.deployment import Deployment, Plan
@@ -44,6 +47,7 @@ OUTPUT_DIVISOR = 8
 REQUEST_TIMEOUT_S = 30.0
 # Blocks of an engine's cache: three quarters of what round-robin would fill, so that engines must evict.
 NUM_BLOCKS = 12_288
+BLOCK_SIZE = 16
 
 
 class FailedError(Exception):
@@ -84,9 +88,11 @@ async def _run(options: Options) -> int:
         plain, deployed = await stage.measure("round-robin", requests)
         await deployment.stop(fleet, deployed)
         kv, deployed = await stage.measure("kv", requests)
-        report.show(console, plain, kv, _caption(options.requests))
+        possible = _possible(requests)
+        report.show(console, plain, kv, possible, _caption(options.requests))
         if options.json is not None:
-            report.write_json(options.json, plain, kv, {"scaling": asdict(_scaling(options.requests))})
+            about = {"scaling": asdict(_scaling(options.requests)), "achievable_rate": possible}
+            report.write_json(options.json, plain, kv, about)
         if options.keep:
             await _keep(console, fleet, deployed)
         if report.problems(plain, kv):
@@ -108,7 +114,8 @@ class Stage:
         self, mode: str, requests: Sequence[LoadRequest]
     ) -> tuple[report.ModeResult, Deployment]:
         """Deploy with cold caches, replay the trace, and read the replicas' final state."""
-        plan = Plan(mode, self.model_path, num_blocks=NUM_BLOCKS, namespace=f"demo-{mode}")
+        namespace = f"demo-{mode}"
+        plan = Plan(mode, self.model_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, namespace=namespace)
         self.console.print(f"[bold]{mode}[/]: starting 4 engines with their agents, and 2 replicas")
         deployed = await deployment.deploy(self.fleet, self.client, plan, self.nats_url)
         before = MachineTime.now()
@@ -167,6 +174,13 @@ def _body(prompt: list[int], output_tokens: int) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode()
 
 
+def _possible(requests: Sequence[LoadRequest]) -> float:
+    """The share of the prompt tokens that one endless cache, shared by all engines, would have."""
+    prompts = [json.loads(request.body)["prompt"] for request in requests]
+    arrivals = [Arrival(0.0, prompt_hashes(prompt, BLOCK_SIZE), len(prompt), 0) for prompt in prompts]
+    return achievable_tokens(arrivals, block_size=BLOCK_SIZE) / sum(map(len, prompts))
+
+
 def _caption(count: int) -> str:
     scaling = _scaling(count)
     return (
@@ -174,6 +188,7 @@ def _caption(count: int) -> str:
         f" replicas in turn to 4 simulated engines of {NUM_BLOCKS:,} blocks. Scaled alike for both: one hash"
         f" id = {TOKENS_PER_ID} tokens instead of {TRACE_ID_TOKENS}, outputs ÷ {OUTPUT_DIVISOR}, arrivals"
         f" in {scaling.duration_s:.0f} s (the trace's 3 s steps spread evenly). Caches cold at each start."
+        " Possible: what one endless cache, shared by all engines, would have."
     )
 
 

@@ -112,7 +112,7 @@ async def test_growing_conversation(fleet: Fleet, ask: Callable[[str, list[Any]]
         turn = await ask(fleet.frontends[number % 2].url, chat)
         chat.append({"role": "assistant", "content": turn.said})
         turns.append(turn)
-        await _until_indexed(fleet)
+        await _until_indexed(fleet, turn.prompt_tokens)
 
     assert 1 == len({turn.headers["x-kvrouter-worker"] for turn in turns})
     assert [turn.cached_tokens for turn in turns] == [turn.overlap_tokens for turn in turns]
@@ -130,15 +130,18 @@ async def test_growing_conversation(fleet: Fleet, ask: Callable[[str, list[Any]]
     assert all(ours == theirs for record in records for ours, theirs in [record.last_lengths])
 
 
-async def _until_indexed(fleet: Fleet) -> None:
-    """Until both replicas have the engines' blocks."""
+async def _until_indexed(fleet: Fleet, prompt_tokens: int) -> None:
+    """Until both replicas have the engines' blocks, with those of a prompt that was answered."""
     held = {worker_id_of(mocker.url): mocker.engine.cache for mocker in fleet.mockers}
     routers = [router for each in fleet.frontends for router in each.replica.routers.values()]
     await until(
-        lambda: all(
-            router.pool.index.digest(target)[0] == len(set(held[target.worker_id].cached_hashes()))
-            for router in routers
-            for target in router.pool.targets
+        lambda: (
+            max(len(set(cache.cached_hashes())) for cache in held.values()) >= prompt_tokens // 16
+            and all(
+                router.pool.index.digest(target)[0] == len(set(held[target.worker_id].cached_hashes()))
+                for router in routers
+                for target in router.pool.targets
+            )
         )
     )
 
@@ -157,7 +160,7 @@ async def test_previous_response(fleet: Fleet, streams: bool) -> None:
                 response = [event async for event in response][-1].response
             asked["previous_response_id"] = response.id
             turns.append(_turn(response, raw.headers))
-            await _until_indexed(fleet)
+            await _until_indexed(fleet, turns[-1].prompt_tokens)
 
     assert 1 == len({turn.headers["x-kvrouter-worker"] for turn in turns})
     assert [turn.cached_tokens for turn in turns] == [turn.overlap_tokens for turn in turns]

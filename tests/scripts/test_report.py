@@ -119,7 +119,7 @@ def test_disagreement(change: dict[str, Any], says: str) -> None:
 def printed(plain: ModeResult, kv: ModeResult) -> str:
     """The printed report."""
     text = io.StringIO()
-    show(Console(file=text, width=300), plain, kv, "the caption")
+    show(Console(file=text, width=300), plain, kv, 0.9, "the caption")
     return text.getvalue()
 
 
@@ -130,6 +130,7 @@ def test_passed() -> None:
 
     assert [] == problems(plain, kv)
     assert all(part in text for part in ("10.0%", "20.0%", "+100%", "0/0", "equal", "50%", "the caption"))
+    assert "cached: kv 20.0% of 90.0% possible; round-robin 10.0%" in text
     assert "passed: kv cached 2.0× as much, TTFT p50 +0%; replicas agree, no bookings left" in text
     assert "failed" not in text
     assert "warning" not in text

@@ -175,8 +175,7 @@ class Router:
         self._part = 0.0
         self.reuse = Reuse()
         self.calibration = Calibration()
-        # an eighth of the blocks at first: all of them would cost as much as a decision
-        self._ghosts = Ghosts(halvings=3)
+        self._ghosts = Ghosts()
         # the blocks that all targets have room for, as of a number of changes of the pool
         self._room: tuple[int, int] = (-1, 0)
         self._has_learned = False  # whether its state has something that is in no frame of its own

@@ -5,7 +5,12 @@
 
 Spatial sampling as SHARDS does (Waldspurger et al., FAST '15): a block is in the sample if its hash is, so
 the sample contains all uses of the blocks it contains, and a cache of `rate` times the size behaves as the
-whole one. When the sample is full, the rate halves, which bounds the memory.
+whole one. The rate begins at 1, so that a short run is exact, and halves
+
+    after each 32 Ki sampled blocks that prompts use, down to 1/32: bounds the time
+    when the endless cache is full:                                  bounds the memory
+
+but not below 1,024 blocks of the pooled cache: a smaller sample misjudges it.
 
 A block counts only if all before it are cached. Of the sampled blocks of a prompt, those from the first
 missing one on are misses, each for 1 / rate blocks; all other blocks are hits. Misses are counted, because
@@ -15,16 +20,22 @@ hits of a few popular blocks depend on whether these are in the sample (the pape
 from __future__ import annotations
 
 import re
+import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrouter.core.wire.hashes import pack_hashes
 
-# Blocks in the sample: about 5 MiB, and a standard error of about half a point.
+# Blocks in the sample: about 5 MiB. A standard error of half a point.
 MOST_SAMPLED = 1 << 15
+# Sampled blocks that are used at one rate, while this halves the rate; and the number of these halvings.
+MOST_USED = 1 << 15
+USE_HALVINGS = 5
 # At a rate of 1/4096 the sample stands for 134 million blocks. The endless cache, too, then drops the oldest.
+# At the least rate that the fleet's size allows it does the same: it then has 32 times its size or more.
 MOST_HALVINGS = 12
+LEAST_POOLED = 1 << 10
 _HASH_BYTES = 8
 
 
@@ -50,19 +61,26 @@ class Reuse:
 
 
 class Ghosts:
-    """The two caches. Invariants: both hold sampled blocks only, at most `most_sampled`."""
+    """The two caches.
 
-    def __init__(self, most_sampled: int = MOST_SAMPLED, halvings: int = 0) -> None:
-        """`halvings`: of the rate, to begin with."""
+    Invariants: the endless one holds all blocks of the pooled one, at most `most_sampled`. Both hold sampled
+    blocks, and after a halving those that are not swept yet.
+    """
+
+    def __init__(self, most_sampled: int = MOST_SAMPLED, most_used: int = MOST_USED) -> None:
         self.endless_misses = 0
         """Blocks that an endless cache would not have had, estimated."""
         self.pooled_misses = 0
         self._most = most_sampled
-        self._halvings = halvings
-        self._in_sample = _low_bytes(halvings)
+        self._most_used = most_used
+        self._used = 0  # at this rate
+        self._halvings = 0
+        self._in_sample = _low_bytes(0)
         # ordered by last use; a parent was used after its children, so that a child is dropped first
         self._endless: OrderedDict[int, None] = OrderedDict()
         self._pooled: OrderedDict[int, None] = OrderedDict()
+        # cached before the last halving: half of them are no longer in the sample
+        self._unswept: list[int] = []
 
     @property
     def rate(self) -> float:
@@ -83,9 +101,10 @@ class Ghosts:
 
     def check(self) -> None:
         """Raise if an invariant is broken."""
-        for cache in (self._endless, self._pooled):
-            assert len(cache) <= self._most
-            assert not any(block & ((1 << self._halvings) - 1) for block in cache)
+        assert len(self._endless) <= self._most
+        assert self._pooled.keys() <= self._endless.keys()
+        unsampled = {block for block in self._endless if block & ((1 << self._halvings) - 1)}
+        assert unsampled <= set(self._unswept)
 
     def _places(self, hashes: Sequence[int]) -> list[int]:
         """Where in the prompt its sampled blocks are. A pattern finds them in C: a loop is slower."""
@@ -99,18 +118,37 @@ class Ghosts:
         blocks.reverse()
         _touch(self._endless, blocks)
         _touch(self._pooled, blocks)
-        if len(self._endless) > self._most:
-            if self._halvings < MOST_HALVINGS:
-                self._halve()
-            _evict(self._endless, self._most)
-        _evict(self._pooled, min(capacity_blocks >> self._halvings, self._most))
+        self._used += len(blocks)
+        is_slow = self._used > self._most_used and self._halvings < USE_HALVINGS
+        if (is_slow or len(self._endless) > self._most) and self._may_halve(capacity_blocks):
+            self._halve()
+        _evict(self._endless, self._most)
+        if self._unswept:
+            self._sweep(64 + 4 * len(blocks))  # faster than blocks are added
+        # until all is swept, blocks in the sample must not make room for the others
+        room = sys.maxsize if self._unswept else capacity_blocks >> self._halvings
+        _evict(self._pooled, min(room, len(self._endless)))
+
+    def _may_halve(self, capacity_blocks: int) -> bool:
+        pooled = capacity_blocks >> (self._halvings + 1)
+        # of a fleet without a known size, there is nothing to judge
+        is_large = pooled >= LEAST_POOLED or not capacity_blocks
+        return is_large and self._halvings < MOST_HALVINGS and not self._unswept
 
     def _halve(self) -> None:
         self._halvings += 1
+        self._used = 0
         self._in_sample = _low_bytes(self._halvings)
+        self._unswept = list(self._endless)
+
+    def _sweep(self, count: int) -> None:
+        """Drop what is no longer in the sample, a few blocks with each prompt: all at once took 17 ms."""
         mask = (1 << self._halvings) - 1
-        self._endless = OrderedDict((block, None) for block in self._endless if not block & mask)
-        self._pooled = OrderedDict((block, None) for block in self._pooled if not block & mask)
+        for block in self._unswept[-count:]:
+            if block & mask and block in self._endless:
+                del self._endless[block]
+                self._pooled.pop(block, None)
+        del self._unswept[-count:]
 
 
 def _low_bytes(halvings: int) -> re.Pattern[bytes]:

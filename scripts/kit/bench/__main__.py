@@ -18,6 +18,7 @@ usage: scripts/bench SUBCOMMAND [flags]
   tokens     cost of tokenizing a prompt whose beginning is known
   hashes     cost of hashing a prompt's blocks, in Python and in C
   index      cost of the block index: look-ups, events, memory, a decision; in Python and in C
+  ghosts     cost of counting a prompt in the ghost caches, and what their sampling misjudges
   churn      a long random history of one table, checked against a simple model
   growth     cost of hashes, index and decisions by targets, tokens and blocks: plots in docs/plots
   long       whether a booking costs the same after a long run: each mode and index, in virtual time
@@ -32,8 +33,8 @@ usage: scripts/bench SUBCOMMAND [flags]
 """
 
 _COMMANDS = (
-    "policies", "decisions", "sync", "herding", "lag", "tokens", "hashes", "index", "churn", "growth", "long",
-    "request", "relay", "overload", "live", "walks", "peers",
+    "policies", "decisions", "sync", "herding", "lag", "tokens", "hashes", "index", "ghosts", "churn",
+    "growth", "long", "request", "relay", "overload", "live", "walks", "peers",
 )  # fmt: skip
 
 
