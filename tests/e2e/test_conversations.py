@@ -131,12 +131,13 @@ async def test_growing_conversation(fleet: Fleet, ask: Callable[[str, list[Any]]
 
 
 async def _until_indexed(fleet: Fleet, prompt_tokens: int) -> None:
-    """Until both replicas have the engines' blocks, with those of a prompt that was answered."""
+    """Until both replicas have the engines' blocks, those of an answered prompt too, and no booking of it."""
     held = {worker_id_of(mocker.url): mocker.engine.cache for mocker in fleet.mockers}
     routers = [router for each in fleet.frontends for router in each.replica.routers.values()]
     await until(
         lambda: (
             max(len(set(cache.cached_hashes())) for cache in held.values()) >= prompt_tokens // 16
+            and not any(router.pool.active.owners() for router in routers)
             and all(
                 router.pool.index.digest(target)[0] == len(set(held[target.worker_id].cached_hashes()))
                 for router in routers

@@ -25,9 +25,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def knows(fleet: Fleet, tokens: int) -> bool:
-    """Whether every replica has the events of the only conversation so far."""
+    """Whether every replica has the events of the only conversation so far, and knows that its turn ended."""
     pools = [frontend.replica.router_for("tiny").pool for frontend in fleet.frontends]
-    return all(len(pool.index) >= tokens // pool.block_size for pool in pools)
+    return all(len(pool.index) >= tokens // pool.block_size and not pool.active.owners() for pool in pools)
 
 
 def written(usage: dict[str, Any]) -> int:
