@@ -104,6 +104,14 @@ class TokenOptions(Settings):
     )
     cache: CacheSettings = field(default_factory=CacheSettings)
     """One prefix cache for all models: its memory limit is for the process."""
+    hub_token: str | None = setting(
+        None,
+        "token of the account at the hub; others see flags, so use the variable",
+        name="hf-token",
+        variable="HF_TOKEN",
+        default_text="$HF_TOKEN",
+        is_secret=True,
+    )
 
     def checked(self) -> Self:
         if self.way in {"remote", "none"} and self.paths:

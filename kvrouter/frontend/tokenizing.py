@@ -184,7 +184,8 @@ def _load(options: TokenOptions, store: PrefixStore) -> contextlib.AbstractConte
         if path is None:
             return PromptEncoder.load(None)
         chat_template = options.chat_template if path == options.model_path else None
-        return _read(options, store, model_directory(path, options.cache_directory), chat_template)
+        directory = model_directory(path, options.cache_directory, options.hub_token)
+        return _read(options, store, directory, chat_template)
 
     return Encoders.load(read, options.model_path, options.model_paths)
 

@@ -4,7 +4,10 @@
     schedulingProfiles the plugins that are used, by pluginRef, and their weights (1 if omitted)
 
 The file is read as published, also inside Heimdall's Helm values (`config:`). An unknown type or key is an
-error that names it. Some known settings have no effect because kvrouter has other means: `notes` lists them.
+error that names it. `indexerConfig` gives defaults for settings of kvrouter (`implied`). Other known settings
+have no effect because kvrouter has other means: `notes` lists them.
+
+No message quotes the file: it may have a token of the model hub.
 """
 
 from __future__ import annotations
@@ -21,9 +24,13 @@ from msgspec import Struct, field
 from kvrouter.errors import ConfigError
 from kvrouter.policies import scorers
 from kvrouter.policies.scored import Scored, Weighted
+from kvrouter.settings.declare import Implied
 
 KIND = "EndpointPickerConfig"
 DEFAULT_MAX_ENDPOINTS = 1
+# Heimdall's own, for a prefixStoreConfig that gives one of the two.
+_CACHE_SIZE = 500_000
+_PART_CHARACTERS = 256
 
 
 # An unknown key is an error: a weight with a typo would otherwise silently be the default.
@@ -34,8 +41,8 @@ class _Strict(Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
 class PrefixStore(_Strict, frozen=True):
     """`cacheSize` blocks of `blockSize` characters."""
 
-    cache_size: int = 500_000
-    block_size: int = 256
+    cache_size: int | None = None
+    block_size: int | None = None
 
 
 class TokenProcessor(_Strict, frozen=True):
@@ -48,22 +55,22 @@ class TokenProcessor(_Strict, frozen=True):
 class InMemory(_Strict, frozen=True):
     """The index's bounds: number of hashes, and of holders of each."""
 
-    size: int = 100_000_000
-    pod_cache_size: int = 10
+    size: int | None = None
+    pod_cache_size: int | None = None
 
 
 class KvBlockIndex(_Strict, frozen=True):
     """The block index."""
 
     in_memory_config: InMemory = InMemory()
-    enable_metrics: bool = False
+    enable_metrics: bool | None = None
 
 
 class TokenizersPool(_Strict, frozen=True):
     """Tokenizing. The repr omits the Hugging Face token, so that it cannot appear in a log."""
 
-    workers_count: int = 8
-    min_prefix_overlap_ratio: float = 0.8
+    workers_count: int | None = None
+    min_prefix_overlap_ratio: float | None = None
     hugging_face_token: str | None = None
     tokenizers_cache_dir: str | None = None
 
@@ -78,6 +85,35 @@ class Indexer(_Strict, frozen=True):
     token_processor_config: TokenProcessor = TokenProcessor()
     kv_block_index_config: KvBlockIndex = KvBlockIndex()
     tokenizers_pool_config: TokenizersPool = TokenizersPool()
+
+    def implied(self) -> list[Implied]:
+        """The settings of kvrouter that do the same, for the keys that are given."""
+        store, index = self.prefix_store_config, self.kv_block_index_config
+        bounds, pool = index.in_memory_config, self.tokenizers_pool_config
+        capacity = None
+        if store.cache_size is not None or store.block_size is not None:
+            size = _CACHE_SIZE if store.cache_size is None else store.cache_size
+            characters = _PART_CHARACTERS if store.block_size is None else store.block_size
+            capacity = size * characters // _PART_CHARACTERS
+        memory, tokens = "kvBlockIndexConfig.inMemoryConfig", "tokenizersPoolConfig"
+        rows: list[tuple[str, Any, str]] = [
+            ("prefix-store-blocks", capacity, "prefixStoreConfig"),
+            ("kv-cache-block-size", self.token_processor_config.block_size, "tokenProcessorConfig.blockSize"),
+            ("index-max-blocks", bounds.size, f"{memory}.size"),
+            # Heimdall's table is an LRU
+            ("index-full", "lru" if bounds.size else None, f"{memory}.size"),
+            ("index-max-holders", bounds.pod_cache_size, f"{memory}.podCacheSize"),
+            ("index-metrics", index.enable_metrics, "kvBlockIndexConfig.enableMetrics"),
+            ("tokenizer-workers", pool.workers_count, f"{tokens}.workersCount"),
+            ("min-prefix-overlap-ratio", pool.min_prefix_overlap_ratio, f"{tokens}.minPrefixOverlapRatio"),
+            ("hf-token", pool.hugging_face_token, f"{tokens}.huggingFaceToken"),
+            ("tokenizer-cache-dir", pool.tokenizers_cache_dir, f"{tokens}.tokenizersCacheDir"),
+        ]
+        return [
+            Implied(name, str(value), where, is_fact=name == "kv-cache-block-size")
+            for name, value, where in rows
+            if value is not None
+        ]
 
 
 class KvEvents(_Strict, frozen=True):
@@ -142,10 +178,10 @@ class _Document(_Strict, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class EndpointPicker:
-    """What a file configures: the policy, the prefix cache, and notes about settings without effect."""
+    """What a file configures: the policy, defaults of settings, and notes about keys without effect."""
 
     policy: Scored
-    prefix_cache: PrefixCacheParameters | None = None
+    implied: tuple[Implied, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -163,13 +199,6 @@ _SCORERS: dict[str, tuple[type[_Strict], _Made]] = {
     "no-hit-lru-scorer": (_NoHitLru, lambda _: scorers.no_hit_lru),
 }
 _PICKER = "max-score-picker"
-# Which flags take the place of the sections of `indexerConfig`.
-_INDEXER_FLAGS = {
-    "prefixStoreConfig": "use --prefix-store-blocks",
-    "tokenProcessorConfig": "the block size is the engines' own, or --kv-cache-block-size",
-    "kvBlockIndexConfig": "use --index-max-blocks, --index-max-holders and --index-metrics",
-    "tokenizersPoolConfig": "use --min-prefix-overlap-ratio, --tokenizer-cache-dir and $HF_TOKEN",
-}
 _HANDLER = "single-profile-handler"
 
 
@@ -178,7 +207,9 @@ def load_endpoint_picker(text: str) -> EndpointPicker:
     try:
         document = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an impossible date
-        raise ConfigError(f"the router config is not YAML: {error}") from error
+        mark = getattr(error, "problem_mark", None)
+        place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""
+        raise ConfigError(f"the router config is not YAML{place}") from None
     if not isinstance(document, dict):
         raise ConfigError(f"the router config is not an {KIND}: it has to be a mapping with kind: {KIND}")
     return read_endpoint_picker(document)
@@ -204,12 +235,10 @@ def read_endpoint_picker(document: Mapping[str, Any]) -> EndpointPicker:
         elif plugin.type in _SCORERS:
             scorer = _SCORERS[plugin.type][1](given)
             weighted.append(Weighted(reference.plugin_ref, scorer, reference.weight))
-    prefix_cache = next((one for one in parameters.values() if isinstance(one, PrefixCacheParameters)), None)
     notes = [note for name, given in parameters.items() for note in _notes(name, given)]
-    notes += [note for name, plugin in plugins.items() for note in _indexer_notes(name, plugin)]
     if not any(one.weight for one in weighted):
         notes.append("no scorer has a weight above 0: all workers are equal, and chance decides")
-    return EndpointPicker(Scored(tuple(weighted), max_endpoints), prefix_cache, tuple(notes))
+    return EndpointPicker(Scored(tuple(weighted), max_endpoints), _implied(parameters), tuple(notes))
 
 
 def _references(wanted: _Document, plugins: Mapping[str, _Plugin]) -> list[_Reference]:
@@ -233,6 +262,17 @@ def _references(wanted: _Document, plugins: Mapping[str, _Plugin]) -> list[_Refe
                 f"the weight of pluginRef {reference.plugin_ref!r} is {reference.weight}; use at least 0"
             )
     return profiles[0].plugins
+
+
+def _implied(parameters: Mapping[str, _Strict]) -> tuple[Implied, ...]:
+    """The defaults of all plugins. Raises ConfigError if two plugins differ."""
+    found: dict[str, tuple[str, Implied]] = {}
+    for name, given in parameters.items():
+        for implied in given.indexer_config.implied() if isinstance(given, PrefixCacheParameters) else ():
+            first, other = found.setdefault(implied.name, (name, implied))
+            if other.text != implied.text:
+                raise ConfigError(f"plugins {first!r} and {name!r} differ in {implied.where}: keep one value")
+    return tuple(implied for _, implied in found.values())
 
 
 def _is_picker(plugins: Mapping[str, _Plugin], reference: _Reference) -> bool:
@@ -288,9 +328,3 @@ def _prefix_cache_notes(given: PrefixCacheParameters) -> list[str]:
     if events.zmq_endpoint is not None or events.topic_filter is not None or events.concurrency is not None:
         notes.append("kvEventsConfig has no effect: the agent of each engine reads its events (--kv-events)")
     return notes
-
-
-def _indexer_notes(name: str, plugin: _Plugin) -> list[str]:
-    """Notes about the index and tokenizing, which flags configure for all modes."""
-    given = (plugin.parameters or {}).get("indexerConfig") or {}
-    return [f"{name}: {section} has no effect: {_INDEXER_FLAGS[section]}" for section in given]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,7 +10,24 @@ from kvrouter.errors import ConfigError
 from kvrouter.policies import PolicySettings
 from kvrouter.policies.endpoint_picker import EndpointPicker, load_endpoint_picker
 from kvrouter.policies.importing import GuardedPolicies, load_custom_policy
-from kvrouter.settings.declare import Settings, setting
+from kvrouter.settings.declare import Implied, Settings, setting
+
+SCORED = "scored"
+
+
+def read_endpoint_picker_file(path: Path) -> EndpointPicker:
+    """Raises ConfigError."""
+    try:
+        return load_endpoint_picker(path.read_text())
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
+        # a UnicodeDecodeError quotes a byte of the file, which may have a token
+        reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error
+        raise ConfigError(f"--router-config {path}: {getattr(error, 'strerror', None) or reason}") from None
+
+
+def implied(path: Path) -> Sequence[Implied]:
+    """The mode, and the settings that the file's indexerConfig has, too. Raises ConfigError."""
+    return (Implied("router-mode", SCORED, "kind"), *read_endpoint_picker_file(path).implied)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +36,10 @@ class PolicyFiles(Settings):
 
     config: Path | None = setting(
         None,
-        "scored: an EndpointPickerConfig (YAML)",
+        "an EndpointPickerConfig (YAML): the mode is scored then, unless --router-mode is given, and its "
+        "indexerConfig has the defaults of settings of tokens and the index",
         name="router-config",
+        implies=implied,
         default_text="queue 2, kv-cache-utilization 2, prefix 3",
         reloadable=True,
     )
@@ -38,7 +58,7 @@ class PolicyFiles(Settings):
 
         `mode`: the mode of the command, which may be another one than the files are for.
         """
-        picker = self._endpoint_picker()
+        picker = read_endpoint_picker_file(self.config) if self.config is not None else None
         scored = picker.policy if picker is not None else None
         settings = replace(settings, scored=scored, custom=self._custom_policies())
         return settings, self._notes(picker, mode)
@@ -50,20 +70,13 @@ class PolicyFiles(Settings):
             raise ConfigError("--router-policy-arg needs --router-policy")
         return None
 
-    def _endpoint_picker(self) -> EndpointPicker | None:
-        if self.config is None:
-            return None
-        try:
-            return load_endpoint_picker(self.config.read_text())
-        except (OSError, UnicodeDecodeError, ConfigError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ConfigError(f"--router-config {self.config}: {reason}") from error
-
     def _notes(self, picker: EndpointPicker | None, mode: str) -> tuple[str, ...]:
         if picker is None:
             return ()
-        if mode == "scored" and self.policy is None:
-            return picker.notes
+        named = ", ".join(f"--{one.name}" for one in picker.implied)
+        notes = (*([f"the file has defaults of {named}"] if named else []), *picker.notes)
+        if mode == SCORED and self.policy is None:
+            return notes
         # Not an error: one request may still name mode scored.
         own = self.policy or mode
-        return (*picker.notes, f"the mode is {own}: only requests with mode scored use this file")
+        return (*notes, f"the mode is {own}: only requests with mode scored use this file")

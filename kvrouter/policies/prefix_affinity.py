@@ -16,6 +16,7 @@ class PrefixAffinity(BuiltInPolicy):
     """Source: Ray Serve, PrefixCacheAffinityRouter. It looks at text, not at blocks.
 
         no text, or max - min requests > imbalanced_threshold  →  power of two choices
+        no target has received a text                          →  power of two choices
         matched / len(text) <  match_rate_threshold            →  the targets with the smallest tree
         otherwise                                              →  the targets with the longest match
 
@@ -33,7 +34,7 @@ class PrefixAffinity(BuiltInPolicy):
 
     def pick(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> int:
         # first, as in Ray: a fleet out of balance must not follow the cache any further
-        if not request.text or self._is_imbalanced(candidates):
+        if not request.text or self._is_imbalanced(candidates) or _is_empty(candidates, moment):
             return power_of_two(candidates, moment.random)
         found = self._preferred(request.text, candidates, moment)
         places = [place for place, target in enumerate(candidates.targets()) if target in found]
@@ -68,3 +69,8 @@ class PrefixAffinity(BuiltInPolicy):
             }
             for one in candidates
         ]
+
+
+def _is_empty(candidates: Candidates, moment: Moment) -> bool:
+    """Whether no candidate has received a text: then no tree is the smallest."""
+    return not any(map(moment.tables.texts.chars, candidates.targets()))

@@ -58,6 +58,19 @@ S = TypeVar("S", bound=Settings)
 
 
 @dataclass(frozen=True, slots=True)
+class Implied:
+    """A default for another setting, from the file that a setting names.
+
+    `where`: the key in that file. `is_fact`: both describe the same thing, so two values are a contradiction.
+    """
+
+    name: str
+    text: str = field(repr=False)  # it may be a secret
+    where: str
+    is_fact: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Setting:
     """The metadata of a field, made by `setting`. Of numbers, type and bounds say what they may be."""
 
@@ -95,11 +108,14 @@ class Setting:
     """Whether the value itself, not a file with it, must not be printed."""
     reloadable: bool = False
     """Whether it can change while the process runs."""
+    implies: Callable[[Any], Iterable[Implied]] | None = None
+    """Of a setting that names a file: the defaults in it. Raises ConfigError."""
 
 
 def setting(default: Any, help: str, **options: Any) -> Any:  # noqa: A002  # as in argparse
     """A field of a dataclass with the metadata of a `Setting`. `default` MISSING: it must be given."""
-    return field(default=default, metadata={Setting: Setting(help, **options)})
+    made = Setting(help, **options)
+    return field(default=default, repr=not made.is_secret, metadata={Setting: made})
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""Reads a command's settings: flags > KVROUTER_… > config file > default. cyclopts reads the command line.
+"""Reads a command's settings: flags > KVROUTER_… > config file > implied > default.
 
 words ──> cyclopts ──> tokens of flags ─┐
-environment ─> variables, $NATS_URL ────┼─> values and sources ──> settings, checked
---config FILE ─> [command], [shared] ───┘
+environment ─> variables, $NATS_URL ────┼─> values and sources ──> implied ──> settings, checked
+--config FILE ─> [command], [shared] ───┘      (of the file of --router-config)
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class PageAsked(Exception):  # noqa: N818  # an answer, not an error
 class Loaded(Generic[S]):
     """The settings of one start. `sources`: where each value came from that is not the default.
 
-    A source is `flag`, the name of a variable, or the file with its table, as in `kvrouter.toml [frontend]`.
+    A source is `flag`, the name of a variable, the file with its table, as in `kvrouter.toml [frontend]`, or
+    the flag of another file with the key in it, as in `--router-config kind`.
     """
 
     command: Command[S]
@@ -170,6 +171,7 @@ class _Reading(Generic[S]):
         values = self._values([word for word in words if word != "--show-config"], tables, file)
         warnings, problem = [*self._unknown_variables()], ""
         try:
+            self._imply(values)
             settings = built(self._command.kind, self._declared.values(), values)
         except ConfigError as error:
             problem = f"{error}{self._origins(str(error))}"
@@ -181,6 +183,26 @@ class _Reading(Generic[S]):
         return Loaded(
             self._command, settings, values, self._sources, file, warnings, self._words, self._environ
         )
+
+    def _imply(self, values: dict[str, Any]) -> None:
+        """Let the files that settings name give defaults. Raises ConfigError for a contradiction."""
+        for file in self._declared.values():
+            if file.setting.implies is None or values[file.name] is None:
+                continue
+            for implied in file.setting.implies(values[file.name]):
+                one = self._declared.get(implied.name)
+                if one is None:
+                    continue  # this command does not have it
+                shown = "(secret)" if one.setting.is_secret else implied.text
+                where = f"{file.flag} {values[file.name]}: {implied.where} {shown}"
+                value = _read(one, implied.text, where)
+                value = (value,) if one.is_list else value
+                if one.name not in self._sources:
+                    values[one.name] = value
+                    self._sources[one.name] = f"{file.flag} {implied.where}"
+                elif implied.is_fact and values[one.name] != value:
+                    given = f"{one.flag} {one.shown(values[one.name])}"
+                    raise ConfigError(f"{where} contradicts {given}: they must be equal; drop one of them")
 
     def _origins(self, problem: str) -> str:
         """Where the settings that a message names as flags were given, if not as flags."""

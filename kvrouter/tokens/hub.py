@@ -35,10 +35,10 @@ def cached_directory(name: str, cache_directory: Path | None = None) -> Path | N
     return Path(found)
 
 
-def model_directory(model_path: str, cache_directory: Path | None = None) -> Path:
+def model_directory(model_path: str, cache_directory: Path | None = None, token: str | None = None) -> Path:
     """The directory; a repository (`org/name`) is downloaded first.
 
-    $HF_ENDPOINT and $HF_TOKEN select the hub and the account, as for the engines. Raises ConfigError.
+    $HF_ENDPOINT selects the hub, as for the engines. Raises ConfigError.
     """
     directory = Path(model_path)
     if directory.is_dir() or not _REPOSITORY.fullmatch(model_path):
@@ -56,7 +56,7 @@ def model_directory(model_path: str, cache_directory: Path | None = None) -> Pat
             allow_patterns=_FILES,
             cache_dir=cache_directory,
             endpoint=os.environ.get("HF_ENDPOINT"),
-            token=os.environ.get("HF_TOKEN"),
+            token=token,
         )
     except Exception as error:  # the library's own errors, httpx's, and OSError
         reason = str(error).strip().partition("\n")[0]

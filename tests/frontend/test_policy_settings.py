@@ -18,6 +18,8 @@ from kvrouter.policies.kv_score import KvScore
 from kvrouter.policies.prefix_affinity import PrefixAffinity
 from kvrouter.policies.scored import Scored
 from kvrouter.policies.two_stage import TwoStage
+from kvrouter.settings.read import PageAsked
+from tests.policies.test_endpoint_picker import HEIMDALL
 
 
 def test_published_defaults() -> None:
@@ -46,15 +48,15 @@ def test_overlap_weight_defaults_to_that_of_the_mode() -> None:
 
 
 def test_router_config(tmp_path: Path) -> None:
-    """Mode scored uses the file."""
+    """The file alone chooses mode scored."""
     file = tmp_path / "picker.yaml"
     file.write_text(
         "kind: EndpointPickerConfig\n"
         "plugins: [{type: queue-scorer}, {type: no-hit-lru-scorer, parameters: {lruSize: 9}}]\n"
     )
-    options = parse_options(["--router-mode", "scored", "--router-config", str(file)])
+    options = parse_options(["--router-config", str(file)])
 
-    policy = new_policy("scored", options.policy)
+    policy = new_policy(options.router_mode, options.policy)
 
     assert isinstance(policy, Scored)
     assert [("queue-scorer", 1.0), ("no-hit-lru-scorer", 1.0)] == [
@@ -64,14 +66,63 @@ def test_router_config(tmp_path: Path) -> None:
 
 
 def test_config_without_its_mode(tmp_path: Path) -> None:
-    """A note reports that without --router-mode scored the file has next to no effect."""
+    """Another --router-mode wins; a note reports that the file has next to no effect."""
     path = tmp_path / "picker.yaml"
     path.write_text("{kind: EndpointPickerConfig, plugins: [{type: queue-scorer}]}")
     flags = ["--router-config", str(path)]
 
-    assert () == parse_options([*flags, "--router-mode", "scored"]).policy_notes
-    (note,) = parse_options(flags).policy_notes
+    assert () == parse_options(flags).policy_notes
+    (note,) = parse_options([*flags, "--router-mode", "kv"]).policy_notes
     assert note.startswith("the mode is kv: only requests with mode scored")
+
+
+@pytest.fixture
+def heimdall(tmp_path: Path) -> str:
+    """The published file, as a flag."""
+    (tmp_path / "heimdall.yaml").write_text(HEIMDALL)
+    return f"--router-config={tmp_path / 'heimdall.yaml'}"
+
+
+def test_indexer_config_has_the_defaults(heimdall: str) -> None:
+    """Its values are those of the settings that do the same; a setting that is given wins."""
+    options = parse_options([heimdall, "--index-max-blocks=7", "--tokenizer-workers=2"])
+
+    assert (500_000, 0.8) == (options.tokens.cache.max_parts, options.tokens.cache.enough)
+    assert (Path("/tmp"), "hf_secret") == (options.tokens.cache_directory, options.tokens.hub_token)
+    assert (32, 10) == (options.pool.block_size, options.pool.index_bounds.max_holders)
+    assert (7, 2) == (options.pool.index_bounds.max_blocks, options.tokens.threads)
+    assert options.policy_notes[0].startswith("the file has defaults of --prefix-store-blocks, --kv-cache-")
+
+
+def test_block_sizes_that_contradict(heimdall: str) -> None:
+    """The block size of the engines is a fact: another one is an error that names both settings."""
+    assert 32 == parse_options([heimdall, "--kv-cache-block-size=32"]).pool.block_size
+    with pytest.raises(
+        ConfigError, match=r"tokenProcessorConfig\.blockSize 32 contradicts --kv-cache-block-size 16"
+    ):
+        parse_options([heimdall, "--kv-cache-block-size=16"])
+
+
+def test_token_of_a_file_is_not_shown(heimdall: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in --show-config, notes or settings; $HF_TOKEN wins."""
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with pytest.raises(PageAsked) as page:
+        parse_options([heimdall, "--show-config"])
+    (row,) = [line for line in str(page.value).splitlines() if line.startswith("hf-token")]
+
+    assert ["(secret)", "--router-config", "tokenizersPoolConfig.huggingFaceToken"] == row.split()[1:]
+    options = parse_options([heimdall])
+    assert "hf_secret" not in f"{page.value} {options.policy_notes} {options}"
+    monkeypatch.setenv("HF_TOKEN", "own")
+    assert "own" == parse_options([heimdall]).tokens.hub_token
+
+
+def test_impossible_value_of_indexer_config(tmp_path: Path) -> None:
+    """The message names the file, the key and what it may be."""
+    (tmp_path / "h.yaml").write_text(HEIMDALL.replace("workersCount: 8", "workersCount: 0"))
+
+    with pytest.raises(ConfigError, match=r"h\.yaml: tokenizersPoolConfig\.workersCount 0: must be a whole"):
+        parse_options([f"--router-config={tmp_path / 'h.yaml'}"])
 
 
 def test_wrong_router_config(tmp_path: Path) -> None:

@@ -69,6 +69,12 @@ def config(*plugins: dict[str, Any], profile: list[dict[str, Any]] | None = None
     return {"kind": "EndpointPickerConfig", "plugins": list(plugins), "schedulingProfiles": profiles}
 
 
+def prefix_cache(name: str = "", **store: int) -> dict[str, Any]:
+    """The plugin of the prefix cache with a prefixStoreConfig."""
+    parameters = {"indexerConfig": {"prefixStoreConfig": store}}
+    return {"type": "precise-prefix-cache-scorer", "name": name or None, "parameters": parameters}
+
+
 def test_published_example() -> None:
     """The published document, with Helm values around it: weights 2, 2, 3, one endpoint."""
     picker = load_endpoint_picker(HEIMDALL)
@@ -79,17 +85,18 @@ def test_published_example() -> None:
         ("precise-prefix-cache-scorer", scorers.precise_prefix_cache, 3),
     ] == list(picker.policy.scorers)
     assert 1 == picker.policy.max_endpoints
-    assert picker.prefix_cache is not None
-    indexer = picker.prefix_cache.indexer_config
-    assert (32, 256, 500_000) == (
-        indexer.token_processor_config.block_size,
-        indexer.prefix_store_config.block_size,
-        indexer.prefix_store_config.cache_size,
-    )
-    assert (10, True) == (
-        indexer.kv_block_index_config.in_memory_config.pod_cache_size,
-        indexer.kv_block_index_config.enable_metrics,
-    )
+    assert {
+        "prefix-store-blocks": "500000",
+        "kv-cache-block-size": "32",
+        "index-max-blocks": "100000000",
+        "index-full": "lru",
+        "index-max-holders": "10",
+        "index-metrics": "True",
+        "tokenizer-workers": "8",
+        "min-prefix-overlap-ratio": "0.8",
+        "hf-token": "hf_secret",
+        "tokenizer-cache-dir": "/tmp",
+    } == {one.name: one.text for one in picker.implied}
 
 
 def test_hash_seed_is_accepted_with_a_note() -> None:
@@ -100,14 +107,20 @@ def test_hash_seed_is_accepted_with_a_note() -> None:
     assert any("kvEventsConfig has no effect" in note for note in notes)
 
 
-def test_notes_name_the_flags_to_use_instead() -> None:
-    """Sizes and ratios of `indexerConfig` are flags here; none is ignored without a note."""
-    notes = "\n".join(load_endpoint_picker(HEIMDALL).notes)
+def test_only_given_keys_are_defaults() -> None:
+    """Without indexerConfig nothing; a prefix store is measured in characters: pieces here have 256."""
+    assert () == load_endpoint_picker("{kind: EndpointPickerConfig, plugins: [{type: queue-scorer}]}").implied
+    assert [("prefix-store-blocks", "250000")] == [
+        (one.name, one.text) for one in read_endpoint_picker(config(prefix_cache(blockSize=128))).implied
+    ]
 
-    for flag in ("--prefix-store-blocks", "--index-max-holders", "--min-prefix-overlap-ratio", "$HF_TOKEN"):
-        assert flag in notes
-    assert "hf_secret" not in notes
-    assert () == load_endpoint_picker("{kind: EndpointPickerConfig, plugins: [{type: queue-scorer}]}").notes
+
+def test_two_indexers_that_differ() -> None:
+    """The error names both plugins."""
+    plugins = [prefix_cache("one", cacheSize=1), prefix_cache("two", cacheSize=2)]
+
+    with pytest.raises(ConfigError, match="'one' and 'two' differ in prefixStoreConfig"):
+        read_endpoint_picker(config(*plugins))
 
 
 @pytest.mark.parametrize("profile", [None, [], [{"pluginRef": "queue-scorer", "weight": 0}]])
@@ -137,12 +150,12 @@ def test_two_pickers() -> None:
 
 
 def test_secret_stays_secret() -> None:
-    """The Hugging Face token is read, and no repr contains it."""
-    picker = load_endpoint_picker(HEIMDALL)
-
-    assert picker.prefix_cache is not None
-    assert "hf_secret" == picker.prefix_cache.indexer_config.tokenizers_pool_config.hugging_face_token
-    assert "hf_secret" not in repr(picker)
+    """No repr has the Hugging Face token, and no message quotes a line of a broken file."""
+    assert "hf_secret" not in repr(load_endpoint_picker(HEIMDALL))
+    for broken in ('"hf_secret', "*hf_secret", "!hf_secret x", "[hf_secret"):
+        with pytest.raises(ConfigError, match=r"not YAML \(line \d+, column \d+\)") as raised:
+            load_endpoint_picker(HEIMDALL.replace("hf_secret", broken))
+        assert "hf_secret" not in str(raised.value)
 
 
 def test_weight_is_one_if_omitted() -> None:

@@ -87,6 +87,13 @@ def test_no_text_is_power_of_two() -> None:
     assert ["w2"] == picked(PrefixAffinity(), workers(1, 0), asking(""), texts=knowing(w1=TEXT))
 
 
+def test_empty_tree_is_power_of_two() -> None:
+    """No prefix data: of two random workers the less loaded one, so also the second of three."""
+    assert ["w1", "w2"] == picked(PrefixAffinity(), workers(0, 1, 2), asking())
+    elsewhere = knowing(w9=TEXT)  # not a candidate
+    assert ["w1", "w2"] == picked(PrefixAffinity(), workers(0, 1, 2), asking(), texts=elsewhere)
+
+
 def test_only_candidates_count() -> None:
     """The best match among the candidates, not among all targets."""
     index = knowing(w1=TEXT[:50], w2=TEXT[:20], w9=TEXT)
