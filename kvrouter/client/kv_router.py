@@ -169,10 +169,12 @@ class KvRouter(HandFed):
         kv_blocks: int = 0,
         lora_names: Sequence[str] = (),
         labels: Mapping[str, str] | None = None,
+        prefill_tokens_per_s: int = 0,
     ) -> None:
         """Add a worker, or replace what is known of it.
 
-        `kv_blocks`: how many blocks one of its ranks can hold; 0 if that is not known. Raises ConfigError.
+        `kv_blocks`: how many blocks one of its ranks can hold; `prefill_tokens_per_s`: the prompt tokens that
+        it computes in a second, roughly, until that is measured. 0 if not known. Raises ConfigError.
         """
         if not 1 <= ranks <= MOST_RANKS:
             raise ConfigError(f"ranks {ranks}: use 1 to {MOST_RANKS}")
@@ -185,6 +187,7 @@ class KvRouter(HandFed):
             ranks=ranks,
             tiers={"device": kv_blocks},
             labels=dict(labels or {}),
+            prefill_tokens_per_s=prefill_tokens_per_s,
             publishes_events=self._replica.settings.pool.use_kv_events,
         )
         self._take_card(card)

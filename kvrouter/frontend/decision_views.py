@@ -89,7 +89,6 @@ class DecisionViews:
 
     def _explained(self, decided: Decided) -> dict[str, Any]:
         facts = self._facts(decided.request, decided.moment.now)
-        facts["unseen_bookings"] = round(decided.moment.unseen, 3)
         # Terms from tables are computed again when they are requested; the tables have changed since.
         reads_tables = decided.selection.policy.reads_tables
         terms_of = {"terms_of": "now" if reads_tables else "then", "model": decided.candidates[0].card.model}
@@ -123,6 +122,8 @@ def _view(decision: Decision) -> dict[str, Any]:
         "winner": str(decision.target) if decision.target is not None else None,
         "order": [str(target) for target in decision.order],
         "ties": [str(target) for target in decision.ties],
+        "unseen_bookings": round(decision.unseen, 3),
+        "part": round(decision.part, 3),
         "candidates": [_candidate(one) for one in judged],
         "removed": [_target(one) | {"by": one.removed_by} for one in removed],
     }

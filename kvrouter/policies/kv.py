@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment
 from kvrouter.core.routing.candidates import Candidates
-from kvrouter.core.routing.cost import cost, lowest, sample, spread
+from kvrouter.core.routing.cost import cost, lowest, poured, sample, spread
 from kvrouter.core.routing.policy import AUTO, Candidate, OverlapWeight, RouteRequest
 from kvrouter.core.routing.prefill_times import Costs
 
@@ -68,10 +68,7 @@ class Kv(BuiltInPolicy):
             return lowest(costs, moment.random())
         # The unseen requests are assumed to cost what this one does. With ties alone, eight replicas send a
         # burst of 8 to one idle worker; with spreading it gets 3 (docs/benchmarks.md, herding).
-        best = candidates[costs.index(min(costs))]
-        own_prefill_blocks = best.prefill_blocks * best.own_prefill_tokens / max(1, best.prefill_tokens)
-        own_cost = cost(weight, own_prefill_blocks, best.own_decode_blocks)
-        return _spread(costs, own_cost, moment)
+        return _spread(costs, _own_cost(candidates, costs, weight), moment)
 
     def _earliest(
         self, request: RouteRequest, candidates: Candidates, moment: Moment, temperature: float
@@ -83,8 +80,7 @@ class Kv(BuiltInPolicy):
         if moment.unseen < NEGLIGIBLE:
             best = lowest(costs.cost_s, moment.random())
         else:
-            own_s = costs.own_s[costs.cost_s.index(min(costs.cost_s))]
-            best = _spread(costs.cost_s, own_s, moment)
+            best = _spread(costs.cost_s, _own_s(costs), moment)
         copy = self._next_copy(request, candidates, moment, costs) if candidates.holds_deepest(best) else None
         return best if copy is None else copy
 
@@ -139,11 +135,9 @@ class Kv(BuiltInPolicy):
         weight = self._weight(request, moment)
         if weight == AUTO:
             return self._terms_in_time(request, candidates, moment)
-        rows = zip(
-            candidates, self._lost_blocks(request, candidates), self.costs(request, candidates, weight),
-            strict=True,
-        )  # fmt: skip
-        return [
+        costs = self.costs(request, candidates, weight)
+        rows = zip(candidates, self._lost_blocks(request, candidates), costs, strict=True)
+        terms: list[dict[str, float]] = [
             {
                 "prefill_blocks": one.prefill_blocks,
                 "decayed_blocks": lost,
@@ -154,6 +148,11 @@ class Kv(BuiltInPolicy):
             }
             for one, lost, value in rows
         ]
+        if self._is_spread(request, moment):
+            depths = poured(costs, moment.unseen * _own_cost(candidates, costs, weight))
+            for row, depth in zip(terms, depths, strict=True):
+                row["unseen_cost"] = depth
+        return terms
 
     def _terms_in_time(
         self, request: RouteRequest, candidates: Candidates, moment: Moment
@@ -175,11 +174,32 @@ class Kv(BuiltInPolicy):
                     "gamma": costs.gamma,
                 }
             )
+        if self._is_spread(request, moment):
+            depths = poured(costs.cost_s, moment.unseen * _own_s(costs))
+            for row, depth in zip(rows, depths, strict=True):
+                row["unseen_s"] = depth
         return rows
+
+    def _is_spread(self, request: RouteRequest, moment: Moment) -> bool:
+        """Whether replicas take different targets."""
+        temperature = self.temperature if request.temperature is None else request.temperature
+        return temperature <= 0 and moment.unseen >= NEGLIGIBLE
 
     def _weight(self, request: RouteRequest, moment: Moment) -> OverlapWeight:
         weight = self.overlap_weight if request.overlap_weight is None else request.overlap_weight
         return FALLBACK_WEIGHT if weight == AUTO and moment.doubt else weight
+
+
+def _own_cost(candidates: Candidates, costs: Sequence[float], weight: float) -> float:
+    """What the request itself costs where the cost is lowest, in blocks."""
+    best = candidates[costs.index(min(costs))]
+    own_prefill_blocks = best.prefill_blocks * best.own_prefill_tokens / max(1, best.prefill_tokens)
+    return cost(weight, own_prefill_blocks, best.own_decode_blocks)
+
+
+def _own_s(costs: Costs) -> float:
+    """The seconds that the request itself takes where the cost is lowest."""
+    return costs.own_s[costs.cost_s.index(min(costs.cost_s))]
 
 
 def _spread(costs: Sequence[float], own_cost: float, moment: Moment) -> int:

@@ -46,6 +46,7 @@ async def announce(
     tiers: Mapping[str, int] | None = None,
     rank_header: str = "",
     max_model_len: int = 0,
+    prefill_tokens_per_s: int = 0,
     engine: str = "",
     engine_version: str = "",
     labels: Mapping[str, str] | None = None,
@@ -55,8 +56,10 @@ async def announce(
 
     `url` is its OpenAI-compatible HTTP server as frontends reach it. `tiers` maps "device" (and "host",
     "disk") to capacities in blocks, 0 meaning unknown: replicas ignore a rank that publishes more.
-    `rank_header` is the request header that addresses a rank. Raises ConfigError, and TakenOverError in a
-    group once another program announces the same worker id.
+    `rank_header` is the request header that addresses a rank. `prefill_tokens_per_s`: prompt tokens that a
+    rank computes in a second, roughly; replicas assume it until they have measured it.
+
+    Raises ConfigError, and TakenOverError in a group once another program announces the same worker id.
     """
     _check(publishers, url)
     worker_id = publishers[0].worker_id
@@ -71,6 +74,7 @@ async def announce(
         rank_header=rank_header,
         tiers=dict(tiers or {"device": 0}),
         max_model_len=max_model_len,
+        prefill_tokens_per_s=prefill_tokens_per_s,
         engine=engine,
         engine_version=engine_version,
         labels=dict(labels or {}),

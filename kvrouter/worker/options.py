@@ -34,6 +34,7 @@ class AgentOptions:
     block_size: int | None = None
     max_batched_tokens: int = 0
     max_sequences: int = 0
+    prefill_tokens_per_s: int = 0
     labels: Mapping[str, str] = field(default_factory=dict)
     # Additional series of the engine's /metrics to report: report name -> series.
     metrics: Mapping[str, str] = field(default_factory=dict)

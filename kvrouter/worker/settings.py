@@ -97,6 +97,12 @@ class CardSettings(Settings):
     )
     max_num_batched_tokens: int = setting(0, "the engine's setting, for the card; 0: unknown", least=0)
     max_num_seqs: int = setting(0, "the engine's setting, for the card; 0: unknown", least=0)
+    prefill_tokens_per_s: int = setting(
+        0,
+        "prompt tokens that one rank computes in a second, roughly: what frontends assume until they have "
+        "measured it; 0: unknown",
+        least=0,
+    )
     label: tuple[tuple[str, str], ...] = setting(
         (), "zone, node, group …", metavar="KEY=VALUE", read=_label, text="=".join, is_repeated=True
     )
@@ -152,6 +158,7 @@ class WorkerSettings(CommonOptions):
             block_size=events.kv_cache_block_size,
             max_batched_tokens=card.max_num_batched_tokens,
             max_sequences=card.max_num_seqs,
+            prefill_tokens_per_s=card.prefill_tokens_per_s,
             labels=dict(card.label),
             metrics=read_metrics(card.metric),
             api_key=read_key("--engine-api-key-file", engine.engine_api_key_file),

@@ -58,6 +58,28 @@ def test_terms_are_the_formula() -> None:
         assert row["cost"] == pytest.approx(seconds / 1e-4 / 16)
 
 
+@pytest.mark.parametrize(
+    ("weight", "cost_of", "unseen"), [(AUTO, "wait_s", "unseen_s"), (1, "cost", "unseen_cost")]
+)
+@pytest.mark.parametrize("part", [0.0, 0.25, 0.5, 0.75])
+def test_a_spread_choice_is_explained(weight: float, cost_of: str, unseen: str, part: float) -> None:
+    """By hand from what the decision shows: the cheapest first, until the sum exceeds this replica's part."""
+    policy = Kv(overlap_weight=weight)
+    eligible = columns([candidate(f"w{n}", charged=100 * charged) for n, charged in enumerate((2, 0, 9, 1))])
+    now = replace(at(), unseen=3.0, part=part)
+
+    rows = policy.terms(REQUEST, eligible, now)
+
+    left = part * sum(row[unseen] for row in rows)
+    for place in sorted(range(4), key=lambda i: rows[i][cost_of]):
+        left -= rows[place][unseen]
+        if left < 0:
+            break
+    assert place == policy.pick(REQUEST, eligible, now)
+    assert unseen not in policy.terms(REQUEST, eligible, at())[0]
+    assert unseen not in Kv(overlap_weight=weight, temperature=1.0).terms(REQUEST, eligible, now)[0]
+
+
 def test_a_temperature_draws_from_the_seconds() -> None:
     """The slower target is drawn, too, and less often."""
     policy = Kv(overlap_weight=AUTO, temperature=1.0)
@@ -103,9 +125,9 @@ def test_without_tokens_the_fewest_requests() -> None:
     assert ["w2"] == picked(Kv(overlap_weight=AUTO), few, request())
 
 
-def new_router() -> Router:
-    """A router with weight auto and two workers."""
-    pool = new_pool(card("w1"), card("w2"))
+def new_router(tokens_per_s: int = 0) -> Router:
+    """A router with weight auto and two workers, whose cards state this speed."""
+    pool = new_pool(*(card(name, prefill_tokens_per_s=tokens_per_s) for name in ("w1", "w2")))
     rules = RouterRules(Kv(overlap_weight=AUTO), fixed(0.0))
     return Router(pool, rules, router_id=RouterId("r"), incarnation=1, synced=False)
 
@@ -129,6 +151,27 @@ def test_it_begins_with_known_speeds() -> None:
     assert not router.doubt
     row = router.decide(request(prompt(chain_from(1, 10))), 20.0).verdicts[0].terms
     assert 160 * router.tables.speeds.speed.seconds_per_token == pytest.approx(row["own_s"])
+
+
+def test_cards_state_a_speed_to_begin_with() -> None:
+    """Then seconds are compared from the first request on."""
+    router = new_router(tokens_per_s=10_000)
+
+    row = router.decide(request(prompt(chain_from(1, 10))), 0.0).verdicts[0].terms
+
+    assert not router.doubt
+    assert 160 / 10_000 == pytest.approx(row["own_s"])
+
+
+@pytest.mark.parametrize("stated", [100, 1_000_000])
+def test_a_wrong_card_is_soon_forgotten(stated: int) -> None:
+    """It counts until eight prompts were measured."""
+    router = new_router(stated)
+    for number in range(FEW):
+        serve(router, 1000 * number, float(number), 0.016)
+
+    assert not router.doubt
+    assert 10_000 == pytest.approx(1 / router.tables.speeds.speed.seconds_per_token)
 
 
 def test_unheard_replicas_are_a_doubt() -> None:

@@ -360,6 +360,7 @@ class Router:
         # targets may have been chosen again with the same result
         if cards != self._reported_cards:
             self._reported_cards = cards
+            self.tables.speeds.assume([card.prefill_tokens_per_s for card in cards])
             self.selection.policy.on_workers(list(cards))
 
     def _selection(self, request: RouteRequest) -> Selection:

@@ -93,15 +93,19 @@ def spread(costs: Sequence[float], own_cost: float, unseen: float, part: float, 
     water. So replicas that see the same fleet do not choose the same candidate, and the load that they add
     together is level. Without water: the lowest cost, where `chance` in [0, 1) decides among the equal.
     """
-    order = sorted(range(len(costs)), key=costs.__getitem__)
-    level = _level([costs[i] for i in order], unseen * own_cost)
-    depths = [max(0.0, level - costs[i]) for i in order]
+    depths = poured(costs, unseen * own_cost)
     before = sum(depths) * part
-    for i, depth in zip(order, depths, strict=True):
-        before -= depth
+    for i in sorted(range(len(costs)), key=costs.__getitem__):
+        before -= depths[i]
         if before < 0:
             return i
     return lowest(costs, chance)
+
+
+def poured(costs: Sequence[float], volume: float) -> list[float]:
+    """The depth of the water on each candidate."""
+    level = _level(sorted(costs), volume)
+    return [max(0.0, level - value) for value in costs]
 
 
 def _level(ordered: Sequence[float], volume: float) -> float:

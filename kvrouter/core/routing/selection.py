@@ -45,6 +45,9 @@ class Decision(Struct, frozen=True):
     verdicts: tuple[Verdict, ...]
     ties: tuple[Target, ...] = ()
     """The choice and the candidates that were equal in the terms that decide; chance chose among them."""
+    unseen: float = 0.0
+    """See `Moment`, as `part`."""
+    part: float = 0.0
 
     @property
     def target(self) -> Target | None:
@@ -145,8 +148,15 @@ class Selection:
         verdicts = [Verdict(one.target, one, row) for one, row in zip(eligible, terms, strict=True)]
         verdicts += self._removed(request, candidates, eligible, moment)
         verdicts += [Verdict(target, None, {}, reason) for target, reason in refusals.items()]
-        ties = self.ties(verdicts, order)
-        return Decision(request.request_id, moment.now, tuple(order), tuple(verdicts), ties)
+        return Decision(
+            request_id=request.request_id,
+            now=moment.now,
+            order=tuple(order),
+            verdicts=tuple(verdicts),
+            ties=self.ties(verdicts, order),
+            unseen=moment.unseen,
+            part=moment.part,
+        )
 
     def _removed(
         self, request: RouteRequest, candidates: Candidates, eligible: Candidates, moment: Moment

@@ -8,6 +8,7 @@ Sums, and not a mean of ratios: two first bytes in one engine step share their s
 is still right. All replicas learn from all first bytes, since a booking's first byte travels (op FirstByte).
 
 The error is kept, too: a rule that compares seconds is worth as much as its predictions of them.
+Before the first sample, cards may state a speed (`assume`).
 `Calibration` counts how these decisions did, for operators.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from msgspec import Struct
@@ -27,7 +29,7 @@ from kvrouter.core.wire.ops import PrefillSpeed
 CONTEXT_SLOPE = 7.8e-7
 # The last 200 samples or so.
 DECAY = 0.995
-# Before any sample: 20,000 tokens/s, worth one prompt of 6,000 tokens.
+# Until FEW samples: 20,000 tokens/s, or what cards state; as one prompt of 6,000 tokens.
 PRIOR_S, PRIOR_TOKENS = 0.3, 6000.0
 # Counted no further: the number travels.
 MOST_SAMPLES = 1 << 40
@@ -52,12 +54,14 @@ class Speed(Struct, frozen=True):
     samples: int = 0
     error: float = 0.0
     """The mean error of predicted prefill times, as a share of the measured ones."""
+    is_stated: bool = False
+    """Whether it began with what cards state."""
 
     @property
     def doubt(self) -> str:
         """Why it should not be used; empty if it may."""
         if self.samples < FEW:
-            return f"{self.samples} of {FEW} prefills measured"
+            return "" if self.is_stated else f"{self.samples} of {FEW} prefills measured"
         if self.error > MOST_ERROR:
             return f"predictions are off by {self.error:.0%}"
         return ""
@@ -68,15 +72,24 @@ class PrefillSpeeds:
 
     def __init__(self) -> None:
         self.speed = Speed()
-        self._seconds, self._tokens = PRIOR_S, PRIOR_TOKENS
-        self._off_s = self._measured_s = 0.0
+        self._prior_s = PRIOR_S
+        self._is_stated = False
+        self._seconds = self._tokens = self._off_s = 0.0
+
+    def assume(self, tokens_per_s: Sequence[int]) -> None:
+        """Begin with what the cards of the targets state, if anything. It counts until FEW samples."""
+        stated = [1 / one for one in tokens_per_s if one and FASTEST_S <= 1 / one <= SLOWEST_S]
+        if stated:
+            self._prior_s = PRIOR_TOKENS * sum(stated) / len(stated)
+            self._is_stated = True
+            self._settle(self.speed.samples)
 
     def learn(self, service: Service) -> None:
         """A prefill has ended."""
         tokens = service.tokens * (1 + CONTEXT_SLOPE * service.context_tokens)
-        off_s = abs(service.seconds - tokens * self.speed.seconds_per_token)
-        self._off_s = DECAY * self._off_s + off_s
-        self._measured_s = DECAY * self._measured_s + service.seconds
+        # the error of what was measured: that of a first guess says nothing about later predictions
+        predicted_s = tokens * self._seconds / self._tokens if self._tokens else service.seconds
+        self._off_s = DECAY * self._off_s + abs(service.seconds - predicted_s)
         self._seconds = DECAY * self._seconds + service.seconds
         self._tokens = DECAY * self._tokens + tokens
         self._settle(self.speed.samples + 1)
@@ -94,12 +107,13 @@ class PrefillSpeeds:
             return
         if FASTEST_S <= op.us / 1e6 / op.tokens <= SLOWEST_S:
             self._seconds, self._tokens, self._off_s = op.us / 1e6, float(op.tokens), op.off_us / 1e6
-            self._measured_s = self._seconds
             self._settle(op.samples)
 
     def _settle(self, samples: int) -> None:
-        error = self._off_s / self._measured_s if self._measured_s else 0.0
-        self.speed = Speed(self._seconds / self._tokens, min(samples, MOST_SAMPLES), error)
+        error = self._off_s / self._seconds if self._seconds else 0.0
+        prior_s, prior_tokens = (self._prior_s, PRIOR_TOKENS) if samples < FEW else (0.0, 0.0)
+        seconds_per_token = (self._seconds + prior_s) / (self._tokens + prior_tokens)
+        self.speed = Speed(seconds_per_token, min(samples, MOST_SAMPLES), error, is_stated=self._is_stated)
 
 
 @dataclass(slots=True)

@@ -58,6 +58,8 @@ class Card(Struct, frozen=True, kw_only=True):
     max_model_len: Amount = 0
     max_batched_tokens: Amount = 0
     max_sequences: Amount = 0
+    # prompt tokens that a rank computes in a second, as the operator expects; 0: unknown
+    prefill_tokens_per_s: Amount = 0
     engine: Text = ""
     engine_version: Text = ""
     labels: Annotated[dict[Text, Text], Meta(max_length=256)] = {}

@@ -79,6 +79,7 @@ def build_card(
         max_model_len=models.max_model_len,
         max_batched_tokens=options.max_batched_tokens or facts.max_batched_tokens,
         max_sequences=options.max_sequences or facts.max_sequences,
+        prefill_tokens_per_s=options.prefill_tokens_per_s,
         engine=facts.kind,
         engine_version=facts.version,
         labels=dict(options.labels),

@@ -129,6 +129,23 @@ def speeds_after(*services: tuple[int, float, int]) -> PrefillSpeeds:
     return speeds
 
 
+def test_stated_speeds_count_until_enough_is_measured() -> None:
+    """The mean time of those cards that state one; not a speed that no engine has."""
+    speeds = PrefillSpeeds()
+    assert speeds.speed.doubt
+
+    speeds.assume([0, 10_000, 5_000, 10**9])
+    assert 1.5e-4 == pytest.approx(speeds.speed.seconds_per_token)
+    assert not speeds.speed.doubt
+
+    for _ in range(FEW):
+        speeds.learn(Service(T1, 1000, 0.1, 0))
+    assert 1e-4 == pytest.approx(speeds.speed.seconds_per_token)
+    learnt = speeds.speed
+    speeds.assume([1000])
+    assert learnt == speeds.speed
+
+
 def test_the_speed_is_learnt() -> None:
     """100 µs a token instead of the prior's 50, next to a million tokens of context."""
     speeds = speeds_after(*[(5000, 0.5 * (1 + CONTEXT_SLOPE * 1_000_000), 1_000_000)] * 400)
