@@ -296,6 +296,8 @@ def _index_samples_of(pool: Pool) -> Iterator[Sample]:
         labels,
         refused,
     )
+    evicted = "Blocks evicted at --index-max-blocks (--index-full lru)"
+    yield "kvrouter_index_evicted_blocks", "counter", evicted, labels, counted.evicted_blocks
     for target in index.targets():
         own = {**labels, "worker": str(target.worker_id), "rank": str(target.rank)}
         truncated = index.is_truncated(target)

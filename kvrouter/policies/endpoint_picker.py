@@ -100,8 +100,6 @@ class Indexer(_Strict, frozen=True):
             ("prefix-store-blocks", capacity, "prefixStoreConfig"),
             ("kv-cache-block-size", self.token_processor_config.block_size, "tokenProcessorConfig.blockSize"),
             ("index-max-blocks", bounds.size, f"{memory}.size"),
-            # Heimdall's table is an LRU
-            ("index-full", "lru" if bounds.size else None, f"{memory}.size"),
             ("index-max-holders", bounds.pod_cache_size, f"{memory}.podCacheSize"),
             ("index-metrics", index.enable_metrics, "kvBlockIndexConfig.enableMetrics"),
             ("tokenizer-workers", pool.workers_count, f"{tokens}.workersCount"),

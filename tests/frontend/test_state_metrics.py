@@ -28,6 +28,7 @@ async def test_metrics(fleet_of: FleetOf) -> None:
             f'kvrouter_index_stored_blocks_total{{pool="{POOL}"}} 3.0',
             f'kvrouter_index_removed_blocks_total{{pool="{POOL}"}} 1.0',
             f'kvrouter_index_refused_blocks_total{{pool="{POOL}"}} 0.0',
+            f'kvrouter_index_evicted_blocks_total{{pool="{POOL}"}} 0.0',
             f'kvrouter_index_lookups_total{{pool="{POOL}"}} 1.0',
             "kvrouter_index_lookup_seconds_count 1.0",
             f'kvrouter_target_truncated{{pool="{POOL}",rank="0",worker="w0"}} 0.0',

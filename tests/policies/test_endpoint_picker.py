@@ -89,7 +89,6 @@ def test_published_example() -> None:
         "prefix-store-blocks": "500000",
         "kv-cache-block-size": "32",
         "index-max-blocks": "100000000",
-        "index-full": "lru",
         "index-max-holders": "10",
         "index-metrics": "True",
         "tokenizer-workers": "8",

@@ -111,7 +111,7 @@ class KvSink:
             return self._without_parent(self._index.holding(self._target), op)
         if excess := self._excess(before):
             return excess  # before storing: else each further op of such a target would fill the index
-        self._index.store(self._target, op.hashes, tier)
+        self._index.store(self._target, op.hashes, tier, op.parent)
         return self._excess(self._index.blocks(self._target))
 
     def agrees(self, check: Check) -> bool:
@@ -136,7 +136,7 @@ class KvSink:
         if op.parent is not None and not self._index.loaded_holds(self._fresh, op.parent, tier):
             return self._without_parent(self._fresh, op)
         self._index.widen_load(self._fresh, op.tier + 1)
-        self._index.load(self._fresh, op.hashes, tier)
+        self._index.load(self._fresh, op.hashes, tier, op.parent)
         return self._excess(self._fresh.sets[-1].count)
 
     def finish_load(self) -> None:

@@ -276,7 +276,7 @@ class ApproxIndex:
         if self._index.is_truncated(target):
             self._index.store(target, chain)  # all of it: blocks refused before may have room now
         elif known < len(chain):
-            self._index.store(target, chain[known:])
+            self._index.store(target, chain[known:], parent=chain[known - 1] if known else None)
         self._make_room(target, assumed, capacity or DEFAULT_CAPACITY_BLOCKS)
 
     def expire(self, now: float) -> None:

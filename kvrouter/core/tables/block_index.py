@@ -10,6 +10,9 @@ undercounts and is exact in what it counts. Refused blocks are not remembered, s
 limits. So a truncated target's digest differs from its source's for a good reason, until it is equal again.
 The first refused block of each chain is kept, up to 64 of them, to notice when there is room again.
 
+With `--index-full lru` blocks are stored first, and then those that were not used for longest are evicted,
+from all their holders, which are truncated like targets whose blocks were refused.
+
 Invariants: a slot belongs to one target and tier set; a tier set's count and digest are those of the hashes
 in its slot; every wider set contains the narrower ones; `_widest` has the slot of the widest set of each
 holding, including one that is being loaded.
@@ -19,8 +22,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
+from kvrouter.core.tables.leaf_lru import SHARDS, LeafLru
 from kvrouter.core.tables.table import Slots, SlotSet, bits, new_table
 from kvrouter.core.wire.hashes import Hashes, hashes_of
 from kvrouter.core.wire.ids import Target
@@ -49,6 +53,11 @@ class IndexBounds(Settings):
     max_holders: int = setting(
         0, "most workers in the index per block; 0: no limit", name="index-max-holders", least=0
     )
+    full: Literal["refuse", "lru"] = setting(
+        "refuse",
+        "at --index-max-blocks: refuse new blocks, or evict the least recently used ones",
+        name="index-full",
+    )
 
 
 @dataclass(slots=True)
@@ -56,6 +65,7 @@ class IndexCounters:
     stored_blocks: int = 0
     removed_blocks: int = 0
     refused_blocks: int = 0
+    evicted_blocks: int = 0
     lookups: int = 0
 
 
@@ -106,6 +116,10 @@ class BlockIndex:
         self._owners: dict[int, Target | Wider] = {}
         self._wider_slots = 0  # slots labelled Wider
         self._is_bounded = bool(self.bounds.max_blocks or self.bounds.max_holders)
+        self._lru = LeafLru() if self.bounds.full == "lru" and self.bounds.max_blocks else None
+        self._next_pruned = SHARDS
+        # What is being loaded, by its narrowest slot: no label names it.
+        self._loading: dict[int, Holding] = {}
         # A short way for nearly all targets: those with only a device, in an index without bounds.
         self._plain: dict[Target, SlotSet] = {}
 
@@ -117,8 +131,12 @@ class BlockIndex:
         """Every target that was stored to and has not been dropped."""
         return list(self._holdings)
 
-    def store(self, target: Target, hashes: Hashes, tier: str = "device") -> None:
-        """The target now holds the blocks in `tier`, and so in all wider tier sets."""
+    def store(self, target: Target, hashes: Hashes, tier: str = "device", parent: int | None = None) -> None:
+        """The target now holds the blocks in `tier`, and so in all wider tier sets.
+
+        `parent`: the block above the first one; None: the first one is a root. Only an index that evicts
+        asks.
+        """
         plain = self._plain.get(target)
         if plain is not None and tier == "device":
             self.counters.stored_blocks += plain.add(hashes)
@@ -130,7 +148,7 @@ class BlockIndex:
         if len(holding.sets) <= TIERS.index(tier):
             self.widen_load(holding, TIERS.index(tier) + 1)
             self._own(target, holding)
-        self.load(holding, hashes, tier)
+        self.load(holding, hashes, tier, parent)
 
     def remove(self, target: Target, hashes: Hashes, tier: str = "device") -> None:
         """The blocks left `tier` and all narrower ones; unknown blocks are ignored."""
@@ -147,6 +165,10 @@ class BlockIndex:
         self.counters.removed_blocks += before - holding.sets[-1].count
         for hash_ in hashes_of(hashes) if holding.refused else ():
             holding.refused.pop(hash_, None)
+        if self._lru is not None:
+            for hash_ in hashes_of(hashes):
+                if not self._is_held(hash_):
+                    self._lru.forget(hash_)
 
     def clear(self, target: Target) -> None:
         """The target has emptied its cache."""
@@ -184,7 +206,10 @@ class BlockIndex:
     def depths(self, hashes: Hashes) -> dict[Target | Wider, int]:
         """How deep each tier set holds the chain: a device's by its Target, a wider one's by its Wider."""
         self.counters.lookups += 1
-        return self._table.depths(hashes)
+        found = self._table.depths(hashes)
+        if self._lru is not None and found:
+            self._lru.use(hashes_of(hashes)[max(found.values()) - 1])
+        return found
 
     @property
     def has_wider_tiers(self) -> bool:
@@ -228,7 +253,8 @@ class BlockIndex:
             return False
         # 5 % to spare: else each removed block would start a recovery that is truncated again
         spare = max(1, self.bounds.max_blocks // 20)
-        return any(self._accepted(holding, (hash_,), spare) for hash_ in holding.refused)
+        room = self.bounds.max_blocks - spare - len(self._table) if self.bounds.max_blocks else 1
+        return any(self._accepted(holding, (hash_,), room) for hash_ in holding.refused)
 
     def blocks(self, target: Target) -> int:
         """Blocks the target holds in any tier."""
@@ -249,16 +275,21 @@ class BlockIndex:
         """Fresh, empty sets that no look-up sees yet. `replaces`: the target that they are for."""
         holding = Holding([self._table.slot_set(self._slots.take()) for _ in range(tier_sets)], replaces)
         self._widest |= 1 << holding.sets[-1].slot
+        self._loading[holding.sets[0].slot] = holding
         return holding
 
-    def load(self, holding: Holding, hashes: Hashes, tier: str = "device") -> None:
-        """Store into a holding that has the tier. Blocks without room are refused."""
+    def load(self, holding: Holding, hashes: Hashes, tier: str = "device", parent: int | None = None) -> None:
+        """Store into a holding that has the tier. Blocks without room are refused, or others evicted."""
         if self._is_bounded:
             hashes = self._with_room(holding, hashes_of(hashes))
         before = holding.sets[-1].count
         for tier_set in holding.sets[TIERS.index(tier) :]:
             tier_set.add(hashes)
         self.counters.stored_blocks += holding.sets[-1].count - before
+        if self._lru is not None:
+            stored = hashes_of(hashes)
+            self._lru.store(stored, parent)
+            self._evict(self._lru, len(stored))
 
     def refuse(self, holding: Holding, blocks: int) -> None:
         """Count blocks below a refused one: without their parent they must not be stored."""
@@ -285,16 +316,24 @@ class BlockIndex:
 
     def finish_load(self, target: Target, holding: Holding) -> None:
         """Make this the target's holding: from now on look-ups see it."""
+        self._loading.pop(holding.sets[0].slot, None)
         self.drop(target)  # no look-up comes between: these are plain calls
         self._holdings[target] = holding
         self._own(target, holding)
 
     def abandon_load(self, holding: Holding) -> None:
+        self._loading.pop(holding.sets[0].slot, None)
         self._retire(holding)
 
     def sweep(self) -> bool:
         """Empty one shard of dropped slots; returns whether there is more to do."""
-        return self._slots.sweep()
+        if self._slots.sweep():
+            return True
+        if self._lru is not None and self._next_pruned < SHARDS:
+            self._lru.prune(self._next_pruned, self._is_held)
+            self._next_pruned += 1
+            return True
+        return False
 
     def check(self) -> None:
         """Raise if an invariant is broken. Tests call this after every step."""
@@ -307,6 +346,8 @@ class BlockIndex:
         plain = {target: one.sets[0] for target, one in self._holdings.items() if len(one.sets) == 1}
         if self._plain != ({} if self._is_bounded else plain):
             raise AssertionError(f"the short way leads elsewhere: {self._plain}")
+        if self._lru is not None:
+            self._lru.check()
         for target, holding in self._holdings.items():
             for tier, tier_set in enumerate(holding.sets):
                 if self._owners.get(tier_set.slot) != _owner(target, tier):
@@ -330,23 +371,44 @@ class BlockIndex:
         for tier_set in holding.sets:
             self._wider_slots -= isinstance(self._owners.pop(tier_set.slot, None), Wider)
             self._slots.retire(tier_set.slot)
+        self._next_pruned = 0  # blocks that only these slots hold are gone once they are swept
+
+    def _is_held(self, hash_: int) -> bool:
+        """Whether the table has a row of the block."""
+        return self._table.accepted(0, (hash_,), 0, 0, 0) == 1
+
+    def _evict(self, lru: LeafLru, most: int) -> None:
+        """Evict blocks beyond the bound, but no more than were just stored.
+
+        More are beyond it while the rows of a dropped target are swept; these will be gone without eviction.
+        """
+        for _ in range(most):
+            if len(self._table) <= self.bounds.max_blocks or (hash_ := lru.oldest()) is None:
+                return
+            owners = self._table.depths([hash_])
+            targets = {one if isinstance(one, Target) else one.target for one in owners}
+            for holding in (*map(self._holdings.__getitem__, targets), *self._loading.values()):
+                if sum(tier_set.discard((hash_,)) for tier_set in holding.sets):
+                    holding.refuse(hash_)
+            lru.forget(hash_)
+            self.counters.evicted_blocks += 1
 
     def _with_room(self, holding: Holding, hashes: Sequence[int]) -> Sequence[int]:
         """The hashes before the first one without room. Notes the refusal."""
-        accepted = self._accepted(holding, hashes)
+        max_blocks = self.bounds.max_blocks if self._lru is None else 0
+        room = max_blocks - len(self._table) if max_blocks else len(hashes)
+        accepted = self._accepted(holding, hashes, room)
         if accepted < len(hashes):
             self.counters.refused_blocks += len(hashes) - accepted
             holding.refuse(hashes[accepted])
         return hashes[:accepted]
 
-    def _accepted(self, holding: Holding, hashes: Sequence[int], spare: int = 0) -> int:
+    def _accepted(self, holding: Holding, hashes: Sequence[int], room: int) -> int:
         others = self._widest & ~(1 << holding.sets[-1].slot)
         replaced = self._holdings.get(holding.replaces) if holding.replaces else None
         if replaced is not None:
             others &= ~(1 << replaced.sets[-1].slot)
-        max_blocks, max_holders = self.bounds.max_blocks, self.bounds.max_holders
-        room = max_blocks - spare - len(self._table) if max_blocks else len(hashes)
-        return self._table.accepted(holding.sets[-1].slot, hashes, room, others, max_holders)
+        return self._table.accepted(holding.sets[-1].slot, hashes, room, others, self.bounds.max_holders)
 
 
 def _owner(target: Target, tier: int) -> Target | Wider:

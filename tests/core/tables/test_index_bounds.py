@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Literal
 
 import pytest
 
@@ -178,15 +179,16 @@ def test_counters() -> None:
     assert 0 < index.size_bytes() - empty < 4000
 
 
+@pytest.mark.parametrize("full", ["refuse", "lru"])
 @pytest.mark.parametrize("tier_sets", [1, 2])
 @pytest.mark.parametrize("seed", range(6))
-def test_bounded_feeds(seed: int, tier_sets: int) -> None:
+def test_bounded_feeds(seed: int, tier_sets: int, full: Literal["refuse", "lru"]) -> None:
     """Three targets and a bounded index: its blocks are theirs and prefix-closed, and no feed is flagged.
 
     Without the bounds all blocks return, with one snapshot for each target.
     """
     rng = random.Random(seed)
-    index = BlockIndex(IndexBounds(max_blocks=20, max_holders=2))
+    index = BlockIndex(IndexBounds(20, 2, full))
     links = [Link(seed, tier_sets=tier_sets, index=index, target=target) for target in (T1, T2, T3)]
     for link in links:
         link.heartbeat()
@@ -196,7 +198,7 @@ def test_bounded_feeds(seed: int, tier_sets: int) -> None:
         _check(links)
     assert any(index.is_truncated(link.target) for link in links)
 
-    index.bounds = IndexBounds()
+    index.bounds = IndexBounds(1_000, 0, full)
     for link in links:
         link.now += 60.0
         link.send(link.owner.check())
