@@ -19,6 +19,7 @@ usage: kvrouter COMMAND [flags]
   simulate   a trace replayed on simulated engines in virtual time, once per routing mode
   nats       the embedded NATS server on 127.0.0.1, until stopped
   verify     compares the state of live replicas: whether they agree on blocks and bookings
+  index      lists the blocks in a replica's index, or compares those of two replicas
 
 `kvrouter COMMAND --help` lists the settings that matter first, `--help-all` all of them.
 `kvrouter --version` prints the version.
@@ -34,6 +35,7 @@ MODULES = {
     "simulate": "kvrouter.simulate.__main__",
     "nats": "kvrouter.bus.__main__",
     "verify": "kvrouter.verify.__main__",
+    "index": "kvrouter.verify.index_command",
 }
 
 

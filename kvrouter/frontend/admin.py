@@ -268,7 +268,7 @@ def _target(pool: Pool, worker: Worker, target: Target, reader: FeedReader | Non
         "blocks": pool.index.blocks(target),
         "device_blocks": count,
         "digest": f"{digest:016x}",  # hex: many JSON parsers round integers above 2**53
-        "tiers": list(_tier_sets(pool, worker, target)),
+        "tiers": list(tier_sets(pool, worker, target)),
         "truncated": pool.index.is_truncated(target),
         "capacity_blocks": worker.capacity_blocks,
         "charged_prefill_tokens": pool.active.charged_tokens(target),
@@ -290,7 +290,7 @@ def _target(pool: Pool, worker: Worker, target: Target, reader: FeedReader | Non
     }
 
 
-def _tier_sets(pool: Pool, worker: Worker, target: Target) -> Iterator[dict[str, Any]]:
+def tier_sets(pool: Pool, worker: Worker, target: Target) -> Iterator[dict[str, Any]]:
     """The nested tier sets. A wider set without a block of its own tier equals the narrower one."""
     held = (0, 0)
     for tier in TIERS[: worker.tier_sets()]:

@@ -40,6 +40,7 @@ from kvrouter.frontend.sockets import Listeners, open_listeners, raise_limit, st
 from kvrouter.frontend.state_metrics import index_maker, index_samples
 from kvrouter.frontend.tokenizing import Tokens, open_tokens
 from kvrouter.frontend.views import View
+from kvrouter.frontend.worker_blocks import WORKER_PATH, WorkerBlocks
 from kvrouter.policies import POLICIES, SERVED_MODES, new_policy
 from kvrouter.policies.guarded import GuardedPolicy
 from kvrouter.policies.kv import Kv
@@ -376,6 +377,7 @@ def _operators_routes(
     thresholds, views = BusyThresholds(member.replica, member.rules), path.views
     return [
         ("GET", "/workers", admin.workers),
+        ("GET", WORKER_PATH, WorkerBlocks(member.replica).view),
         ("POST", "/v1/route", DryRoute(path.accept, views).route),
         ("GET", "/decisions", views.last),
         ("GET", DECISION_PATH, views.one),

@@ -16,6 +16,7 @@ MODULES = {
     "simulate": "kvrouter.simulate.settings",
     "nats": "kvrouter.bus.settings",
     "verify": "kvrouter.verify.settings",
+    "index": "kvrouter.verify.index_settings",
 }
 
 

@@ -33,7 +33,7 @@ _LOOK_EVERY_S, _LOOK_AT_OWNERS_EVERY_S = 0.02, 0.1
 _ANSWER_TIMEOUT_S = 5.0
 # A clients' port answers 404 without operators' keys, and 401 with them.
 _NOT_FOR_CLIENTS = (401, 404)
-_WHERE_TO_ASK = (
+WHERE_TO_ASK = (
     "give the URL of the replica's admin listener (--admin-port, by default its --port + 100), "
     "or the operators' key with --admin-key-file"
 )
@@ -75,7 +75,7 @@ async def _look(http: aiohttp.ClientSession, url: str, tls_name: str | None) -> 
         async with http.get(f"{url}/workers", server_hostname=tls_name) as response:
             body = await response.read()
             if response.status in _NOT_FOR_CLIENTS:
-                raise VerifyError(f"{url}/workers answers {response.status}: {_WHERE_TO_ASK}")
+                raise VerifyError(f"{url}/workers answers {response.status}: {WHERE_TO_ASK}")
             if response.status != 200:
                 raise VerifyError(f"{url}/workers answers {response.status}")
         return read_view(url, msgspec.json.decode(body, type=dict[str, Any]))

@@ -11,7 +11,7 @@ from kvrouter.errors import ConfigError
 from kvrouter.settings.declare import Command, Settings, setting
 
 
-def _url(text: str) -> str:
+def read_url(text: str) -> str:
     return (text if "://" in text else f"http://{text}").rstrip("/")
 
 
@@ -23,28 +23,36 @@ def _replay(text: str) -> tuple[str, list[str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class VerifySettings(Settings):
+class ReplicaAccess(Settings):
+    """How replicas are asked."""
+
     heading = "Replicas"
 
-    replica: tuple[str, ...] = setting(
-        (),
-        "admin listener of a frontend: at least two, or one with --owners",
-        metavar="URL",
-        read=_url,
-        is_repeated=True,
-        is_top=True,
-    )
     admin_key_file: Path | None = setting(
         None, "operators' key, to use the clients' ports instead", is_top=True
-    )
-    timeout_s: float = setting(
-        15.0, "seconds to compare", least=0, most=DAY_S, old=("--timeout",), is_top=True
     )
     tls_ca: Path | None = setting(
         None, "trusted authorities for https://, added to the system's", is_top=True
     )
     tls_name: str | None = setting(
         None, "name in the certificates, if it differs from the URLs'", metavar="NAME"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class VerifySettings(ReplicaAccess):
+    heading = "Replicas"
+
+    replica: tuple[str, ...] = setting(
+        (),
+        "admin listener of a frontend: at least two, or one with --owners",
+        metavar="URL",
+        read=read_url,
+        is_repeated=True,
+        is_top=True,
+    )
+    timeout_s: float = setting(
+        15.0, "seconds to compare", least=0, most=DAY_S, old=("--timeout",), is_top=True
     )
     json: Path | None = setting(None, "also write the result to this file", is_top=True)
     owners: bool = setting(

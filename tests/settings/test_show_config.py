@@ -14,6 +14,7 @@ REQUIRED = {
     "serve": ["--engine=http://127.0.0.1:9000"],
     "worker": ["--engine-url=http://127.0.0.1:9000"],
     "verify": ["--replica=http://a:1", "--replica=http://b:1"],
+    "index": ["dump", "--replica=http://a:1"],
 }
 
 
@@ -33,6 +34,7 @@ def test_lists_every_setting(name: str, capsys: pytest.CaptureFixture[str]) -> N
 
     assert [one.name for one in command_named(name).declared() if not one.setting.is_hidden] == list(found)
     given = {word.partition("=")[0] for word in REQUIRED.get(name, [])}
+    given |= {f"--{one.name}" for one in command_named(name).declared() if one.is_required}
     assert {key: "flag" if f"--{key}" in given else "default" for key in found} == {
         key: row[-1].split()[-1] for key, row in found.items()
     }

@@ -237,6 +237,25 @@ cdef class FlatTable:
         finally:
             free(doomed)
 
+    def held(self, uint32_t slot, uint32_t shard_number):
+        cdef Shard *shard
+        cdef uint32_t at, row, number, last = 0
+        cdef bint is_held = False
+        cdef list found = []
+        if shard_number >= SHARD_COUNT:
+            raise IndexError(f"no shard {shard_number}")
+        shard = &self.rows.shards[shard_number]
+        for at in range(shard.size):
+            for row in range(ROWS):
+                number = shard.buckets[at].sets[row]
+                if not number:
+                    break
+                if number != last:  # neighbours mostly share a set
+                    last, is_held = number, self.sets.has(number, slot)
+                if is_held:
+                    found.append(shard.buckets[at].hashes[row])
+        return found
+
     def homes(self, hashes):
         """Each hash's shard, and its home there as a share of 2^32. For tests."""
         cdef const uint64_t *data

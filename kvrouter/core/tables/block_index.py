@@ -261,6 +261,25 @@ class BlockIndex:
         holding = self._holdings.get(target)
         return holding.sets[-1].count if holding else 0
 
+    @property
+    def shards(self) -> int:
+        """The parts in which `listed` gives the blocks of a target."""
+        return self._table.shards
+
+    def listed(self, target: Target, shard_number: int) -> list[list[int]]:
+        """The blocks of one shard that the target holds, by the narrowest tier that has them, in no order.
+
+        No lists if the target is unknown.
+        """
+        holding = self._holdings.get(target)
+        rows: list[list[int]] = []
+        narrower: set[int] = set()
+        for tier_set in holding.sets if holding is not None else ():
+            held = self._table.held(tier_set.slot, shard_number)
+            rows.append([hash_ for hash_ in held if hash_ not in narrower] if narrower else held)
+            narrower.update(held)
+        return rows
+
     def holders(self) -> int:
         """The number of pairs (block, target that holds it)."""
         return sum(holding.sets[-1].count for holding in self._holdings.values())

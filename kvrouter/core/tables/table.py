@@ -204,6 +204,10 @@ class FlatTable:
             else:
                 del shard[hash_]
 
+    def held(self, slot: int, shard_number: int) -> list[int]:
+        """The hashes in one shard that `slot` holds, in no order."""
+        return [hash_ for hash_, mask in self._shards[shard_number].items() if mask >> slot & 1]
+
     def check(self) -> None:
         """Raise if the invariant is broken. Tests call this after every step."""
         for number, shard in enumerate(self._shards):

@@ -43,6 +43,19 @@ def test_adding_twice_counts_once(table: FlatTable) -> None:
     table.check()
 
 
+def test_held_by_shards(table: FlatTable) -> None:
+    """Each hash of a slot is in exactly one shard, and none of another slot."""
+    own, others = set(range(1, 500)), set(range(300, 900))
+    table.add(70, list(own))
+    table.add(3, list(others))
+    listed = [hash_ for shard in range(table.shards) for hash_ in table.held(70, shard)]
+
+    assert sorted(own) == sorted(listed)
+    assert {0} == {len(table.held(9, shard)) for shard in range(table.shards)}
+    with pytest.raises(IndexError):
+        table.held(70, table.shards)
+
+
 def test_slots_do_not_see_each_other(table: FlatTable) -> None:
     """A hash that one slot discards stays with others; discarding an absent one removes nothing."""
     table.add(0, [1, 2])
