@@ -14,6 +14,8 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
 
@@ -51,6 +53,7 @@ from kvrouter.policies import POLICIES, PolicySettings, new_policy
 from kvrouter.policies.importing import GuardedPolicies
 from kvrouter.replica.loop import first_turn
 from kvrouter.replica.policy_upkeep import log_mistakes
+from kvrouter.tls import trusting
 from kvrouter.tokens.prompt import plain_text
 
 # Each call sweeps this many blocks (about 1 ms). A router by hand has no background task that would.
@@ -73,6 +76,8 @@ class About(TypedDict, total=False):
     session: str
     text: str
     """The prompt's text, for policies that use it."""
+    mode: str
+    """A built-in mode with its default settings, for this request only."""
     target: str
     """The worker, or `WORKER/RANK`, to use (mode direct)."""
     priority: int
@@ -110,7 +115,9 @@ class KvRouter(HandFed):
         pool = PoolSettings(use_kv_events, ttl_s, block_size=check_block_size(block_size))
         maker = _maker(policy, settings, overlap_weight, temperature, chance)
         member = ReplicaSettings(pool, synced=bool(replica_id))
-        super().__init__(replica_with(maker, member, replica_id=replica_id, chance=chance), clock)
+        modes = partial(_new_mode, chance)
+        replica = replica_with(maker, member, replica_id=replica_id, chance=chance, new_mode=modes)
+        super().__init__(replica, clock)
         self._pool = BY_HAND
         self._on_change = _nothing
         self._ways: PromptWays | None = None
@@ -132,19 +139,22 @@ class KvRouter(HandFed):
         ready_timeout_s: float = READY_TIMEOUT_S,
         heartbeat_s: float = 1.0,
         tokens: TokenOptions | None = None,
+        worker_tls_ca: Path | None = None,
     ) -> AsyncIterator[KvRouter]:
         """A router for a model of a namespace, once its workers are known.
 
         It joins the frontends as one more replica: with `replica_sync` it publishes its bookings and
         receives theirs. At the end it leaves. `tokens`: how `route_body` tokenizes; None: as a frontend
-        without flags. Raises NoWorkersError if no worker serves the model within `ready_timeout_s`.
+        without flags. `worker_tls_ca`: authorities to trust behind https:// URLs of workers, in addition to
+        the system's. Raises NoWorkersError if no worker serves the model within `ready_timeout_s`.
         """
         _check_amounts(overlap_weight=overlap_weight, temperature=temperature, ttl_s=ttl_s)
         member = ReplicaSettings(PoolSettings(use_kv_events, ttl_s), replica_sync, heartbeat_s=heartbeat_s)
-        replica = replica_with(_maker(policy, settings, overlap_weight, temperature, random.random), member)
+        maker = _maker(policy, settings, overlap_weight, temperature, random.random)
+        replica = replica_with(maker, member, new_mode=partial(_new_mode, random.random))
         async with joined(replica, nats, namespace, heartbeat_s=heartbeat_s) as replica_loop:
             pool = await until_serving(replica, model, ready_timeout_s)
-            async with open_tokens(tokens or TokenOptions(), replica) as tokenizers:
+            async with open_tokens(tokens or TokenOptions(), replica, trusting(worker_tls_ca)) as tokenizers:
                 upkeep = asyncio.create_task(tokenizers.run(), name="tokens")
                 try:
                     flush = replica_loop.publishing.flush_soon
@@ -289,7 +299,9 @@ class KvRouter(HandFed):
         if asked.cache_salt is not None:
             about.setdefault("salt", asked.cache_salt)
         prompts: tuple[Prompt, ...] = ()
-        if asked.prompt is not None:
+        modes = self._router.modes
+        needs_tokens = self._router.needs_tokens or modes.of(_mode_of(about)).policy.needs_tokens
+        if asked.prompt is not None and needs_tokens:
             naming = Naming(pool, asked.model, about.get("lora_name"), about.get("salt"))
             prompts = await self._ways.hashes(asked.prompt, naming)
             about.setdefault("text", plain_text(asked.prompt))
@@ -381,7 +393,20 @@ def _request_of(prompts: tuple[Prompt, ...], about: About) -> RouteRequest:
         session=_sendable("session", about.get("session", "")),
         wanted=parse_wanted(about["target"]) if "target" in about else None,
         priority=about.get("priority", 0),
+        mode=_mode_of(about),
     )
+
+
+def _mode_of(about: About) -> str:
+    """Raises ConfigError."""
+    mode = about.get("mode", "")
+    if mode and mode not in POLICIES:
+        raise ConfigError(f"mode {mode!r}: use one of {', '.join(POLICIES)}")
+    return mode
+
+
+def _new_mode(chance: Callable[[], float], mode: str) -> BuiltInPolicy:
+    return new_policy(mode, PolicySettings(), first_turn(chance))
 
 
 def _nothing() -> None:

@@ -42,9 +42,14 @@ def replica_with(
     *,
     replica_id: str = "",
     chance: Callable[[], float] = random.random,
+    new_mode: Callable[[str], BuiltInPolicy] | None = None,
 ) -> Replica:
-    """A replica without any state whose pools use these policies."""
-    return empty_replica(settings, lambda _pool: RouterRules(new_policy(), chance), replica_id)
+    """A replica without any state whose pools use these policies, and `new_mode` for requests with a mode."""
+
+    def rules(_pool: PoolId) -> RouterRules:
+        return RouterRules(new_policy(), chance, new_policy=new_mode)
+
+    return empty_replica(settings, rules, replica_id)
 
 
 @contextlib.asynccontextmanager

@@ -1,8 +1,9 @@
 """`Client`: sends OpenAI bodies straight to the workers of one model, without a frontend.
 
-    generate = random, round_robin, direct ──> a worker ──POST──> its answers, as they arrive
+    generate ──KvRouter.route_body──> the worker that holds most of the prompt ──POST──> its answers
+    random, round_robin, direct ──> the same in these modes
 
-No KV overlap, no bookings, no retries: use a frontend or `KvRouter` for these.
+No retries: use a frontend for these.
 """
 
 from __future__ import annotations
@@ -10,49 +11,43 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import random
-import time
 from collections.abc import AsyncIterator, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import aiohttp
 import msgspec
 
 from kvrouter.bus import NatsOptions
 from kvrouter.bus.embedded import DEFAULT_URL
-from kvrouter.client.membership import READY_TIMEOUT_S, joined, replica_with, until_serving
-from kvrouter.core.fleet.pool import PoolSettings
-from kvrouter.core.fleet.replica import ReplicaSettings
-from kvrouter.core.fleet.router import Router
-from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment
-from kvrouter.core.routing.policy import Candidate, RouteRequest, Wanted
-from kvrouter.core.wire.ids import PoolId, WorkerId
+from kvrouter.client.kv_router import About, KvRouter, NewPolicy, PlacedRequest
+from kvrouter.client.membership import READY_TIMEOUT_S
 from kvrouter.errors import (
     BadRequestError,
     ConfigError,
-    NoWorkersError,
     WorkerDiedError,
     WorkerRefusedError,
     WorkerSilentError,
 )
-from kvrouter.policies.baseline import Direct, Random, RoundRobin
-from kvrouter.replica.loop import first_turn
+from kvrouter.frontend.settings import TokenOptions
 from kvrouter.tls import trusting
 
 Answers = AsyncIterator[dict[str, Any]]
 """Chunks of a stream, or one whole answer."""
 
 _CONNECT_TIMEOUT_S = 10.0
+# Chunks of a stream between two reports of its progress, which peers need once a second at most.
+_PROGRESS_CHUNKS = 32
 
 
 class Client:
     """Use with `async with`, which waits until the model's workers are known.
 
     `headers` are sent with each request, such as an API key. `worker_tls_ca`: authorities to trust behind
-    https:// URLs of workers, in addition to the system's. Raises NoWorkersError if no worker serves the
-    model within `ready_timeout_s`.
+    https:// URLs of workers, in addition to the system's. The other settings are those of
+    `KvRouter.connect`. Raises NoWorkersError if no worker serves the model within `ready_timeout_s`.
     """
 
     def __init__(
@@ -66,31 +61,42 @@ class Client:
         first_byte_timeout_s: float = 600.0,
         idle_timeout_s: float = 300.0,
         ready_timeout_s: float = READY_TIMEOUT_S,
+        policy: NewPolicy = "kv",
+        use_kv_events: bool = True,
+        replica_sync: bool = False,
+        tokens: TokenOptions | None = None,
     ) -> None:
         self.namespace = namespace
         self.model = model
-        self.generate = self.random
-        self._nats = nats if nats is not None else os.environ.get("NATS_URL", DEFAULT_URL)
         self._headers = dict(headers or {})
         self._worker_tls_ca = worker_tls_ca
         self._first_byte_timeout_s = first_byte_timeout_s
         self._idle_timeout_s = idle_timeout_s
-        self._ready_timeout_s = ready_timeout_s
-        self._replica = replica_with(Random, ReplicaSettings(PoolSettings(use_kv_events=False)))
-        self._round_robin = RoundRobin(first_turn())
-        self._pool: PoolId | None = None
+        self._connect = partial(
+            KvRouter.connect,
+            nats if nats is not None else os.environ.get("NATS_URL", DEFAULT_URL),
+            namespace,
+            model,
+            policy=policy,
+            use_kv_events=use_kv_events,
+            replica_sync=replica_sync,
+            ready_timeout_s=ready_timeout_s,
+            tokens=tokens,
+            worker_tls_ca=worker_tls_ca,
+        )
+        self._router: KvRouter | None = None
         self._http: aiohttp.ClientSession | None = None
         self._open = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
-            await stack.enter_async_context(joined(self._replica, self._nats, self.namespace))
-            self._pool = await until_serving(self._replica, self.model, self._ready_timeout_s)
+            router = await stack.enter_async_context(self._connect())
             # aiohttp's defaults would cut answers after 5 minutes and queue requests beyond 100 connections.
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
             connector = aiohttp.TCPConnector(limit=0, ssl=trusting(self._worker_tls_ca))
             session = aiohttp.ClientSession(timeout=timeout, connector=connector)
             self._http = await stack.enter_async_context(session)
+            self._router = router
             self._open = stack.pop_all()
         return self
 
@@ -101,44 +107,51 @@ class Client:
 
     def worker_ids(self) -> list[str]:
         """Workers that take requests now."""
-        return list(dict.fromkeys(target.worker_id for target in self._serving().pool.targets))
+        return self._opened().worker_ids()
+
+    def generate(self, request: Mapping[str, Any]) -> Answers:
+        """The worker that `policy` chooses: by default where the prompt is cached and load is low."""
+        return self._send(request)
 
     def random(self, request: Mapping[str, Any]) -> Answers:
         """Any worker, all equally likely."""
-        return self._send(request, Random())
+        return self._send(request, mode="random")
 
     def round_robin(self, request: Mapping[str, Any]) -> Answers:
         """Each worker in turn."""
-        return self._send(request, self._round_robin)
+        return self._send(request, mode="round-robin")
 
     def direct(self, request: Mapping[str, Any], worker_id: str, rank: int = 0) -> Answers:
         """The worker named. Raises NoWorkersError while it takes no requests."""
-        return self._send(request, Direct(), Wanted(WorkerId(worker_id), rank))
+        return self._send(request, mode="direct", target=f"{worker_id}/{rank}")
 
-    async def _send(
-        self, request: Mapping[str, Any], policy: BuiltInPolicy, wanted: Wanted | None = None
-    ) -> Answers:
-        """Choose a worker, send, yield its answers. Leaving early closes the connection: the engine stops."""
-        path = _path_of(request)
-        chosen = self._choose(str(request.get("model", self.model)), policy, wanted)
-        worker_id, card = chosen.target.worker_id, chosen.card
-        headers = {**self._headers, "content-type": "application/json"}
-        if card.rank_header:
-            headers[card.rank_header] = str(chosen.target.rank)
-        body = msgspec.json.encode({"model": self.model, **request})
-        with _worker_errors(worker_id):
+    async def _send(self, request: Mapping[str, Any], **about: Unpack[About]) -> Answers:
+        """Place, send, yield the answers. Leaving early closes the connection: the engine stops."""
+        path, body = _path_of(request), {"model": self.model, **request}
+        with await self._opened().route_body(body, **about) as placed, _worker_errors(placed):
             async with contextlib.AsyncExitStack() as stack:
                 async with asyncio.timeout(self._first_byte_timeout_s):
-                    posted = self._session().post(card.url + path, data=body, headers=headers)
-                    response = await stack.enter_async_context(posted)
+                    response = await stack.enter_async_context(self._post(placed, path, body))
                     if response.status >= 400:
-                        raise WorkerRefusedError(worker_id, response.status, await response.text())
+                        raise WorkerRefusedError(placed.worker_id, response.status, await response.text())
                 if response.content_type != "text/event-stream":
                     async with asyncio.timeout(self._idle_timeout_s):
                         yield msgspec.json.decode(await response.read())
                     return
+                chunks = 0
                 async for event in self._events(response):
-                    yield _checked(event, worker_id)
+                    if not chunks % _PROGRESS_CHUNKS:
+                        placed.mark_prefill_completed()  # the first call counts
+                        placed.progress(chunks)
+                    chunks += 1
+                    yield _checked(event, placed.worker_id)
+
+    def _post(
+        self, placed: PlacedRequest, path: str, body: Mapping[str, Any]
+    ) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        assert self._http is not None  # opened together with the router
+        headers = {**self._headers, "content-type": "application/json", **placed.headers}
+        return self._http.post(placed.url + path, data=msgspec.json.encode(body), headers=headers)
 
     async def _events(self, response: aiohttp.ClientResponse) -> Answers:
         """The `data:` lines as JSON, until `[DONE]`."""
@@ -156,26 +169,10 @@ class Client:
                         return
                     yield msgspec.json.decode(data)
 
-    def _choose(self, name: str, policy: BuiltInPolicy, wanted: Wanted | None) -> Candidate:
-        router = self._serving()
-        pool = router.pool
-        asked = RouteRequest("", lora_name=name if name in pool.lora_names else None, wanted=wanted)
-        candidates = pool.candidates(asked)
-        if not candidates:
-            raise NoWorkersError(f"no live worker for model {name!r}")
-        moment = Moment(time.monotonic(), random.random, router.tables)
-        chosen = candidates[policy.pick(asked, candidates, moment)]
-        policy.routed(asked, chosen, moment)
-        return chosen
-
-    def _serving(self) -> Router:
-        if self._pool is None:
+    def _opened(self) -> KvRouter:
+        if self._router is None:
             raise ConfigError("open the Client first: async with Client(…) as client")
-        return self._replica.router(self._pool)
-
-    def _session(self) -> aiohttp.ClientSession:
-        assert self._http is not None  # opened together with the router
-        return self._http
+        return self._router
 
 
 def _path_of(request: Mapping[str, Any]) -> str:
@@ -197,11 +194,16 @@ def _checked(event: dict[str, Any], worker_id: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _worker_errors(worker_id: str) -> Iterator[None]:
-    """Raise errors of the connection as errors of kvrouter."""
+def _worker_errors(placed: PlacedRequest) -> Iterator[None]:
+    """Raise errors of the connection as errors of kvrouter, and report their status to the policy."""
+    worker_id = placed.worker_id
     try:
-        yield
-    except TimeoutError as error:
-        raise WorkerSilentError(f"worker {worker_id} sent nothing for too long") from error
-    except (aiohttp.ClientError, msgspec.DecodeError) as error:
-        raise WorkerDiedError(f"worker {worker_id}: {error}") from error
+        try:
+            yield
+        except TimeoutError as error:
+            raise WorkerSilentError(f"worker {worker_id} sent nothing for too long") from error
+        except (aiohttp.ClientError, msgspec.DecodeError) as error:
+            raise WorkerDiedError(f"worker {worker_id}: {error}") from error
+    except (WorkerSilentError, WorkerDiedError, WorkerRefusedError) as error:
+        placed.answered(error.status)
+        raise

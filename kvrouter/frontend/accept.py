@@ -28,7 +28,14 @@ from kvrouter.frontend.kept_responses import (
     NewResponse,
     new_response_id,
 )
-from kvrouter.frontend.overrides import NO_OVERRIDES, Dialect, Overrides, find_wanted, read_overrides
+from kvrouter.frontend.overrides import (
+    DIRECT,
+    NO_OVERRIDES,
+    Dialect,
+    Overrides,
+    find_wanted,
+    read_overrides,
+)
 from kvrouter.frontend.prediction_checks import Traits
 from kvrouter.frontend.prompt_blocks import Naming, PromptWays
 from kvrouter.relay.request import Request
@@ -87,10 +94,13 @@ class Accept:
         if large is not None and large.runs and parse is not None:
             asked = await large.with_ids(asked, parse, _longest_context(router.pool))
         overrides = self._overrides(request, asked)
-        wanted = before.wanted if before is not None else None
+        wanted, mode = None, overrides.mode
         if overrides.target:
             wanted = find_wanted(overrides.target, request.headers, router.pool)
-        selection = router.modes.of(overrides.mode) if overrides.mode else router.selection
+        elif before is not None:
+            # No other engine has the response, not even if this one has lost the blocks of its chat.
+            wanted, mode = before.wanted, DIRECT
+        selection = router.modes.of(mode) if mode else router.selection
         policy = selection.policy
         lora_name = _lora_name(router, asked)
         prompts: tuple[Prompt, ...] = ()
@@ -114,7 +124,7 @@ class Accept:
             bucket=overrides.bucket,
             wanted=wanted,
             priority=asked.priority if overrides.priority is None else overrides.priority,
-            mode=overrides.mode,
+            mode=mode,
         )
         sent, response = _edited(body, large, asked), None
         if isinstance(asked, responses.ResponseRequest):

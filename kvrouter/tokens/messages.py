@@ -45,12 +45,21 @@ def as_parts(parts: list[Part]) -> list[Part]:
     return parts
 
 
-def conversation(messages: Sequence[Message], content_format: ContentFormat) -> list[Message]:
+def conversation(
+    messages: Sequence[Message], content_format: ContentFormat, *, names_first: bool = False
+) -> list[Message]:
     """The messages as the template receives them: new dicts, as the client's messages are still relayed.
+
+    `names_first`: in a tool call, which templates print as JSON, the name comes before the arguments, as in
+    what vLLM makes of /v1/responses. Chats pass a schema, which puts the arguments first.
 
     Raises BadRequestError for a message without a role, or with content that is neither text nor parts.
     """
-    return [_message(message, content_format) for message in messages]
+    chat = [_message(message, content_format) for message in messages]
+    if names_first:
+        for call in (call for message in chat for call in message.get("tool_calls", ())):
+            call["function"] = dict(reversed(call["function"].items()))
+    return chat
 
 
 def developer_as_system(messages: Sequence[Message]) -> list[Message]:

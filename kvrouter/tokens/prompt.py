@@ -43,6 +43,8 @@ class ChatPrompt(Struct, frozen=True):
     """`messages` for a template that allows a system message only in the first place; None: the same."""
     least_effort_kwargs: Mapping[str, Any] | None = None
     """`chat_template_kwargs` for a template that ignores or rejects the effort "none"; None: the same."""
+    names_first: bool = False
+    """See `messages.conversation`."""
 
 
 class TextPrompt(Struct, frozen=True):
@@ -167,6 +169,7 @@ class PromptEncoder:
             add_generation_prompt=prompt.add_generation_prompt,
             continue_final_message=prompt.continue_final_message,
             chat_template_kwargs=prompt.chat_template_kwargs,
+            names_first=prompt.names_first,
         )
 
     def retire(self) -> None:

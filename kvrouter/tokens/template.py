@@ -112,14 +112,15 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        names_first: bool = False,
     ) -> str:
-        """The prompt.
+        """The prompt. `names_first`: see `messages.conversation`.
 
         Raises BadRequestError if the messages are malformed or the template rejects them, and
         TemplateLimitError if it exceeds its budget.
         """
         compiled = self._tool_use if tools else self._default
-        chat = conversation(messages, compiled.content_format)
+        chat = conversation(messages, compiled.content_format, names_first=names_first)
         if not compiled.knows_developer:
             chat = developer_as_system(chat)
         variables = {

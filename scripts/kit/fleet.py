@@ -31,10 +31,16 @@ class Process:
     """A running process. It leads its own group, so Ctrl-C in the terminal does not reach it."""
 
     def __init__(
-        self, name: str, command: Sequence[str], process: asyncio.subprocess.Process, log: Path
+        self,
+        name: str,
+        command: Sequence[str],
+        process: asyncio.subprocess.Process,
+        log: Path,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self.command = command
+        self.env = env
         self.pid = process.pid
         self.log = log
         self._process = process
@@ -118,12 +124,13 @@ class Fleet:
                 start_new_session=True,
                 preexec_fn=_die_with_parent if sys.platform == "linux" else None,
             )
-        self.processes[name] = Process(name, command, process, log)
+        self.processes[name] = Process(name, command, process, log, env)
         return self.processes[name]
 
     async def start_again(self, name: str) -> Process:
-        """Restart a process that has ended, with the same command line."""
-        return await self.start(name, self.processes[name].command)
+        """Restart a process that has ended, with the same command line and environment."""
+        ended = self.processes[name]
+        return await self.start(name, ended.command, ended.env)
 
     async def stop(self, name: str, grace_s: float = STOP_GRACE_S) -> int:
         """Stop one process and forget it; returns its exit code."""

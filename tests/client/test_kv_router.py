@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 import uuid
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvrouter import KvRouter, PolicySettings
+from kvrouter import Client, KvRouter, PolicySettings
 from kvrouter.errors import BadRequestError, ConfigError, NoWorkersError
 from kvrouter.tokens.tiny import build_tiny_model
 from tests.client.hands import Clock, Hand
@@ -371,7 +372,10 @@ async def test_a_replica_among_frontends(nats_url: str) -> None:
 
 
 async def test_bodies_are_tokenized_by_engines(nats_url: str, tmp_path: Path) -> None:
-    """A chat in one call: its second turn is placed where the first one ran, with exact overlap."""
+    """A chat in one call: its second turn is placed where the first one ran, with exact overlap.
+
+    By a `Client`, too: its engine reports all of the prompt's blocks as cached.
+    """
     build_tiny_model(tmp_path)
     namespace = uuid.uuid4().hex
     async with running_fleet(nats_url, namespace, frontends=1, mockers=2, engine_model=tmp_path) as fleet:
@@ -389,6 +393,29 @@ async def test_bodies_are_tokenized_by_engines(nats_url: str, tmp_path: Path) ->
             with await router.route_body(body) as again:
                 assert first.worker_id == again.worker_id
                 assert (usage["prompt_tokens"] - 1) // 16 == again.overlap_blocks
+        async with Client(namespace, "tiny", nats=nats_url) as client:
+            for _ in range(5):
+                (answer,) = [one async for one in client.generate(body)]
+                details = answer["usage"]["prompt_tokens_details"]
+                assert (usage["prompt_tokens"] - 1) // 16 * 16 == details["cached_tokens"]
+
+
+def test_a_mode_for_one_request() -> None:
+    """The router's own policy places the others."""
+    router = KvRouter(16, use_kv_events=False)
+    for worker_id in ("w1", "w2"):
+        router.add_worker(worker_id)
+    with router.route(list(range(160))) as first:
+        pass
+
+    chosen = [router.route(list(range(160)), mode="round-robin").worker_id for _ in range(4)]
+    named = router.route([], mode="direct", target="w2/0")
+
+    assert {"w1": 2, "w2": 2} == Counter(chosen)
+    assert "w2" == named.worker_id
+    assert first.worker_id == router.route(list(range(160))).worker_id
+    with pytest.raises(ConfigError, match="mode 'fast': use one of"):
+        router.route([], mode="fast")
 
 
 async def test_a_body_without_nats() -> None:

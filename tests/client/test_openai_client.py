@@ -21,6 +21,7 @@ from kvrouter.errors import (
     WorkerRefusedError,
     WorkerSilentError,
 )
+from kvrouter.frontend.settings import TokenOptions
 from tests.certificates import Authority
 from tests.frontend.fleet import Fleet, FleetOf
 from tests.frontend.workers import (
@@ -37,6 +38,7 @@ from tests.frontend.workers import (
 )
 
 BODY: dict[str, Any] = {"prompt": [1, 2, 3], "max_tokens": 4}
+CHAT = [{"role": "user", "content": "hi"}]
 
 
 @contextlib.asynccontextmanager
@@ -50,6 +52,7 @@ async def opened(
             fleet.announce(worker, ranks=ranks, rank_header="X-data-parallel-rank" if ranks > 1 else "")
 
     await fleet.bus.subscribe(fleet.subjects.hello, announce)
+    settings.setdefault("tokens", TokenOptions(way="local"))  # or it would ask the scripts for token ids
     namespace = fleet.subjects.live.split(".")[1]
     async with Client(namespace, "m", nats=nats_url, ready_timeout_s=5, **settings) as client:
         await until(lambda: len(client.worker_ids()) == len(fleet.workers))
@@ -61,31 +64,36 @@ async def all_of(answers: Any) -> list[dict[str, Any]]:
     return [one async for one in answers]
 
 
+def in_flight(client: Client) -> dict[Any, int]:
+    """Bookings of the client's router."""
+    return client._opened()._router.pool.active.owners()
+
+
 async def test_choices(fleet_of: FleetOf, nats_url: str) -> None:
-    """Round-robin takes turns, random reaches all workers, direct takes the named one."""
+    """Round-robin takes turns, random reaches all workers, direct takes the named one. All are freed."""
     async with fleet_of(scripts=(OK, OK, OK)) as fleet, opened(fleet, nats_url) as client:
         for _ in range(6):
             await all_of(client.round_robin(BODY))
         assert {"w0": 2, "w1": 2, "w2": 2} == Counter(fleet.requests)
         for _ in range(60):
-            await all_of(client.generate(BODY))
+            await all_of(client.random(BODY))
         assert all(count > 4 for count in Counter(fleet.requests).values())
         before = Counter(fleet.requests)
         await all_of(client.direct(BODY, "w1"))
         assert {"w1": 1} == Counter(fleet.requests) - before
-        assert client.generate == client.random
+        assert not in_flight(client)
 
 
 async def test_requests(fleet_of: FleetOf, nats_url: str) -> None:
     """The body determines the path; model, rank and custom headers are added."""
     headers = {"authorization": "Bearer k"}
     async with fleet_of() as fleet, opened(fleet, nats_url, ranks=2, headers=headers) as client:
-        await all_of(client.direct({"messages": []}, "w0", rank=1))
+        await all_of(client.direct({"messages": CHAT}, "w0", rank=1))
         await all_of(client.direct({**BODY, "model": "n"}, "w0", rank=0))
 
         chat, completion = fleet.workers[0].requests
         assert chat.head.startswith(b"POST /v1/chat/completions ")
-        assert {"messages": [], "model": "m"} == chat.json
+        assert {"messages": CHAT, "model": "m"} == chat.json
         assert (["1"], ["Bearer k"]) == (chat.headers("x-data-parallel-rank"), chat.headers("authorization"))
         assert completion.head.startswith(b"POST /v1/completions ")
         assert "n" == completion.json["model"]
@@ -134,7 +142,7 @@ async def test_worker_that_is_gone(fleet_of: FleetOf, nats_url: str) -> None:
     async with fleet_of(scripts=(OK,)) as fleet, opened(fleet, nats_url) as client:
         fleet.workers[0].url = "http://127.0.0.1:9"
         fleet.announce(fleet.workers[0])
-        await until(lambda: "http://127.0.0.1:9" in str(client._serving().pool.workers))
+        await until(lambda: "http://127.0.0.1:9" in str(client._opened()._router.pool.workers))
         with pytest.raises(WorkerDiedError):
             await all_of(client.generate(BODY))
 
@@ -164,7 +172,9 @@ async def test_leaving_early(fleet_of: FleetOf, nats_url: str) -> None:
     async with fleet_of(scripts=(script,)) as fleet, opened(fleet, nats_url) as client:
         answers: Any = client.generate(BODY)
         assert "a" == (await anext(answers))["choices"][0]["text"]
+        assert 1 == sum(in_flight(client).values())
         await answers.aclose()
+        assert not in_flight(client)
         await until(lambda: not fleet.workers[0].open_wires)
 
         task = asyncio.create_task(all_of(client.generate(BODY)))

@@ -90,6 +90,17 @@ async def test_continued(fleet_of: FleetOf, model_path: Path) -> None:
         assert BODY == {name: value for name, value in sent.items() if name != "request_id"}
 
 
+async def test_continued_without_overlap(fleet_of: FleetOf) -> None:
+    """Whatever the mode, and whatever the engine has evicted: only this worker has the response."""
+    async with fleet_of("--router-mode", "round-robin", scripts=(OK, OK, OK)) as fleet:
+        first = await fleet.ask({**BODY, "request_id": "mine"}, path=PATH)
+
+        after = {**BODY, "previous_response_id": "mine", "store": False}
+        holders = {(await fleet.ask(after, path=PATH)).header("x-kvrouter-worker") for _ in range(3)}
+
+        assert {first.header("x-kvrouter-worker")} == holders
+
+
 async def test_unknown(fleet_of: FleetOf) -> None:
     """An unknown one, or one whose worker is gone, goes by load: the engine answers it."""
     async with fleet_of(scripts=(OK, OK)) as fleet:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 import json
 import struct
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvrouter.tokens.tiny import build_tiny_model
 from scripts.kit.fleet import FleetError
-from scripts.kit.http_client import HttpError
+from scripts.kit.http_client import Head, HttpError
 from scripts.kit.vllm.adapters import write_adapter
-from scripts.kit.vllm.answers import Answer, Sample
+from scripts.kit.vllm.answers import Answer, Sample, _completion, _events, _message, _response
 from scripts.kit.vllm.engines import find_vllm
 from scripts.kit.vllm.report import Report
 from scripts.kit.vllm.script import main
@@ -43,35 +45,86 @@ def test_adapter_is_whole(tmp_path: Path) -> None:
 
 
 def test_workload_repeats() -> None:
-    """A seed always gives the same requests, of every kind."""
+    """A seed always gives the same requests; every kind comes once before any comes again."""
     first, second = (
-        list(itertools.islice(Workload("tiny", ("lora-a", "lora-b"), seed=3), 100)) for _ in range(2)
+        list(itertools.islice(Workload("tiny", ("lora-a", "lora-b"), seed=3), 140)) for _ in range(2)
     )
 
     assert first == second
-    assert {"chat", "stream", "text", "ids", "salt", "lora"} == {request.kind for request in first}
+    kinds = [request.kind.partition(",")[0] for request in first]
+    assert 14 == len(set(kinds[:14])) == len(set(kinds))
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"} == {
+        request.path for request in first
+    }
 
 
 def test_a_chat_goes_on() -> None:
     """An answered chat continues in the next one of its group, up to three turns."""
     workload = Workload("tiny", ("lora-a",))
-    chats = [request for request in itertools.islice(workload, 200) if request.kind == "chat"]
-    first = next(chat for chat in chats if chat.group == 0)
+    chat = workload._chat(0)
 
-    workload.add_answer(first, "an answer")
+    workload.add_answer(chat, "an answer", "")
 
-    again = next(request for request in workload if request.kind == "chat" and request.group == 0)
-    assert [*first.body["messages"], {"role": "assistant", "content": "an answer"}] == again.body["messages"][
+    again = workload._chat(0)
+    assert [*chat.body["messages"], {"role": "assistant", "content": "an answer"}] == again.body["messages"][
         :-1
     ]
+    workload.add_answer(again, "b", "")
+    workload.add_answer(workload._chat(0), "c", "")
+    assert 2 == len(workload._chat(0).body["messages"])
+
+
+def test_a_response_goes_on() -> None:
+    """By its id, at one replica; not after its engine died."""
+    workload = Workload("tiny", ("lora-a",))
+    first = workload._previous(1)
+    workload.add_answer(first, "", "resp_1")
+
+    again = workload._previous(1)
+    workload.forget_responses()
+
+    assert "resp_1" == again.body["previous_response_id"]
+    assert first.chain == again.chain
+    assert "previous_response_id" not in workload._previous(1).body
+
+
+CHUNKS = [
+    {"choices": [{"index": 0, "delta": {"content": "a"}}, {"index": 1, "delta": {"content": "x"}}]},
+    {"choices": [{"index": 0, "delta": {"content": "b"}}]},
+    {"choices": [], "usage": {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}},
+]
+MESSAGE_EVENTS = [
+    {"type": "message_start", "message": {"usage": {"input_tokens": 0}}},
+    {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "ab"}},
+    {
+        "type": "message_delta",
+        "usage": {"input_tokens": 3, "cache_read_input_tokens": 4, "cache_creation_input_tokens": 2},
+    },
+]
+RESPONSE = {
+    "id": "resp_1",
+    "output": [{"content": [{"type": "output_text", "text": "ab"}]}, {"type": "function_call"}],
+    "usage": {"input_tokens": 9, "input_tokens_details": {"cached_tokens": 4}},
+}
+
+
+@pytest.mark.parametrize(
+    ("read", "events"),
+    [(_completion, CHUNKS), (_message, MESSAGE_EVENTS), (_response, [{"response": RESPONSE}])],
+)
+def test_answers_of_each_api(read: Callable[..., Answer], events: list[Any]) -> None:
+    """Text and tokens of a stream; of several answers the first."""
+    body = b"".join(b"event: x\ndata: %b\n\n" % json.dumps(event).encode() for event in events)
+
+    answer = read(Head(200, {}), _events(body + b"data: [DONE]\n\n"))
+
+    assert ("ab", 9, 4) == (answer.text, answer.prompt_tokens, answer.cached_tokens)
 
 
 def test_sample_compares() -> None:
-    """The prediction is the header's blocks in tokens; the usage has the cached tokens."""
-    usage = {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": 64}}
-
-    exact = Answer(200, HEADERS, "", usage).sample(1, "both engines", REQUEST, block_size=32)
-    over = Answer(200, HEADERS, "", {"prompt_tokens": 100}).sample(2, "both engines", REQUEST, block_size=32)
+    """The prediction is the header's blocks in tokens; the engine reports the cached tokens."""
+    exact = Answer(200, HEADERS, "", 100, 64).sample(1, "both engines", REQUEST, block_size=32)
+    over = Answer(200, HEADERS, "", 100).sample(2, "both engines", REQUEST, block_size=32)
 
     assert (64, 64, True) == (exact.predicted_tokens, exact.cached_tokens, exact.is_exact)
     assert (64, 0, False) == (over.predicted_tokens, over.cached_tokens, over.is_exact)
@@ -80,7 +133,9 @@ def test_sample_compares() -> None:
 def test_an_error_ends_the_run() -> None:
     """A failed request ends the run with an error that shows the answer."""
     with pytest.raises(HttpError, match="no workers"):
-        Answer(503, {}, "no workers", {}).sample(1, "both engines", REQUEST, block_size=32)
+        Answer(503, {}, "no workers").sample(1, "both engines", REQUEST, block_size=32)
+    with pytest.raises(HttpError, match="holds an error"):
+        _events(b'data: {"error": {"message": "oh"}}\n\n')
 
 
 def test_share_of_exact_predictions() -> None:

@@ -97,6 +97,19 @@ def test_arguments_of_tool_calls_are_objects(arguments: object, expected: dict[s
     ]
 
 
+@pytest.mark.parametrize("names_first", [False, True])
+def test_fields_of_tool_calls(names_first: bool) -> None:
+    """Templates print calls as JSON: of chats in the order of the schema, of responses with the name first."""
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    given = [{"role": "assistant", "tool_calls": [call]}]
+
+    (message,) = conversation(given, as_string, names_first=names_first)
+
+    (made,) = message["tool_calls"]
+    assert ["id", "function", "type"] == list(made)
+    assert (["name", "arguments"] if names_first else ["arguments", "name"]) == list(made["function"])
+
+
 def test_no_tool_calls() -> None:
     """An empty list of calls is left out, for templates that only test whether the field exists."""
     assert "tool_calls" not in seen({"role": "assistant", "content": "a", "tool_calls": []})

@@ -178,6 +178,7 @@ def _prompt(body: _Body, history: Sequence[Message] | None) -> ChatPrompt | None
         add_generation_prompt=not is_continued,
         continue_final_message=is_continued,
         chat_template_kwargs=template_variables(body.chat_template_kwargs, effort),
+        names_first=True,
     )
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from scripts.kit.http_client import Client, Head, HttpError, request_bytes
 from scripts.kit.vllm.workload import Request
+
+Json: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +34,18 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Status, headers, text and usage of one answer."""
+    """Status, headers and text of one answer; the tokens that the engine reports, None if it does not."""
 
     status: int
     headers: Mapping[str, str]
     text: str
-    usage: Mapping[str, Any]
+    prompt_tokens: int | None = None
+    cached_tokens: int = 0
+    response_id: str = ""
 
     def sample(self, number: int, phase: str, request: Request, block_size: int) -> Sample:
-        """The sample. Raises HttpError for an error, or if the engine reported no cached tokens."""
-        details = self.usage.get("prompt_tokens_details") or {}
-        if self.status != 200 or "prompt_tokens" not in self.usage:
+        """The sample. Raises HttpError for an error, or if the engine reported no prompt tokens."""
+        if self.status != 200 or self.prompt_tokens is None:
             raise HttpError(f"request {number} ({request.kind}): {self.status} {self.text[:300]}")
         return Sample(
             number,
@@ -51,8 +54,8 @@ class Answer:
             request.group,
             self.headers["x-kvrouter-worker"],
             int(self.headers["x-kvrouter-overlap-blocks"]) * block_size,
-            int(details.get("cached_tokens") or 0),
-            int(self.usage["prompt_tokens"]),
+            self.cached_tokens,
+            self.prompt_tokens,
         )
 
 
@@ -62,28 +65,52 @@ async def ask(client: Client, base_url: str, request: Request) -> Answer:
     body = bytearray()
     head = await client.send(url, request_bytes("POST", url, request.encoded()), body.extend)
     if head.status != 200:
-        return Answer(head.status, head.headers, body.decode(errors="replace"), {})
-    return _stream(head, bytes(body)) if request.is_stream else _whole(head, bytes(body))
+        return Answer(head.status, head.headers, body.decode(errors="replace"))
+    events = _events(bytes(body)) if request.is_stream else [json.loads(body)]
+    read = {"/v1/messages": _message, "/v1/responses": _response}.get(request.path, _completion)
+    return read(head, events)
 
 
-def _whole(head: Head, body: bytes) -> Answer:
-    answer = json.loads(body)
-    return Answer(head.status, head.headers, _said(answer["choices"][0]), answer["usage"])
-
-
-def _stream(head: Head, body: bytes) -> Answer:
-    events = [event.removeprefix(b"data: ") for event in body.split(b"\n\n") if event]
-    if events[-1] != b"[DONE]":
-        raise HttpError(f"the stream ends with {events[-1][:200]!r}")
-    parsed = [json.loads(event) for event in events[:-1]]
-    errors = [event["error"] for event in parsed if "error" in event]
+def _events(body: bytes) -> list[Json]:
+    """The data of a stream's events, without `[DONE]`. Raises HttpError if one is an error."""
+    lines = [line.removeprefix(b"data: ") for line in body.split(b"\n") if line.startswith(b"data: ")]
+    events: list[Json] = [json.loads(line) for line in lines if line != b"[DONE]"]
+    errors = [event for event in events if event.get("error") or event.get("type") == "error"]
     if errors:
         raise HttpError(f"the stream holds an error: {errors[0]}")
-    usage: Mapping[str, Any] = next((event["usage"] for event in reversed(parsed) if event.get("usage")), {})
-    text = "".join(_said(choice) for event in parsed for choice in event["choices"])
-    return Answer(head.status, head.headers, text, usage)
+    return events
 
 
-def _said(choice: dict[str, Any]) -> str:
-    message = choice.get("message") or choice.get("delta") or {}
-    return str(choice.get("text") or message.get("content") or "")
+def _completion(head: Head, events: list[Json]) -> Answer:
+    """A chat or a completion."""
+    usage: Json = next((event["usage"] for event in reversed(events) if event.get("usage")), {})
+    details = usage.get("prompt_tokens_details") or {}
+    choices = [choice for event in events for choice in event["choices"] if choice["index"] == 0]
+    parts = [choice.get("message") or choice.get("delta") or choice for choice in choices]
+    text = "".join(part.get("content") or part.get("text") or "" for part in parts)
+    return Answer(
+        head.status, head.headers, text, usage.get("prompt_tokens"), details.get("cached_tokens") or 0
+    )
+
+
+def _message(head: Head, events: list[Json]) -> Answer:
+    """An answer of /v1/messages; `input_tokens` is what was neither cached before nor stored now."""
+    blocks = [block for event in events for block in event.get("content") or ()]
+    deltas = [event["delta"] for event in events if event.get("type") == "content_block_delta"]
+    text = "".join(part.get("text") or "" for part in [*blocks, *deltas])
+    usages = [event.get("usage") or event.get("message", {}).get("usage") for event in events]
+    usage: Json = next((usage for usage in reversed(usages) if usage), {})
+    cached = usage.get("cache_read_input_tokens") or 0
+    created = usage.get("cache_creation_input_tokens") or 0
+    total = usage["input_tokens"] + cached + created if "input_tokens" in usage else None
+    return Answer(head.status, head.headers, text, total, cached)
+
+
+def _response(head: Head, events: list[Json]) -> Answer:
+    """An answer of /v1/responses; the last event of a stream has the whole of it."""
+    response: Json = events[-1].get("response") or events[-1]
+    usage = response.get("usage") or {}
+    parts = [part for item in response["output"] for part in item.get("content") or ()]
+    text = "".join(part.get("text") or "" for part in parts if part["type"] == "output_text")
+    cached = (usage.get("input_tokens_details") or {}).get("cached_tokens") or 0
+    return Answer(head.status, head.headers, text, usage.get("input_tokens"), cached, response["id"])

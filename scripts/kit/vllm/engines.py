@@ -29,6 +29,8 @@ _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",
+    # for `previous_response_id`
+    "VLLM_ENABLE_RESPONSES_API_STORE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
@@ -108,6 +110,8 @@ def _command(test: EngineTest, port: int, events: int, replay: int) -> list[str]
         "--max-num-seqs", "16", "--max-num-batched-tokens", "4096",
         "--prefix-caching-hash-algo", "sha256_cbor", "--enable-prompt-tokens-details",
         "--kv-events-config", json.dumps(kv_events),
+        # without a parser, requests with tools are rejected
+        "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
         "--enable-lora", "--max-lora-rank", str(RANK), "--max-loras", str(len(test.adapters)),
         "--lora-modules", *(f"{name}={path}" for name, path in test.adapters.items()),
     ]  # fmt: skip

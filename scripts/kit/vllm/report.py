@@ -60,7 +60,9 @@ def table(report: Report) -> list[Table | str]:
 
 
 def _by(samples: Sequence[Sample], attribute: str) -> Table:
-    view = Table(attribute, "requests", "with a hit", "cached tokens", "of prompt tokens", "exact")
+    view = Table(
+        attribute, "requests", "with a hit", "cached tokens", "of prompt tokens", "exact", "over", "under"
+    )
     for column in view.columns[1:]:
         column.justify = "right"
     for value in dict.fromkeys(getattr(sample, attribute) for sample in samples):
@@ -72,5 +74,7 @@ def _by(samples: Sequence[Sample], attribute: str) -> Table:
             str(sum(sample.cached_tokens for sample in some)),
             str(sum(sample.prompt_tokens for sample in some)),
             str(sum(sample.is_exact for sample in some)),
+            str(sum(sample.predicted_tokens > sample.cached_tokens for sample in some)),
+            str(sum(sample.predicted_tokens < sample.cached_tokens for sample in some)),
         )
     return view

@@ -27,8 +27,8 @@ from scripts.kit.vllm.report import Report, table
 from scripts.kit.vllm.stage import ENGINES, Stage, prepare, set_up
 from scripts.kit.vllm.workload import Request, Workload
 
-# Per engine. The six groups with their salts and adapters need about 300, so both engines evict.
-NUM_BLOCKS = 110
+# Per engine. All kinds and groups need more than 1,000, so both engines evict.
+NUM_BLOCKS = 160
 WANTED_SHARE = 0.99
 DOWN_REQUESTS = 10
 _FEWEST_REQUESTS = 3 * DOWN_REQUESTS
@@ -64,10 +64,11 @@ class Trial:
         """Send requests one at a time, each after the events of the former one are in every index."""
         for _ in range(count):
             request, number = next(self._requests), len(self.samples) + 1
-            replica = self.stage.replicas[number % len(self.stage.replicas)]
+            turn = number if request.chain is None else request.chain
+            replica = self.stage.replicas[turn % len(self.stage.replicas)]
             answer = await ask(self.stage.client, replica.url, request)
             self.samples.append(answer.sample(number, phase, request, BLOCK_SIZE))
-            self.workload.add_answer(request, answer.text)
+            self.workload.add_answer(request, answer.text, answer.response_id)
             await self.stage.until_equal()
 
 
@@ -113,6 +114,7 @@ async def _send_all(console: Console, trial: Trial, count: int) -> None:
     victim = trial.stage.engines[-1]
     console.print(f"{before} requests answered; killing {victim.name}")
     await trial.stage.fleet.processes[victim.name].kill()
+    trial.workload.forget_responses()
     await trial.send(DOWN_REQUESTS, "one engine")
     await trial.stage.start_again(victim)
     console.print(f"{victim.name} has restarted")
@@ -133,7 +135,7 @@ async def _versions(stage: Stage) -> dict[str, str]:
 def _options(arguments: Sequence[str] | None) -> Options:
     parser = argparse.ArgumentParser(prog="scripts/test-vllm", description=__doc__)
     parser.add_argument("directory", type=Path, metavar="DIR", help="DIR/venv has vLLM, see docs/engines.md")
-    parser.add_argument("--requests", type=int, default=300, help="number of requests (default: 300)")
+    parser.add_argument("--requests", type=int, default=420, help="number of requests (default: 420)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the workload (default: 1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     options = Options(**vars(parser.parse_args(arguments)))

@@ -22,6 +22,20 @@ ENGINES, REPLICAS = 2, 2
 SETTLE_S = 0.05
 SEEN_TIMEOUT_S = 60.0
 
+# Prints all that a request may have: a difference in any of it is a difference in the ids.
+_CHAT_TEMPLATE = """\
+{%- if tools %}{{- '<|im_start|>tools\\n' }}
+{%- for tool in tools %}{{ tool | tojson + '\\n' }}{% endfor %}{{- '<|im_end|>\\n' }}{% endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + (' ' + message.name if message.name else '') + '\\n' }}
+{%- if message.reasoning %}{{ '<think>' + message.reasoning + '</think>\\n' }}{% endif %}
+{{- message.content or '' }}
+{%- for call in message.tool_calls or [] %}{{ '\\n' + call.id + call.function | tojson }}{% endfor %}
+{{- '\\n' + message.tool_call_id if message.tool_call_id else '' }}{{ '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -69,6 +83,7 @@ def prepare(directory: Path, vllm: Path, num_blocks: int) -> EngineTest:
     """Write a model and two adapters into `directory`."""
     model = directory / "model"
     build_tiny_model(model)
+    (model / "chat_template.jinja").write_text(_CHAT_TEMPLATE, "utf-8")
     adapters = {name: directory / name for name in ("lora-a", "lora-b")}
     for seed, path in enumerate(adapters.values()):
         write_adapter(path, model, seed)
@@ -81,7 +96,7 @@ async def set_up(fleet: Fleet, client: Client, test: EngineTest) -> Stage:
     for engine in engines:
         await wait_until_up(client, fleet.processes[engine.name], engine)
     ports, admin_ports = free_ports(REPLICAS), free_ports(REPLICAS)
-    serve = await fleet.start("serve", _serve_command(engines, test, ports[0], admin_ports[0]))
+    serve = await fleet.start("serve", _serve_command(engines, ports[0], admin_ports[0]))
     replicas = [Replica(*pair, client) for pair in zip(ports, admin_ports, strict=True)]
     for replica in replicas:
         await wait_until_ok(client, serve, f"{replica.url}/ready")
@@ -90,13 +105,13 @@ async def set_up(fleet: Fleet, client: Client, test: EngineTest) -> Stage:
     return stage
 
 
-def _serve_command(engines: Sequence[Vllm], test: EngineTest, port: int, admin_port: int) -> list[str]:
-    """The --engine flags. Only the first has its event sockets: `serve` must find those of the others."""
+def _serve_command(engines: Sequence[Vllm], port: int, admin_port: int) -> list[str]:
+    """No flag about tokens. Only the first engine has its event sockets: `serve` must find the others'."""
     first, *others = engines
     named = [f"{first.url},kv={first.events},replay={first.replay}", *(engine.url for engine in others)]
     return [
         sys.executable, "-m", "kvrouter", "serve",
         *(word for engine in named for word in ("--engine", engine)),
         f"--replicas={REPLICAS}", "--host=127.0.0.1", f"--port={port}", f"--admin-port={admin_port}",
-        f"--nats-port={free_ports(1)[0]}", f"--model-path={test.model_path}", "--drain-grace-s=0",
+        f"--nats-port={free_ports(1)[0]}", "--drain-grace-s=0",
     ]  # fmt: skip

@@ -85,6 +85,7 @@ def test_input(case: str) -> None:
 
     assert chat == prompt(given).messages
     assert [{"role": "system", "content": "be x"}, *chat] == prompt(given, instructions="be x").messages
+    assert prompt(given).names_first
 
 
 def test_history() -> None:
