@@ -99,7 +99,7 @@ def test_arguments_of_tool_calls_are_objects(arguments: object, expected: dict[s
 
 @pytest.mark.parametrize("names_first", [False, True])
 def test_fields_of_tool_calls(names_first: bool) -> None:
-    """Templates print calls as JSON: of chats in the order of the schema, of responses with the name first."""
+    """Templates print calls as JSON: of chats in the schema's order, of responses with the name first."""
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     given = [{"role": "assistant", "tool_calls": [call]}]
 
