@@ -113,6 +113,18 @@ def test_the_wire_is_that_of_the_design() -> None:
     assert [16, 7, "chatcmpl-é", "w1", 3, HASHES, 40, 1, 24, 5, False] == raw[5]
 
 
+def test_streaming_reader_finds_the_same() -> None:
+    """Msgpack's Unpacker, which knows no shape, cuts a stream of messages where they end."""
+    unpacker = msgpack.Unpacker()
+    found = []
+    stream = b"".join(REAL)
+    for start in range(0, len(stream), 7):
+        unpacker.feed(stream[start : start + 7])
+        found += unpacker
+
+    assert [msgpack.unpackb(data) for data in REAL] == found
+
+
 def test_unknown_codes_are_skipped_and_counted() -> None:
     """A newer source's ops do not keep an older reader from the known ones."""
     decoded = decode_frame(frame_of([99, "new"], [18, 7], [200], [17, 8]))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgpack
 import msgspec
 import pytest
 from hypothesis import given
@@ -57,6 +58,20 @@ def bytes_of(state: AgentState) -> bytes:
     """The bytes of the whole file."""
     pieces = list(encode_state(state))
     return b"".join([*pieces, digest_of_file(pieces)])
+
+
+def test_streaming_reader_finds_every_record() -> None:
+    """Msgpack's Unpacker, which knows no shape, reads the records between their lengths."""
+    _, *pieces = encode_state(state_of(HEAD))
+    unpacker = msgpack.Unpacker(strict_map_key=False)
+    for piece in pieces:
+        unpacker.feed(piece[4:])
+    header, head, *rows = unpacker
+
+    assert [0, VERSION, OWNER, 10.0, 5] == header
+    assert [1, *msgspec.to_builtins(HEAD, builtin_types=(bytes,))[1:]] == head
+    known = [row for record in rows if record[0] == 2 for row in record[1]]
+    assert [*table().known] == [name for name, _ in known]
 
 
 STATE = state_of(HEAD, msgspec.structs.replace(HEAD, rank=1, group=2, first_ts=None))
