@@ -129,7 +129,7 @@ class Accept:
         sent, response = _edited(body, large, asked), None
         if isinstance(asked, responses.ResponseRequest):
             sent, response = _with_id(sent, asked, before)
-        traits = Traits.of(asked, lora_name, len(prompts), api.converted) if prompts else None
+        traits = Traits.of(asked, lora_name, prompts, api.converted) if prompts else None
         return Work(
             request_id,
             request,

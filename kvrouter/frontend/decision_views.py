@@ -97,7 +97,8 @@ class DecisionViews:
     def _facts(self, request: RouteRequest, now: float) -> dict[str, Any]:
         # Decisions carry the time of the event loop, which has no date.
         seconds_ago = asyncio.get_running_loop().time() - now
-        return {
+        media = {prompt.media for prompt in request.prompts if prompt.media}
+        return ({"media": media.pop()} if media else {}) | {
             "request_id": request.request_id,
             "time": round(time.time() - seconds_ago, 3),
             "mode": request.mode or self._default_mode,

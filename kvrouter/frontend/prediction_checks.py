@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec import Struct
 
 from kvrouter.core.audit.findings import Audit
 from kvrouter.core.fleet.router import Placement, Router
+from kvrouter.core.routing.cost import Prompt as HashedPrompt
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.tables.predictions import Kind, Prediction, Usage
 from kvrouter.frontend.bodies.openai import CompletionRequest
-from kvrouter.tokens.prompt import ChatPrompt, Prompt, TextPrompt, has_media
+from kvrouter.tokens.prompt import ChatPrompt, Prompt, TextPrompt
 
 
 class Traits(Struct, frozen=True):
@@ -22,12 +25,17 @@ class Traits(Struct, frozen=True):
 
     @classmethod
     def of(
-        cls, request: CompletionRequest, lora_name: str | None, prompts: int, converted: str | None
+        cls,
+        request: CompletionRequest,
+        lora_name: str | None,
+        prompts: Sequence[HashedPrompt],
+        converted: str | None,
     ) -> Traits:
         """`prompts`: those whose tokens are known. `converted`: the API that a chat was converted from."""
-        kind = _kind(request.prompt, lora_name, request.cache_salt, converted)
+        is_known = all(prompt.is_known for prompt in prompts)
+        kind = _kind(request.prompt if is_known else None, lora_name, request.cache_salt, converted)
         # Engines report the cached tokens of one prompt and one answer only.
-        is_single = prompts == 1 and request.n == 1 and not request.is_beam_search
+        is_single = len(prompts) == 1 and request.n == 1 and not request.is_beam_search
         return cls(kind, is_single, request.reads_cache)
 
 
@@ -37,8 +45,8 @@ _WORDS: dict[type, str] = {ChatPrompt: "chat", TextPrompt: "text"}
 def _kind(
     prompt: Prompt | None, lora_name: str | None, salt: str | None, converted: str | None
 ) -> Kind | None:
-    """None if the tokens are not known. Media are placeholders: only the engine knows their tokens."""
-    if prompt is None or has_media(prompt):
+    """None if the tokens are not known, or known only up to an image."""
+    if prompt is None:
         return None
     name = converted or _WORDS.get(type(prompt), "tokens")
     return Kind(name, bool(lora_name), bool(salt))  # type: ignore[arg-type]  # one of Kind's names

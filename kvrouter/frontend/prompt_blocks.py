@@ -12,21 +12,24 @@ Prompts of token ids need none of these. `PromptWays` is the one place that know
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
 import structlog
+from msgspec.structs import replace
 
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.routing.cost import Prompt as HashedPrompt
-from kvrouter.core.wire.hashes import block_seed, seeded_prompt_hashes
+from kvrouter.core.wire.hashes import block_seed, media_prompt_hashes, seeded_prompt_hashes
+from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import PoolId
 from kvrouter.errors import BadRequestError
 from kvrouter.tokens.prefix_hashes import PrefixHashes
 from kvrouter.tokens.prefix_tokens import Encoded
-from kvrouter.tokens.prompt import ChatPrompt, Prompt, PromptEncoder, TextPrompt, TokenPrompt
+from kvrouter.tokens.prompt import ChatPrompt, Prompt, PromptEncoder, TextPrompt, TokenPrompt, has_media
 from kvrouter.tokens.template_limits import TemplateLimitError
 from kvrouter.tokens.text_blocks import text_blocks
 
@@ -48,6 +51,14 @@ class Naming:
     """As the client names it: a base model or a LoRA adapter."""
     lora_name: str | None = None
     salt: str | None = None
+
+    def engine_model(self) -> str:
+        """The model's name in the engines' hashes of media; empty if how they hash is not known here."""
+        cards = [worker.card for worker in self.pool.targets.values()]
+        if not all(card.engine == "mocker" or _hashes_media(card) for card in cards):
+            return ""
+        names = {card.tokenizer for card in cards}
+        return names.pop() if len(names) == 1 else ""
 
 
 class Encoders:
@@ -128,7 +139,8 @@ class LocalBlocks:
         if isinstance(prompt, ChatPrompt):
             prompt = encoder.settled(prompt)
         try:
-            encoded = await encoder.encode_known(prompt)
+            model = naming.engine_model() if has_media(prompt) else None
+            encoded = await encoder.encode_known(prompt, engine_model=model)
         except TemplateLimitError as error:
             self._warn_once(naming, error)
             return None
@@ -158,7 +170,9 @@ class TextBlocks:
             found = text_blocks(prompt, naming.pool.block_size, lora_name=naming.lora_name, salt=naming.salt)
         except BadRequestError:
             return None  # malformed messages: the engine replies with the reason
-        return tuple(found)
+        if not has_media(prompt):
+            return tuple(found)
+        return tuple(replace(each, media="way") for each in found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +190,8 @@ class PromptWays:
         self.ways = ways
         self.without_tokens: Counter[tuple[PoolId, Kind]] = Counter()
         """Texts and chats that were placed without their token ids."""
+        self.media: Counter[str] = Counter()
+        """Prompts with images or other media, by how much of them is known (tokens/media.py)."""
         self._ids = PromptEncoder.load(None)
 
     async def hashes(self, prompt: Prompt, naming: Naming) -> Hashes:
@@ -207,8 +223,17 @@ class PromptWays:
         return Serving(LOAD, reasons)
 
     def _count(self, found: Hashes, pool: Pool, kind: Kind) -> None:
+        if found and found[0].media:
+            self.media[found[0].media] += 1
         if not found or found[0].is_text:
             self.without_tokens[pool.id, kind] += 1
+
+
+def _hashes_media(card: Card) -> bool:
+    """Whether it is a vLLM that names images as 0.32 does: versions before it hash them otherwise."""
+    version = re.match(r"(\d+)\.(\d+)", card.engine_version)
+    is_new = version is not None and (int(version[1]), int(version[2])) >= (0, 32)
+    return card.engine == "vllm" and is_new
 
 
 def kind_of(prompt: ChatPrompt | TextPrompt) -> Kind:
@@ -221,11 +246,13 @@ def named(encoded: Iterable[Encoded], naming: Naming, known: PrefixHashes | None
         return ()
     seed = block_seed(naming.lora_name, naming.salt)
     prompts = []
-    for ids, isl, beginnings in encoded:
+    for ids, isl, beginnings, media, outcome in encoded:
         # Most blocks of a chat are those of its previous turn: their hashes are looked up, not computed.
-        if known is None or beginnings is None:
+        if media:
+            hashes = media_prompt_hashes(ids, size, seed, media)
+        elif known is None or beginnings is None:
             hashes = seeded_prompt_hashes(ids, size, seed)
         else:
             hashes = known.of(ids, beginnings, size, seed)
-        prompts.append(HashedPrompt(hashes, isl, isl != len(ids), size))
+        prompts.append(HashedPrompt(hashes, isl, isl != len(ids), size, media=outcome))
     return tuple(prompts)

@@ -25,6 +25,7 @@ from kvrouter.frontend.token_checks import TokenChecks
 from kvrouter.frontend.way_reports import WayReports
 from kvrouter.telemetry.metrics import Sample
 from kvrouter.tokens.hub import model_directory
+from kvrouter.tokens.media import OUTCOMES
 from kvrouter.tokens.prefix_hashes import PrefixHashes
 from kvrouter.tokens.prefix_tokens import CacheSettings, PrefixStore
 from kvrouter.tokens.prompt import PromptEncoder
@@ -92,6 +93,9 @@ class Tokens:
         if self.checks is not None:
             yield from self.checks.samples()
         yield from self.reports.samples()
+        for outcome in OUTCOMES:
+            text = "Chats with images or other media: exact, or why overlap ends before one of them"
+            yield "kvrouter_media_prompts", "counter", text, {"outcome": outcome}, self.blocks.media[outcome]
         if self.by_engines is not None:
             for result, count in asdict(self.by_engines.counters).items():
                 text = "Prompts tokenized by engines, by result"

@@ -17,7 +17,7 @@ import xxhash
 from kvrouter.errors import BadRequestError
 
 Message = dict[str, Any]
-# A text part, {"type": "text", "text": ...}: `_part` converts or rejects all others.
+# {"type": "text", "text": ...}, or an `ImagePlaceholder`: `_part` converts or rejects all others.
 Part = dict[str, Any]
 ContentFormat = Callable[[list[Part]], str | list[Part]]
 
@@ -35,9 +35,18 @@ _TEXT_FIELDS = {
 BILLING_HEADER = "x-anthropic-billing-header"
 
 
+class ImagePlaceholder(Part):
+    """A part in the place of an image whose tokens are known. Templates see `{"type": "image"}`."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(type="image")
+        self.placeholder = text
+
+
 def as_string(parts: list[Part]) -> str:
-    """Content as one string: the texts, one per line, without the empty ones."""
-    return "\n".join(part["text"] for part in parts if part["text"])
+    """Content as one string: the images, then the texts, one per line, without the empty ones."""
+    images = [part.placeholder for part in parts if isinstance(part, ImagePlaceholder)]
+    return "\n".join([*images, *(part["text"] for part in parts if part.get("text"))])
 
 
 def as_parts(parts: list[Part]) -> list[Part]:
@@ -60,6 +69,11 @@ def conversation(
         for call in (call for message in chat for call in message.get("tool_calls", ())):
             call["function"] = dict(reversed(call["function"].items()))
     return chat
+
+
+def without_media(messages: Sequence[Message]) -> list[Message]:
+    """The messages with text in the places of images, audio and video."""
+    return [_without_media(message) for message in messages]
 
 
 def developer_as_system(messages: Sequence[Message]) -> list[Message]:
@@ -87,6 +101,17 @@ def tool_definition(tool: dict[str, Any]) -> dict[str, Any]:
         name: function[name] for name in ("strict", "defer_loading") if function.get(name) is not None
     }
     return {"type": "function", "function": known | set_ones}
+
+
+def _without_media(message: Message) -> Message:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    named = [
+        _text_part(_media_name(part)) if isinstance(part, dict) and not is_text(part) else part
+        for part in content
+    ]
+    return {**message, "content": named}
 
 
 def _message(message: Message, content_format: ContentFormat) -> Message:
@@ -163,6 +188,8 @@ def _part(part: object) -> Part | None:
         return _text_part(part)
     if not isinstance(part, dict):
         raise BadRequestError("each part of `content` must be a string or an object", param="messages")
+    if isinstance(part, ImagePlaceholder):
+        return part
     field = _TEXT_FIELDS.get(str(part.get("type", "text")))
     if field is None:
         return _text_part(_media_name(part))
@@ -181,8 +208,8 @@ def _text_part(text: str) -> Part:
 def _media_name(part: Part) -> str:
     """Text that takes the place of an image, audio or video.
 
-    Only the engine knows how many tokens the item becomes. A hash of its contents is enough for routing:
-    prompts that are equal up to and including this item have equal hashes, all others differ.
+    For an item whose tokens only the engine knows (media.py says which), a hash of its contents is enough for
+    routing: prompts that are equal up to and including this item have equal hashes, all others differ.
     """
     return f"<media {xxhash.xxh3_64_hexdigest(msgspec.json.encode(part))}>"
 

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import tokenizers
 import xxhash
 
+from kvrouter.core.wire.hashes import MediaSpan
 from kvrouter.settings.declare import MIB, Settings, mib, read_mib, setting
 from kvrouter.tokens.splits import Splits
 
@@ -137,6 +138,9 @@ class Encoded(NamedTuple):
     isl: int
     # None: the text has no parts, or the ids are not those of a whole text (token ids, truncated prompts).
     beginnings: Beginnings | None = None
+    # The images in `ids`, and how much is known of a prompt with media (media.py); empty without media.
+    media: Sequence[MediaSpan] = ()
+    media_outcome: str = ""
 
 
 @dataclass(frozen=True, slots=True)

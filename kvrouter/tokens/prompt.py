@@ -18,6 +18,7 @@ from typing import Any, Self, TypeAlias
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from kvrouter.tokens.media import Images, Outcome, VisionModel, expand
 from kvrouter.tokens.messages import Message, is_text
 from kvrouter.tokens.prefix_tokens import CacheSettings, Encoded, PrefixStore
 from kvrouter.tokens.template import ChatTemplate
@@ -45,6 +46,8 @@ class ChatPrompt(Struct, frozen=True):
     """`chat_template_kwargs` for a template that ignores or rejects the effort "none"; None: the same."""
     names_first: bool = False
     """See `messages.conversation`."""
+    has_media_options: bool = False
+    """The request has settings for the engine's processor of images (`mm_processor_kwargs`)."""
 
 
 class TextPrompt(Struct, frozen=True):
@@ -69,9 +72,13 @@ Prompt: TypeAlias = ChatPrompt | TextPrompt | TokenPrompt
 class PromptEncoder:
     """The tokenizer and the chat template of one model. Close it with `with`."""
 
-    def __init__(self, tokenizer: Tokenizer | None, template: ChatTemplate | None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, template: ChatTemplate | None, vision: VisionModel | None = None
+    ) -> None:
+        """`vision`: how the model's prompts carry images; None: not known."""
         self._tokenizer = tokenizer
         self._template = template
+        self._images = Images(vision) if vision is not None else None
 
     @classmethod
     def load(
@@ -92,7 +99,8 @@ class PromptEncoder:
             return cls(None, None)
         # before the tokenizer, whose threads would be left running if the template raised an error
         template = ChatTemplate.load(model_path, chat_template)
-        return cls(Tokenizer.load(model_path, threads=threads, cache=cache, store=store), template)
+        tokenizer = Tokenizer.load(model_path, threads=threads, cache=cache, store=store)
+        return cls(tokenizer, template, VisionModel.load(model_path))
 
     @property
     def can_encode_text(self) -> bool:
@@ -128,8 +136,14 @@ class PromptEncoder:
         found = await self.encode_known(prompt, may_estimate=False)
         return None if found is None else [list(encoded.ids) for encoded in found]
 
-    async def encode_known(self, prompt: Prompt | None, *, may_estimate: bool = True) -> list[Encoded] | None:
-        """Like `encode`; with `may_estimate` the cache may leave out the end of a mostly known prompt."""
+    async def encode_known(
+        self, prompt: Prompt | None, *, may_estimate: bool = True, engine_model: str | None = None
+    ) -> list[Encoded] | None:
+        """Like `encode`; with `may_estimate` the cache may leave out the end of a mostly known prompt.
+
+        `engine_model`: given if the prompt has media. The model's name in the hashes of the engine, empty if
+        that is not known.
+        """
         if isinstance(prompt, TokenPrompt):
             return [Encoded(ids, len(ids)) for ids in _kept(prompt, prompt.token_ids)]
         if prompt is None or self._tokenizer is None:
@@ -138,6 +152,10 @@ class PromptEncoder:
             return None
         if isinstance(prompt, ChatPrompt):
             prompt = self.settled(prompt)
+        if engine_model is not None and isinstance(prompt, ChatPrompt):
+            return await self._tokenizer.in_thread(
+                partial(self._encode_media_now, self._tokenizer, prompt, engine_model)
+            )
         job = partial(self._encode_now, self._tokenizer, prompt, may_estimate)
         if _is_short(prompt):
             return job()
@@ -160,6 +178,20 @@ class PromptEncoder:
         if prompt.kept_tokens is None:
             return encoded
         return [Encoded(ids, len(ids)) for ids in _kept(prompt, [each.ids for each in encoded])]
+
+    def _encode_media_now(self, tokenizer: Tokenizer, prompt: ChatPrompt, engine_model: str) -> list[Encoded]:
+        outcome: Outcome = "model"
+        if self._images is not None:
+            placed = self._images.place(prompt.messages, engine_model)
+            outcome = "options" if prompt.has_media_options or prompt.kept_tokens else placed.outcome
+        if self._images is not None and placed.images and outcome != "options":
+            (encoded,) = self._encode_now(tokenizer, replace(prompt, messages=placed.messages), False)
+            expanded = expand(encoded.ids, self._images.vision.image_token, placed.images)
+            if expanded is not None:
+                ids, spans = expanded
+                return [Encoded(ids, len(ids), None, spans, outcome)]
+            outcome = "template"
+        return [each._replace(media_outcome=outcome) for each in self._encode_now(tokenizer, prompt, False)]
 
     def _render(self, prompt: ChatPrompt) -> str:
         assert self._template is not None, "encode_known checks it"
@@ -195,7 +227,7 @@ def text_characters(prompt: Prompt) -> int:
 
 
 def has_media(prompt: Prompt) -> bool:
-    """Whether the prompt has images, audio or video, whose tokens only the engine knows."""
+    """Whether the prompt has images, audio or video."""
     if not isinstance(prompt, ChatPrompt):
         return False
     contents = [message.get("content") for message in prompt.messages]

@@ -224,8 +224,10 @@ def _tagged(chat: list[Message]) -> list[Message]:
     content = chat[-1]["content"]
     if isinstance(content, str):
         tagged: str | list[dict[str, Any]] = content + _CONTINUE_TAG
-    elif content:
-        tagged = [*content[:-1], {**content[-1], "text": content[-1]["text"] + _CONTINUE_TAG}]
+    elif texts := [index for index, part in enumerate(content) if "text" in part]:
+        last = texts[-1]
+        text = {**content[last], "text": content[last]["text"] + _CONTINUE_TAG}
+        tagged = [*content[:last], text, *content[last + 1 :]]
     else:
         raise BadRequestError("continue_final_message: the final message has no text", param="messages")
     return [*chat[:-1], {**chat[-1], "content": tagged}]

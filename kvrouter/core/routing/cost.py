@@ -19,12 +19,16 @@ DISK_CREDIT = 0.25
 EQUAL_WITHIN = 1e-9
 
 
+_KNOWN = frozenset({"", "exact"})
+
+
 class Prompt(Struct, frozen=True):
     """One prompt: the sequence hashes of its full blocks, and its length in tokens.
 
     `is_estimate`: only its beginning was tokenized, or nothing; the length is an estimate.
     `block_size`: what the hashes were made with; the pool's may have changed since. 0: the pool's.
     `is_text`: the hashes are of text, which no engine's event names: only assumed blocks match.
+    `media`: of a prompt with images or other media: "exact", or why overlap ends before one of them.
     """
 
     hashes: Sequence[int]
@@ -32,6 +36,12 @@ class Prompt(Struct, frozen=True):
     is_estimate: bool = False
     block_size: int = 0
     is_text: bool = False
+    media: str = ""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether its tokens are those of the engine, as far as they reach."""
+        return self.media in _KNOWN
 
 
 class Overlap(Struct, frozen=True, gc=False):

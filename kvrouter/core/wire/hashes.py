@@ -34,6 +34,8 @@ Hashes: TypeAlias = Sequence[int] | bytes
 
 # `(start, end, id)`: the tokens [start, end) stand for the item with this id.
 Multimodal = tuple[int, int, str]
+# The same with the 64-bit id.
+MediaSpan = tuple[int, int, int]
 
 
 def block_seed(lora_name: str | None = None, salt: str | None = None) -> int:
@@ -62,11 +64,8 @@ def block_hashes(
     `multimodal` items change the blocks they touch. Raises BadRequestError for a token
     outside 0..2^32-1 and ValueError for a block size below 1.
     """
-    items = sorted(multimodal)
-    if not items:
-        return _plain_block_hashes(tokens, block_size, block_seed(lora_name, salt))
-    extras = [_ids_in_block(items, start, block_size) for start in range(0, len(tokens), block_size)]
-    return seeded_block_hashes(tokens, block_size, block_seed(lora_name, salt), extras)
+    spans = [(start, end, multimodal_id(item)) for start, end, item in multimodal]
+    return _media_block_hashes(tokens, block_size, block_seed(lora_name, salt), spans)
 
 
 def prompt_hashes(
@@ -96,6 +95,23 @@ def seeded_prompt_hashes(
         raise ValueError("known must be an array('Q'): the hashes of the prompt's first blocks")
     new = _plain_block_hashes(tokens[len(known) * block_size :], block_size, seed)
     return known + array("Q", _chain(new, known[-1]))
+
+
+def media_prompt_hashes(
+    tokens: Sequence[int], block_size: int, seed: int, spans: Iterable[MediaSpan]
+) -> array[int]:
+    """The sequence hashes of a prompt with media, in the places of which `tokens` has placeholders."""
+    return array("Q", sequence_hashes(_media_block_hashes(tokens, block_size, seed, spans)))
+
+
+def _media_block_hashes(
+    tokens: Sequence[int], block_size: int, seed: int, spans: Iterable[MediaSpan]
+) -> list[BlockHash]:
+    extras: list[list[int]] = [[] for _ in range(len(tokens) // (_step(block_size) // 4))]
+    for start, end, item in spans:
+        for index in range(max(start, 0) // block_size, min((end - 1) // block_size + 1, len(extras))):
+            extras[index].append(item)
+    return seeded_block_hashes(tokens, block_size, seed, extras)
 
 
 def seeded_block_hashes(
@@ -202,10 +218,6 @@ def pool_token(model: str) -> str:
     """The pool's name in NATS subjects: a readable slug, and 8 hex digits that keep it unique."""
     slug = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in model)[:40]
     return f"{slug}-{xxh3_64_digest(model.encode())[:4].hex()}"
-
-
-def _ids_in_block(items: list[Multimodal], start: int, block_size: int) -> list[int]:
-    return [multimodal_id(item) for first, end, item in items if first < start + block_size and end > start]
 
 
 def _token_bytes(tokens: Sequence[int]) -> bytes:

@@ -75,6 +75,8 @@ class _ChatBody(_Common):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
+    mm_processor_kwargs: Any = None
+    media_io_kwargs: Any = None
 
 
 class _CompletionBody(_Common):
@@ -178,6 +180,7 @@ def _chat_prompt(chat: _ChatBody, messages: list[dict[str, Any]]) -> ChatPrompt 
         chat_template_kwargs=_template_variables(chat),
         add_special_tokens=bool(chat.add_special_tokens),
         kept_tokens=_kept_tokens(chat),
+        has_media_options=bool(chat.mm_processor_kwargs or chat.media_io_kwargs),
     )
 
 

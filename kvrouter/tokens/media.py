@@ -1,0 +1,334 @@
+"""Images of a chat as the engine caches them: their name, and the number of tokens that they become.
+
+    part of a message   data: URL ──> bytes ──> BLAKE3 as in vLLM ──> identifier, or the client's `uuid`
+                                        └─────> header: 640 × 480 ──> 391 placeholder tokens
+    prompt's ids        … 151652 151655 151653 …   ──>   … 151652 151655 × 391 151653 …
+    blocks              those that the 391 tokens touch are named by the identifier, too
+
+Nothing is fetched and nothing is decompressed. The first part of a prompt that cannot be placed exactly, and
+all after it, stay a text that names their content: overlap ends there, for the reason in `Placed.outcome`.
+
+Sources: vLLM 0.32 (multimodal/hasher.py, models/qwen2_vl.py, models/llava.py), transformers 5 (smart_resize).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Self, TypeAlias, get_args
+
+from blake3 import blake3
+from msgspec import Struct
+from xxhash import xxh3_128_digest
+
+from kvrouter.core.wire.hashes import MediaSpan, multimodal_id
+from kvrouter.tokens.image_headers import ImageHeader, read_header
+from kvrouter.tokens.messages import ImagePlaceholder, Message, is_text
+
+Outcome: TypeAlias = Literal[
+    "exact",
+    "model",  # the arithmetic of this kind of model is not known here
+    "engine",  # how the engine names images is not known (not vLLM from 0.32 on, or its model's name is not)
+    "way",  # the prompt was not tokenized here
+    "url",  # the image is not in the request, and its uuid not known
+    "format",  # neither base64 of a PNG, JPEG, WebP or GIF
+    "kind",  # audio, video, embeddings
+    "options",  # options of the processor, or unknown fields
+    "role",  # not in a message of a user
+    "template",  # the prompt has other placeholders than images
+    "many",  # more images, or more tokens of them, than MOST_IMAGES and MOST_TOKENS
+]
+"""How much is known of a prompt with media: everything, or why overlap ends before one of them."""
+
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+MOST_IMAGES = 256
+# In one prompt, all images together.
+MOST_TOKENS = 1 << 20
+# Images that are remembered, some 300 bytes each.
+MOST_REMEMBERED = 10_000
+# Characters of base64 that are read in one call, 0.5 ms.
+_PIECE = 1 << 18
+_MOST_CONFIG_BYTES = 4 << 20
+# What vLLM reads of an image's part; it passes any other field to the template.
+_FIELDS = frozenset({"type", "image_url", "uuid", "detail"})
+
+TokensOf: TypeAlias = Callable[[int, int], int]
+"""The placeholder tokens of an image of this width and height."""
+
+
+class VisionModel(Struct, frozen=True):
+    """How one model's prompts carry images."""
+
+    image_token: int
+    placeholder: str
+    """Of one image, in texts for templates that take content as text."""
+    tokens_of: TokensOf
+
+    @classmethod
+    def load(cls, model_path: Path) -> Self | None:
+        """From the configuration in a model directory; None if it is of no known kind."""
+        try:
+            config = _read_json(model_path / "config.json")
+            family = _FAMILIES.get(config.get("model_type", ""))
+            if family is None:
+                return None
+            token, placeholder, tokens_of = family(config, _processor(model_path))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return None  # a model that is only served as text may have any config
+        return cls(token, placeholder, tokens_of)
+
+
+class Image(NamedTuple):
+    """An image of a prompt, identified: its 64-bit id in the names of blocks, and its placeholder tokens."""
+
+    identifier: str
+    tokens: int
+
+
+class Placed(NamedTuple):
+    """The messages with a placeholder for each of `images`."""
+
+    messages: Sequence[Message]
+    images: Sequence[Image]
+    outcome: Outcome
+
+
+class Images:
+    """Finds the images of chats for one model. Thread-safe.
+
+    A client sends an image again with each turn, so those of the last prompts are remembered by their URL:
+    reading base64 takes 70 times as long as hashing it (docs/tokens.md).
+    """
+
+    def __init__(self, vision: VisionModel, most: int = MOST_REMEMBERED) -> None:
+        self.vision = vision
+        self._most = most
+        self._known: OrderedDict[bytes, Image] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def place(self, messages: Sequence[Message], engine_model: str) -> Placed:
+        """Put placeholders for the images of a chat, up to the first part that is not exact.
+
+        `engine_model`: the model's name in the engine's hashes; empty: not known.
+        """
+        if not engine_model:
+            return Placed(messages, (), "engine")
+        images: list[Image] = []
+        outcome: Outcome = "exact"
+        placed: list[Message] = []
+        for message in messages:
+            content = message.get("content")
+            parts = list(content) if isinstance(content, list) else []
+            for index, part in enumerate(parts):
+                if outcome != "exact" or not isinstance(part, dict) or is_text(part):
+                    continue
+                image = self._image(part, message.get("role"), engine_model)
+                if not isinstance(image, Image):
+                    outcome = image
+                elif len(images) == MOST_IMAGES or image.tokens + _tokens(images) > MOST_TOKENS:
+                    outcome = "many"
+                else:
+                    images.append(image)
+                    parts[index] = ImagePlaceholder(self.vision.placeholder)
+            placed.append({**message, "content": parts} if parts else message)
+        return Placed(placed, images, outcome)
+
+    def _image(self, part: Mapping[str, Any], role: object, engine_model: str) -> Image | Outcome:
+        kind, uuid = part.get("type"), part.get("uuid")
+        if "image_url" not in part or kind not in {"image_url", "input_image", None}:
+            return "kind"
+        if not part.keys() <= _FIELDS:
+            return "options"
+        if role != "user":
+            return "role"
+        given = part["image_url"]
+        url = given.get("url") if isinstance(given, dict) else given
+        if uuid is None:
+            return self._of_url(url, engine_model)
+        key = xxh3_128_digest(f"uuid {uuid}".encode("utf-8", "surrogatepass"))
+        image = self._of_url(url, engine_model)
+        if isinstance(image, Image):
+            return self._remember(key, Image(str(uuid), image.tokens))
+        # a client may leave out an image that the engine has, or give only its address
+        return self._recall(key) or image
+
+    def _of_url(self, url: object, engine_model: str) -> Image | Outcome:
+        if not isinstance(url, str) or url[:5].lower() != "data:":
+            return "url"
+        key = xxh3_128_digest(f"{engine_model} {url}".encode("utf-8", "surrogatepass"))
+        if image := self._recall(key):
+            return image
+        data = _data_of(url)
+        header = None if data is None else read_header(data)
+        if data is None or header is None:
+            return "format"
+        try:
+            tokens = self.vision.tokens_of(header.width, header.height)
+        except ValueError:
+            return "format"  # the engine rejects such a shape
+        return self._remember(key, Image(image_identifier(data, header, engine_model), tokens))
+
+    def _recall(self, key: bytes) -> Image | None:
+        with self._lock:
+            if key in self._known:
+                self._known.move_to_end(key)
+            return self._known.get(key)
+
+    def _remember(self, key: bytes, image: Image) -> Image:
+        with self._lock:
+            self._known[key] = image
+            self._known.move_to_end(key)
+            if len(self._known) > self._most:
+                self._known.popitem(last=False)
+        return image
+
+
+def _tokens(images: Sequence[Image]) -> int:
+    return sum(image.tokens for image in images)
+
+
+def expand(
+    ids: Sequence[int], image_token: int, images: Sequence[Image]
+) -> tuple[array[int], list[MediaSpan]] | None:
+    """The ids with each placeholder repeated, and where; None if there are other placeholders than images."""
+    places = [index for index, token in enumerate(ids) if token == image_token]
+    if len(places) != len(images):
+        return None
+    expanded, spans, copied = array("I"), [], 0
+    for place, image in zip(places, images, strict=True):
+        expanded.extend(ids[copied:place])
+        start = len(expanded)
+        expanded.extend([image_token] * image.tokens)
+        spans.append((start, start + image.tokens, multimodal_id(image.identifier)))
+        copied = place + 1
+    expanded.extend(ids[copied:])
+    return expanded, spans
+
+
+def image_identifier(data: bytes, header: ImageHeader, engine_model: str) -> str:
+    """The name that vLLM's MultiModalHasher gives the bytes of an image, with the default BLAKE3."""
+    digest = blake3(_framed(b"image") + b"\x03" + _framed(b"image"))
+    digest.update(b"" if header.is_rgb else _CONVERTED)  # vLLM converts it, and the hash says so
+    digest.update(b"\x03" + len(data).to_bytes(8, "little"))
+    digest.update(data)
+    digest.update(_framed(b"model_id") + b"\x03" + _framed(engine_model.encode()))
+    return digest.hexdigest()
+
+
+def _data_of(url: str) -> bytes | None:
+    """The bytes in a `data:` URL; None if they are not in base64."""
+    comma = url.find(",", 0, 1024)
+    if comma < 0 or not url.endswith(";base64", 0, comma):
+        return None
+    # in pieces: one call for a large image would keep the GIL, and with it the event loop, for its whole time
+    starts = range(comma + 1, len(url), _PIECE)
+    try:
+        return b"".join(base64.b64decode(url[start : start + _PIECE], validate=True) for start in starts)
+    except ValueError:
+        return None
+
+
+# --- how many tokens ---
+
+
+def smart_resize(width: int, height: int, *, factor: int, least: int, most: int) -> tuple[int, int]:
+    """Qwen's picture size: multiples of `factor`, between `least` and `most` pixels.
+
+    Raises ValueError for sides that differ more than 200 times.
+    """
+    if max(width, height) > 200 * min(width, height):
+        raise ValueError(f"{width} × {height}")
+    wide, high = round(width / factor) * factor, round(height / factor) * factor
+    if wide * high > most:
+        scale = math.sqrt(height * width / most)
+        wide = max(factor, math.floor(width / scale / factor) * factor)
+        high = max(factor, math.floor(height / scale / factor) * factor)
+    elif wide * high < least:
+        scale = math.sqrt(least / (height * width))
+        wide = math.ceil(width * scale / factor) * factor
+        high = math.ceil(height * scale / factor) * factor
+    return wide, high
+
+
+def _qwen(config: Mapping[str, Any], processor: Mapping[str, Any]) -> tuple[int, str, TokensOf]:
+    """Qwen2-VL and its successors: a token for each square of merged patches."""
+    size = processor.get("size") or {}
+    least = int(processor.get("min_pixels") or size.get("shortest_edge") or 56 * 56)
+    most = int(processor.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280)
+    factor = int(processor.get("patch_size") or 14) * int(processor.get("merge_size") or 2)
+    if min(least, most, factor) < 1:
+        raise ValueError("sizes must be positive")
+
+    def tokens_of(width: int, height: int) -> int:
+        wide, high = smart_resize(width, height, factor=factor, least=least, most=most)
+        return (wide // factor) * (high // factor)
+
+    return int(config["image_token_id"]), "<|vision_start|><|image_pad|><|vision_end|>", tokens_of
+
+
+def _llava(config: Mapping[str, Any], _: Mapping[str, Any]) -> tuple[int, str, TokensOf]:
+    """LLaVA 1.5: one size for all images. CLIP has a token for the class, which is left out by default."""
+    vision = config["vision_config"]
+    patches = (int(vision["image_size"]) // int(vision["patch_size"])) ** 2
+    has_class = {"clip_vision_model": 1, "siglip_vision_model": 0}[vision["model_type"]]
+    left_out = {"default": 1, "full": 0}[config.get("vision_feature_select_strategy", "default")]
+    token = config.get("image_token_index", config.get("image_token_id"))
+    count = patches + has_class - left_out
+    return int(token), "<image>", lambda _width, _height: count
+
+
+_Family: TypeAlias = Callable[[Mapping[str, Any], Mapping[str, Any]], tuple[int, str, TokensOf]]
+_FAMILIES: dict[str, _Family] = {
+    "qwen2_vl": _qwen,
+    "qwen2_5_vl": _qwen,
+    "qwen3_vl": _qwen,
+    "qwen3_vl_moe": _qwen,
+    "llava": _llava,
+}
+
+
+def _processor(model_path: Path) -> dict[str, Any]:
+    """The image processor's settings, where transformers looks for them first."""
+    nested = _read_json(model_path / "processor_config.json").get("image_processor")
+    return nested if isinstance(nested, dict) else _read_json(model_path / "preprocessor_config.json")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """Empty if there is no such file. Raises OSError or ValueError."""
+    if not file.is_file():
+        return {}
+    if file.stat().st_size > _MOST_CONFIG_BYTES:
+        raise ValueError(f"{file} is larger than {_MOST_CONFIG_BYTES} bytes")
+    value = json.loads(file.read_bytes())
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} must hold a JSON object")
+    return value
+
+
+# --- vLLM's framing of what it hashes ---
+
+
+def _framed(chunk: bytes) -> bytes:
+    return len(chunk).to_bytes(8, "little") + chunk
+
+
+def _converted() -> bytes:
+    """`{"io_config": {"image_mode": "RGB", "rgba_background_color": (255, 255, 255)}, "data":` so framed."""
+    two, three = (2).to_bytes(8, "little"), (3).to_bytes(8, "little")
+    white = b"\x03" + _framed((255).to_bytes(8, "little"))
+    mode = _framed(b"image_mode") + b"\x03" + _framed(b"RGB")
+    background = _framed(b"rgba_background_color") + b"\x01" + three + 3 * white
+    settings = _framed(b"io_config") + b"\x02" + two + mode + background
+    return b"\x02" + two + settings + _framed(b"data")
+
+
+_CONVERTED = _converted()
