@@ -30,7 +30,7 @@ from kvrouter.mocker.bodies import (
 )
 from kvrouter.mocker.config import MockerConfig
 from kvrouter.mocker.engine import Engine, EngineRequest
-from kvrouter.mocker.hashing import TokenIds
+from kvrouter.mocker.hashing import EnginePrompt
 from kvrouter.mocker.messages_reply import MessagesReply
 from kvrouter.mocker.publisher import PUB_HIGH_WATER_MARK
 from kvrouter.mocker.rank import Rank
@@ -113,8 +113,8 @@ class Service:
 
     async def count_tokens(self, http: web.Request) -> web.Response:
         """POST /v1/messages/count_tokens."""
-        (tokens,) = await self._converted(messages.parse(await http.read()))
-        return _json({"input_tokens": len(tokens)})
+        (prompt,) = await self._converted(messages.parse(await http.read()))
+        return _json({"input_tokens": len(prompt.tokens)})
 
     async def responses(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/responses."""
@@ -139,7 +139,7 @@ class Service:
         kept = keep if body.store is not False else None
         return await self._answer(http, body, prompts, ResponsesReply, "", answer_id=number, keep=kept)
 
-    async def _converted(self, asked: CompletionRequest) -> list[TokenIds]:
+    async def _converted(self, asked: CompletionRequest) -> list[EnginePrompt]:
         """The tokens of a body that was converted to a chat."""
         if asked.prompt is None:
             raise SchemaError("1 validation error:\n  the body cannot be converted to a chat")
@@ -149,7 +149,7 @@ class Service:
         self,
         http: web.Request,
         body: Body,
-        prompts: list[TokenIds],
+        prompts: list[EnginePrompt],
         shape: type[Reply],
         prefix: str,
         *,
@@ -193,7 +193,7 @@ class Service:
             raise UnknownModelError(f"The model `{body.model}` does not exist.", param="model")
         return body
 
-    def _check_lengths(self, prompts: list[TokenIds], max_tokens: int | None) -> None:
+    def _check_lengths(self, prompts: list[EnginePrompt], max_tokens: int | None) -> None:
         limit = self.config.engine.max_model_len
         if max_tokens is not None and max_tokens > limit:
             raise BadRequestError(
@@ -202,12 +202,13 @@ class Service:
                 param="max_tokens",
             )
         for prompt in prompts:
-            _check_prompt(len(prompt), limit)
+            _check_prompt(len(prompt.tokens), limit)
 
-    def _request(self, body: Body, prompt: TokenIds) -> EngineRequest:
+    def _request(self, body: Body, prompt: EnginePrompt) -> EngineRequest:
         return EngineRequest(
             id=str(next(self._numbers)),  # clients may use the same X-Request-Id twice at once
-            prompt=prompt,
+            prompt=prompt.tokens,
+            media=prompt.media,
             max_tokens=body.answer_tokens,
             ignore_eos=body.ignore_eos,
             lora_name=body.model if body.model in self.config.loras else None,
@@ -249,7 +250,7 @@ class Service:
     async def tokenize(self, http: web.Request) -> web.Response:
         """POST /tokenize."""
         body = await self._read(http, TokenizeBody)
-        (tokens,) = await self.text.encode(_tokenize_prompt(body))
+        ((tokens, _),) = await self.text.encode(_tokenize_prompt(body))
         limit = self.config.engine.max_model_len
         return _json(
             {"count": len(tokens), "max_model_len": limit, "tokens": tokens.tolist(), "token_strs": None}

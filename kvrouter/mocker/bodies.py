@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvrouter.errors import BadRequestError, KvRouterError
-from kvrouter.mocker.hashing import TokenIds, token_ids
+from kvrouter.mocker.hashing import EnginePrompt, token_ids
 
 # `max_tokens` of /v1/completions in OpenAI's and vLLM's API.
 DEFAULT_COMPLETION_TOKENS = 16
@@ -190,13 +190,13 @@ def _field(message: str) -> str:
     return f"body.{found[1]}" if found else "body"
 
 
-def token_prompts(prompt: object) -> list[TokenIds] | None:
+def token_prompts(prompt: object) -> list[EnginePrompt] | None:
     """The prompts of a completion given as token ids, `[int]` or `[[int]]`; None if they are text."""
     if not isinstance(prompt, list) or not prompt or isinstance(prompt[0], str):
         return None
     prompts = prompt if isinstance(prompt[0], list) else [prompt]
     try:
-        return [token_ids(ids) for ids in prompts]
+        return [EnginePrompt(token_ids(ids)) for ids in prompts]
     except (TypeError, OverflowError) as error:
         raise SchemaError(f"1 validation error:\n  prompt: {error}", param="body.prompt") from error
 

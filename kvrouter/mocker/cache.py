@@ -13,10 +13,11 @@ again; each copy is removed, and announced, separately. So there is one event pe
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+from kvrouter.core.wire.hashes import MediaSpan
 from kvrouter.mocker.events import (
     CPU,
     GPU,
@@ -28,7 +29,14 @@ from kvrouter.mocker.events import (
     removed,
 )
 from kvrouter.mocker.eviction import ORDERS, EvictionOrder
-from kvrouter.mocker.hashing import TokenIds, chain_hashes, lora_key, root_hash
+from kvrouter.mocker.hashing import (
+    TokenIds,
+    chain_hashes,
+    images_by_block,
+    images_key,
+    lora_key,
+    root_hash,
+)
 
 
 class HostTier:
@@ -86,7 +94,17 @@ class Hit(NamedTuple):
 class Chain:
     """The blocks of one request, as the cache sees them."""
 
-    __slots__ = ("_key", "_root", "blocks", "hashes", "lora_name", "salt", "stored_blocks", "tokens")
+    __slots__ = (
+        "_images",
+        "_key",
+        "_root",
+        "blocks",
+        "hashes",
+        "lora_name",
+        "salt",
+        "stored_blocks",
+        "tokens",
+    )
 
     def __init__(
         self,
@@ -96,12 +114,15 @@ class Chain:
         lora_name: str | None = None,
         salt: str | None = None,
         hashes: list[int] | None = None,
+        media: Sequence[MediaSpan] = (),
     ) -> None:
         self.tokens = tokens
         self.lora_name = lora_name
         self.salt = salt
         self._root = root_hash(salt)
         self._key = lora_key(lora_name)
+        # Per block up to the last image: the id of each image in it, and where that begins.
+        self._images = images_by_block(media, block_size)
         self.hashes = hashes if hashes is not None else []
         self.blocks: list[int] = []
         # Leading blocks that the cache knows by their hash.
@@ -115,15 +136,19 @@ class Chain:
             return
         parent = self.hashes[-1] if named else self._root
         fresh = self.tokens[named * block_size : full_blocks * block_size]
-        self.hashes.extend(chain_hashes(fresh, block_size, parent=parent, key=self._key))
+        keys = [images_key(images) for images in self._images[named:]]
+        self.hashes.extend(chain_hashes(fresh, block_size, parent=parent, key=self._key, keys=keys))
 
     def extra_keys(self, first: int, last: int) -> ExtraKeys:
-        """`extra_keys` of an event for blocks `first` to `last`: the LoRA name, then the salt (block 0)."""
+        """`extra_keys` of an event for blocks `first` to `last`."""
+        return [self._extra_keys(block) for block in range(first, last)]
+
+    def _extra_keys(self, block: int) -> list[str | list[str | int]] | None:
+        here = self._images[block] if block < len(self._images) else ()
+        images: list[str | list[str | int]] = [[f"{item:016x}", offset] for item, offset in here]
+        salt = [self.salt] if block == 0 and self.salt else []
         lora = [self.lora_name] if self.lora_name else []
-        keys: ExtraKeys = [list(lora) or None for _ in range(last - first)]
-        if first == 0 and self.salt:
-            keys[0] = [*lora, self.salt]
-        return keys
+        return [*lora, *images, *salt] or None
 
 
 class BlockCache:

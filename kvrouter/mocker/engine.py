@@ -13,10 +13,12 @@ cache.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from kvrouter.core.wire.hashes import MediaSpan
 from kvrouter.errors import ConfigError
 from kvrouter.mocker.answers import Answer, Vocabulary
 from kvrouter.mocker.cache import BlockCache, Chain
@@ -122,6 +124,8 @@ class EngineRequest(msgspec.Struct, frozen=True):
     report_full: bool = False
     # Hashes of the prompt's full blocks, if the caller has them (a trace) and the tokens are arbitrary.
     hashes: tuple[int, ...] | None = None
+    # The images whose placeholders the prompt has.
+    media: Sequence[MediaSpan] = ()
 
 
 class Output(msgspec.Struct, frozen=True, gc=False):
@@ -173,6 +177,7 @@ class _Sequence:
             lora_name=request.lora_name,
             salt=request.salt,
             hashes=None if request.hashes is None else list(request.hashes),
+            media=request.media,
         )
         self.answer = Answer(
             request.prompt,

@@ -19,7 +19,8 @@ CPU = "CPU"
 SPEC_KIND = "full_attention"
 
 # Per block: nil, or the LoRA name and (block 0) the cache salt, untagged.
-ExtraKeys: TypeAlias = list[list[str] | None]
+# Per block: the LoRA name, `[identifier, offset in the block]` of each image, the salt.
+ExtraKeys: TypeAlias = list[list[str | list[str | int]] | None]
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=False):

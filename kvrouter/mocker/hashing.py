@@ -8,13 +8,23 @@ block.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
-from typing import TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
 
 import xxhash
 
+from kvrouter.core.wire.hashes import MediaSpan
+
 # Token ids as unsigned 32-bit integers, in machine order.
 TokenIds: TypeAlias = "array[int]"
+
+
+class EnginePrompt(NamedTuple):
+    """One prompt, and the images in it."""
+
+    tokens: TokenIds
+    media: Sequence[MediaSpan] = ()
+
 
 # The parent hash of block 0. A constant, like vLLM's `NONE_HASH`: equal prompts have equal hashes on every
 # engine.
@@ -38,10 +48,32 @@ def lora_key(lora_name: str | None) -> int:
     return xxhash.xxh3_64_intdigest(lora_name.encode()) if lora_name else 0
 
 
-def chain_hashes(tokens: TokenIds, block_size: int, *, parent: int, key: int) -> Iterator[int]:
-    """The hashes of the full blocks in `tokens`, the first chained from `parent`."""
+def images_by_block(media: Sequence[MediaSpan], block_size: int) -> list[list[tuple[int, int]]]:
+    """For each block up to the last image: the id of each image in it, and where it begins in the block."""
+    blocks: list[list[tuple[int, int]]] = []
+    for start, end, item in media:
+        last = (end - 1) // block_size
+        blocks.extend([] for _ in range(last + 1 - len(blocks)))
+        for block in range(start // block_size, last + 1):
+            blocks[block].append((item, start - block * block_size))
+    return blocks
+
+
+def images_key(images: Sequence[tuple[int, int]]) -> int:
+    """The part of a block's hash that its images add; 0 without one."""
+    return xxhash.xxh3_64_intdigest(repr(images).encode()) if images else 0
+
+
+def chain_hashes(
+    tokens: TokenIds, block_size: int, *, parent: int, key: int, keys: Sequence[int] = ()
+) -> Iterator[int]:
+    """The hashes of the full blocks in `tokens`, the first chained from `parent`.
+
+    `key`: of every block; `keys`: of each of the first blocks.
+    """
     packed = tokens.tobytes()
     width = block_size * tokens.itemsize
-    for end in range(width, len(packed) + 1, width):
-        parent = xxhash.xxh3_64_intdigest(packed[end - width : end], seed=parent ^ key)
+    for index, end in enumerate(range(width, len(packed) + 1, width)):
+        seed = parent ^ key ^ (keys[index] if index < len(keys) else 0)
+        parent = xxhash.xxh3_64_intdigest(packed[end - width : end], seed=seed)
         yield parent

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from kvrouter.errors import BadRequestError
 from kvrouter.mocker.answers import Vocabulary
-from kvrouter.mocker.hashing import TokenIds, token_ids
-from kvrouter.tokens.prompt import Prompt, PromptEncoder
+from kvrouter.mocker.hashing import EnginePrompt, token_ids
+from kvrouter.tokens.media import VisionModel
+from kvrouter.tokens.prompt import Prompt, PromptEncoder, has_media
 from kvrouter.tokens.template import ChatTemplate
 from kvrouter.tokens.tokenizer import Tokenizer
 
@@ -35,6 +36,8 @@ class Text:
     encoder: PromptEncoder
     vocabulary: Vocabulary
     of_token: Callable[[int], str]
+    model: str = ""
+    """The model's name in the hashes of images, as in vLLM: the directory it was loaded from."""
 
     @classmethod
     @contextmanager
@@ -44,20 +47,25 @@ class Text:
             yield cls(PromptEncoder.load(None), Vocabulary(), lambda token: f" t{token}")
             return
         tokenizer = Tokenizer.load(model_path)
-        with PromptEncoder(tokenizer, ChatTemplate.load(model_path)) as encoder:
+        template, vision = ChatTemplate.load(model_path), VisionModel.load(model_path)
+        with PromptEncoder(tokenizer, template, vision) as encoder:
             words = spoken_words(tokenizer)
             vocabulary = Vocabulary(tuple(words), end=_end_token(model_path))
-            yield cls(encoder, vocabulary, lambda token: words.get(token, ""))
+            yield cls(encoder, vocabulary, lambda token: words.get(token, ""), str(model_path))
 
-    async def encode(self, prompt: Prompt) -> list[TokenIds]:
-        """The token ids of each prompt. Raises BadRequestError without a tokenizer."""
-        encoded = await self.encoder.encode(prompt)
+    async def encode(self, prompt: Prompt) -> list[EnginePrompt]:
+        """Each prompt as token ids. Raises BadRequestError without a tokenizer.
+
+        An image becomes as many tokens as in vLLM, if the model is of a kind that tokens/media.py knows.
+        """
+        model = self.model if has_media(prompt) else None
+        encoded = await self.encoder.encode_known(prompt, may_estimate=False, engine_model=model)
         if encoded is None:
             raise BadRequestError(
                 "this mocker has no tokenizer: send token ids as the prompt of /v1/completions, "
                 "or start it with --model-path"
             )
-        return [token_ids(ids) for ids in encoded]
+        return [EnginePrompt(token_ids(each.ids), each.media) for each in encoded]
 
 
 def spoken_words(tokenizer: Tokenizer) -> dict[int, str]:

@@ -64,8 +64,8 @@ def test_wrong_shape(raw: bytes, param: str) -> None:
 
 def test_prompts_of_ids() -> None:
     """One list of ids is one prompt, a list of lists is several; text is not accepted here."""
-    assert [[1, 2]] == [ids.tolist() for ids in token_prompts([1, 2]) or []]
-    assert [[1], [2]] == [ids.tolist() for ids in token_prompts([[1], [2]]) or []]
+    assert [[1, 2]] == [prompt.tokens.tolist() for prompt in token_prompts([1, 2]) or []]
+    assert [[1], [2]] == [prompt.tokens.tolist() for prompt in token_prompts([[1], [2]]) or []]
     assert token_prompts("text") is None
     assert token_prompts(["text"]) is None
 

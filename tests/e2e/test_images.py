@@ -1,0 +1,133 @@
+"""Conversations with images: overlap goes past them, and is what the engine's cache had."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrouter.core.tables.predictions import Kind
+from kvrouter.mocker.engine import EngineConfig
+from kvrouter.tokens.tiny import build_tiny_model
+from kvrouter.worker.options import worker_id_of
+from tests.e2e.fleet import Fleet, running_fleet, until
+
+IMAGES = {
+    each["name"]: each["base64"]
+    for each in json.loads(Path(__file__).parent.parent.joinpath("data", "images.json").read_text("utf-8"))
+}
+TEXT = "What is it that can be seen in the picture, and what is it not? " * 8
+
+
+@pytest.fixture
+async def fleet(nats_url: str, tmp_path: Path) -> AsyncIterator[Fleet]:
+    """Two frontends in mode kv with two mockers of a model that reads images."""
+    build_tiny_model(tmp_path / "tiny-vl", images=True)
+    engine = EngineConfig(num_blocks=2048 + 1)
+    async with running_fleet(
+        nats_url, uuid.uuid4().hex, mockers=2, model_path=tmp_path / "tiny-vl", engine=engine
+    ) as running:
+        yield running
+
+
+def shown(name: str) -> dict[str, Any]:
+    """An image as chats carry it."""
+    url = f"data:image/png;base64,{IMAGES[name]}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def user(*content: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": [*content, {"type": "text", "text": TEXT}]}
+
+
+async def asked(fleet: Fleet, number: int, path: str, **body: Any) -> tuple[int, int, str]:
+    """The tokens that were in the cache, by the engine and by the router, and the worker."""
+    url = fleet.frontends[number % 2].url
+    async with fleet.http.post(f"{url}{path}", json={"model": "tiny", **body}) as http:
+        answer = await http.json()
+        assert 200 == http.status, answer
+        usage, headers = answer["usage"], http.headers
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    cached = usage.get("cache_read_input_tokens", details.get("cached_tokens"))
+    await _until_indexed(fleet)
+    return cached or 0, 16 * int(headers["x-kvrouter-overlap-blocks"]), headers["x-kvrouter-worker"]
+
+
+async def _until_indexed(fleet: Fleet) -> None:
+    held = {worker_id_of(mocker.url): mocker.engine.cache for mocker in fleet.mockers}
+    routers = [router for each in fleet.frontends for router in each.replica.routers.values()]
+    await until(
+        lambda: all(
+            not any(router.pool.active.owners())
+            and router.pool.index.digest(target)[0] == len(set(held[target.worker_id].cached_hashes()))
+            for router in routers
+            for target in router.pool.targets
+        )
+    )
+
+
+async def test_conversation(fleet: Fleet) -> None:
+    """The same images in a chat, over three APIs and two replicas: all of the prompt before is found again.
+
+    1,200 × 900 pixels are 234 tokens. Other images at the same place end the overlap there.
+    """
+    chat = [user(shown("large.png"), shown("rgb.jpg"))]
+    turns = [await asked(fleet, 0, "/v1/chat/completions", messages=chat, max_tokens=2)]
+    chat += [{"role": "assistant", "content": "A"}, user(shown("lossy-alpha.webp"))]
+    turns.append(await asked(fleet, 1, "/v1/chat/completions", messages=chat, max_tokens=2))
+    chat += [{"role": "assistant", "content": "B"}, user()]
+    turns.append(await asked(fleet, 0, "/v1/chat/completions", messages=chat, max_tokens=2))
+
+    image = {"type": "base64", "media_type": "image/png"}
+    same = [{"type": "image", "source": image | {"data": IMAGES[name]}} for name in ("large.png", "rgb.jpg")]
+    turns.append(await asked(fleet, 1, "/v1/messages", messages=[user(*same)], max_tokens=2))
+    inputs = [
+        {"type": "input_image", "image_url": shown(name)["image_url"]["url"], "detail": "auto"}
+        for name in ("large.png", "rgb.jpg")
+    ]
+    said = {"type": "message", "role": "user", "content": [*inputs, {"type": "input_text", "text": TEXT}]}
+    turns.append(await asked(fleet, 0, "/v1/responses", input=[said], max_output_tokens=2))
+    other = [user(shown("large.png"), shown("progressive.jpg"))]
+    turns.append(await asked(fleet, 1, "/v1/chat/completions", messages=other, max_tokens=2))
+
+    assert [predicted for _, predicted, _ in turns] == [cached for cached, _, _ in turns]
+    (none, second, third, messages, responses, changed) = (cached for cached, _, _ in turns)
+    assert 0 == none < 234 + 22 < second < third
+    assert min(messages, responses) > 234 + 22
+    # up to the other image: the last block before it may begin in the first one
+    assert 234 <= changed < messages
+    assert 1 == len({worker for _, _, worker in turns})
+    records = [
+        record
+        for frontend in fleet.frontends
+        for router in frontend.replica.routers.values()
+        for record in router.predictions.records.values()
+    ]
+    assert {Kind("chat"), Kind("messages"), Kind("responses")} == {
+        kind for record in records for kind in record.kinds
+    }
+    assert all(ours == theirs for record in records for ours, theirs in [record.last_lengths])
+
+
+async def test_says_where_overlap_ends(fleet: Fleet) -> None:
+    """Before an image that only the engine can fetch; the decision and a metric say so."""
+    address = {"type": "image_url", "image_url": {"url": "https://example.com/cat.png"}}
+    first = [{"role": "user", "content": TEXT}]
+
+    await asked(fleet, 0, "/v1/chat/completions", messages=first, max_tokens=2)
+    _, predicted, _ = await asked(
+        fleet, 0, "/v1/chat/completions", messages=[*first, user(address)], max_tokens=2
+    )
+    admin = fleet.frontends[0].admin_url
+    async with fleet.http.get(f"{admin}/decisions?limit=1") as http:
+        (decision,) = (await http.json())["decisions"]
+    async with fleet.http.get(f"{admin}/metrics") as http:
+        metrics = await http.text()
+
+    assert predicted > 0
+    assert "url" == decision["media"]
+    assert 'kvrouter_media_prompts_total{outcome="url"} 1.0' in metrics
