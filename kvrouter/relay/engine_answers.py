@@ -22,6 +22,10 @@ TAIL_READS = 4
 # As much is kept of an answer whose text is read later (/v1/responses, for `previous_response_id`).
 ANSWER_BYTES = 256 * 1024
 ANSWER_READS = 64
+# vLLM ends a request with status 200 and this reason if its KV cache could not be loaded, for example.
+_FAILED = re.compile(rb'"finish_reason": ?"error"')
+# Any output: a text that is not empty, whatever the API calls it.
+_OUTPUT = re.compile(rb'"(?:text|content|reasoning|reasoning_content|arguments)": ?"[^"]')
 # A whole number: the delimiter shows that no chunk boundary cuts it.
 _NUMBER = re.compile(rb" ?(\d{1,12})[,} \n]")
 
@@ -58,6 +62,21 @@ def error_status_in(event: bytes) -> int:
         return 0
     code = error.get("code") if isinstance(error, dict) else None
     return code if isinstance(code, int) and 400 <= code < 600 else 500
+
+
+def has_failed(text: bytes) -> bool:
+    """Whether an answer, or the beginning of one, ends with an error before any output.
+
+    An answer with output is the client's: another worker would say something else.
+    """
+    if text.find(b'"error"') < 0:  # nearly always
+        return False
+    return _FAILED.search(text) is not None and _OUTPUT.search(text) is None
+
+
+def is_role_only(text: bytes) -> bool:
+    """Whether a stream so far is the one event that names the role of a chat's answer, without output."""
+    return text.find(b'"role"') >= 0 and text.count(b"data:") == 1 and _OUTPUT.search(text) is None
 
 
 def find_usage(tail: bytes) -> Usage:

@@ -8,8 +8,8 @@
        │ silent for too long         ──> TimedOut (while relaying: error event, Done)
 
 While an attempt is holding, nothing has reached the client, so another worker can be tried. A stream is good
-from its first event that is not an error, audio and images from their first byte, and any other answer when
-it is complete: engines send those in one piece.
+from its first event that is neither an error nor the role alone, audio and images from their first byte, and
+any other answer when it is complete: engines send those in one piece.
 While relaying, each read from the worker's socket is one write to the client's, chunk framing included. (A
 client that speaks HTTP/1.0 does not understand chunks and gets their content.)
 """
@@ -32,7 +32,9 @@ from kvrouter.relay.engine_answers import (
     TAIL_READS,
     error_status_in,
     first_line,
+    has_failed,
     is_rejection,
+    is_role_only,
 )
 from kvrouter.relay.framing import LAST_CHUNK, Body, ChunkContent, ResponseHead, chunk, content_of
 from kvrouter.relay.upstream import WorkerConnection
@@ -49,6 +51,7 @@ _ABORT = b'"abort"'
 # vLLM ends requests that it aborts with status 200 and this reason.
 _ABORTED = re.compile(rb'"finish_reason": ?"abort"')
 _ABORTED_REASON = "the worker aborted the request"
+_FAILED_REASON = "the worker ended the request with an error, before any output"
 _DATA_LINE = b"\ndata:"
 _EVENT_END = b"\n\n"
 # nginx buffers a proxied stream unless the response has this header.
@@ -299,7 +302,8 @@ class Attempt:
             and any(name.startswith(event[: len(name)]) for name in (b"data:", b"event:"))
         ):
             return  # only the beginning of the first event is here
-        if not self._is_bad(event, text):
+        # A chat begins with its role. If an error follows, another worker can still be tried.
+        if not self._is_bad(event, text) and not (self._looks < MOST_LOOKS and is_role_only(text)):
             self._commit(head, held)
 
     def _judge_whole(self, head: ResponseHead, held: bytes) -> None:
@@ -319,6 +323,8 @@ class Attempt:
             self._reject(error_status, event.removeprefix(b"data:").strip())
         elif _has_aborted(text):
             self._finish(Lost(_ABORTED_REASON))
+        elif has_failed(text):
+            self._finish(Lost(_FAILED_REASON))
         return self.outcome.done()
 
     def _commit(self, head: ResponseHead, held: bytes) -> None:

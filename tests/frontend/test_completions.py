@@ -36,6 +36,8 @@ from tests.frontend.workers import (
 )
 
 OVERLOADED = b'data: {"error": {"message": "full", "type": "ServiceUnavailable", "code": 503}}\n\n'
+FAILED = b'{"choices":[{"index":0,"text":"","finish_reason":"error"}]}'
+ROLE = b'data: {"choices":[{"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
 ABORTED = b'{"choices":[{"index":0,"text":"h","finish_reason":"abort"}]}'
 
 FAILURES: dict[str, Script] = {
@@ -62,6 +64,11 @@ FAILURES: dict[str, Script] = {
     "abort in JSON": says(answer(ABORTED)),
     "abort in JSON of two reads": says(answer(ABORTED)[:90], answer(ABORTED)[90:]),
     "abort in the first read of a stream": says(SSE_HEAD + chunk(event("", "abort")) + LAST_CHUNK),
+    "error as the reason in JSON": says(answer(FAILED)),
+    "error as the reason in a stream": says(SSE_HEAD + chunk(event("", "error")) + LAST_CHUNK),
+    "error as the reason after the role": says(
+        SSE_HEAD + chunk(ROLE), chunk(event("", "error")) + LAST_CHUNK
+    ),
     "garbage": says(b"\x00\xff\r\n\r\n" * 9),
     "a head that does not end": says(b"HTTP/1.1 200 OK\r\nx: " + b"x" * 70_000),
     "a lone line feed in a header": says(b"HTTP/1.1 200 OK\r\nx: 1\nset-cookie: 2\r\n\r\n"),

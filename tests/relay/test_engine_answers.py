@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvrouter.core.tables.predictions import Usage
-from kvrouter.relay.engine_answers import TAIL_BYTES, find_usage
+from kvrouter.relay.engine_answers import TAIL_BYTES, find_usage, has_failed, is_role_only
 from tests.frontend.workers import LAST_CHUNK, chunk
 
 VLLM = {
@@ -57,3 +57,34 @@ def test_usage(case: str) -> None:
     tail, usage = CASES[case]
 
     assert usage == find_usage(tail[-TAIL_BYTES:])
+
+
+ROLE = b'data: {"choices":[{"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
+FAILED = b'data: {"choices":[{"delta":{},"finish_reason":"error"}]}\n\n'
+OUTPUT = b'data: {"choices":[{"delta":{"content":"a"},"finish_reason":null}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (FAILED, True),
+        (ROLE + FAILED, True),
+        (b'{"choices":[{"message":{"content":null},"finish_reason": "error"}]}', True),
+        (b'{"choices":[{"text":"","finish_reason":"error"}]}', True),
+        (ROLE + OUTPUT + FAILED, False),
+        (b'{"choices":[{"text":"","finish_reason":"error"},{"text":"a","finish_reason":"stop"}]}', False),
+        (b'{"choices":[{"text":"\\"finish_reason\\":\\"error\\"","finish_reason":"stop"}]}', False),
+        (OUTPUT, False),
+    ],
+)
+def test_has_failed(text: bytes, expected: bool) -> None:
+    """An error as the reason to finish is a failure, unless there is output in any choice."""
+    assert expected is has_failed(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [(ROLE, True), (ROLE + OUTPUT, False), (ROLE + FAILED, False), (OUTPUT, False), (b": ping\n\n", False)],
+)
+def test_is_role_only(text: bytes, expected: bool) -> None:
+    assert expected is is_role_only(text)

@@ -152,6 +152,21 @@ def test_contents_are_joined_without_separator() -> None:
     assert "ab" == plain_text(chat)
 
 
+def test_text_parts_as_ray_takes_them() -> None:
+    """Parts may be `input_text`, plain strings, or have no type; another type, or no string, is no text."""
+    parts = [
+        {"type": "input_text", "text": "a"},
+        "b",
+        {"text": "c"},
+        {"type": "refusal", "text": "x"},
+        {"type": None, "text": "y"},
+        {"type": ["text"], "text": "z"},
+        {"text": 5},
+    ]
+
+    assert "abc" == plain_text(ChatPrompt([{"role": "user", "content": parts}]))
+
+
 def test_plain_text_of_other_prompts() -> None:
     """The plain text of a text is itself; token ids and unknown prompts have none."""
     assert "xy" == plain_text(TextPrompt(["x", "y"]))

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import pytest
@@ -20,9 +21,9 @@ from hypothesis import strategies as st
 
 from kvrouter.core.wire.ops import decode_frame
 from kvrouter.errors import MalformedFrameError
-from kvrouter.worker.engines.adapter import MAX_REASONS
+from kvrouter.worker.engines.adapter import MAX_REASONS, Adapter
 from kvrouter.worker.engines.sglang import SglangAdapter
-from kvrouter.worker.engines.vllm import VllmAdapter, decode_batch
+from kvrouter.worker.engines.vllm import decode_batch
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.rank import EngineRank
 from kvrouter.worker.zmq.ordering import Action, EngineStream, Numbered, Restarted, Step
@@ -58,7 +59,7 @@ def another_life(name: str) -> list[Message]:
 class Way:
     """A rank with its publisher, and a reader of its feed."""
 
-    def __init__(self, feed: EngineEvents | None = None, adapter: VllmAdapter | None = None) -> None:
+    def __init__(self, feed: EngineEvents | None = None, adapter: Adapter[Any] | None = None) -> None:
         self.bus = FakeBus()
         self.publisher = KvPublisher(self.bus, "w", 32, model="tiny", incarnation=1)
         self.stream = feed.stream if feed else EngineStream(can_replay=False)

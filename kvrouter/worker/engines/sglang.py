@@ -1,10 +1,19 @@
 """SGLang: its KV events, and what the engine reports about itself.
 
-The events use the wire and the array shape of vLLM up to 0.23, with fewer fields. This was read in SGLang's
-source (`disaggregation/kv_events.py`, `mem_cache/events.py`), not observed on an engine: one BlockStored per
-page of its radix tree; page hashes are signed 64-bit integers; a node's removals come parent first; a batch
-may lack its rank and a replay its topic. There are no extra keys and no LoRA names, so blocks that SGLang
-separates by salt or adapter look alike here. With EAGLE the token ids are pairs, and no block can be named.
+    payload = [ts, [event, …], attn_dp_rank]
+    event   = {"type": "BlockStored", "block_hashes": …}      SGLang 0.5.23
+            | ["BlockStored", block_hashes, …]                 before
+
+Read in SGLang's source (`disaggregation/kv_events.py`, `mem_cache/events.py`) and tested with payloads that
+its own structs have encoded, not observed on an engine. One BlockStored names consecutive pages of its tree;
+page hashes are signed 64-bit integers; a node's removals come parent first; a batch may lack its rank and a
+replay its topic.
+
+- `cache_salt` and `lora_name` are in each event of such pages; older versions have neither, so blocks that
+  they separate by salt or adapter look alike. `session_id` names who caused an event, and does not matter.
+- With EAGLE a page is made of pairs: each token with the one behind it. The first tokens of the pairs are the
+  page's tokens. A prompt that differs in the very token behind a page has that page here, not in the engine.
+- Medium EXTERNAL is a pool that other workers read as well, so it is not a reason to prefer one.
 
 SGLang reports its settings at /server_info (older versions at /get_server_info), its API keys among them:
 only the fields below are read. /metrics exists only with --enable-metrics.
@@ -13,20 +22,30 @@ only the fields below are read. /metrics exists only with --enable-metrics.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 from urllib.parse import urlsplit
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from kvrouter.core.wire.ops import UNREADABLE
-from kvrouter.core.wire.values import MOST_AMOUNT, Amount, BlockSize, Ranks, Text
-from kvrouter.worker.engines.adapter import Sink
+from kvrouter.core.wire.values import MOST_AMOUNT, Amount, BlockSize, Ranks, Text, TokenId
+from kvrouter.worker.engines.adapter import Batch, Reasons, Sink
 from kvrouter.worker.engines.endpoints import endpoint_lacks, read_config
 from kvrouter.worker.engines.facts import EngineFacts
 from kvrouter.worker.engines.http import EngineError, EngineHttp, Models
 from kvrouter.worker.engines.metrics import Scrape
-from kvrouter.worker.engines.vllm import BlockStored, VllmAdapter
+from kvrouter.worker.engines.vllm import (
+    TIER_OF_MEDIUM,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlocksClearedArray,
+    Hash,
+    RemovedArray,
+    Size,
+    Wire,
+    word,
+)
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.zmq.sockets import EventEndpoints
 
@@ -146,13 +165,102 @@ def _lacks(info: ServerInfo, endpoints: tuple[EventEndpoints, ...], options: Age
 
 
 PAGE_OF_ONE = "page size 1 is not indexed: start SGLang with --page-size 16 (or 32, 64)"
+EXTERNAL = "medium EXTERNAL: other workers read this pool, too, so hits there are not predicted"
+# 0.5.23 names media as vLLM does; versions before it numbered the tiers of host and storage.
+_TIERS = {**TIER_OF_MEDIUM, "CPU_TIER1": "host", "CPU_TIER2": "disk"}
+PAIRS = (
+    "pages are pairs of tokens (EAGLE): a prompt that differs in the first token after a cached page is "
+    "predicted one page too high"
+)
+# Not a tuple: msgspec 0.22 crashes when a union of it with a number that has limits is collected.
+_Pair = Annotated[list[TokenId], Meta(min_length=2, max_length=2)]
 
 
-class SglangAdapter(VllmAdapter):
+class BlockStored(Struct, frozen=True, tag="BlockStored", tag_field="type"):
+    """Consecutive pages now hold these tokens, or pairs of tokens."""
+
+    block_hashes: list[Hash]
+    parent_block_hash: Hash | None
+    token_ids: list[TokenId | _Pair]
+    block_size: Size
+    lora_id: int | str | None = None
+    medium: str | None = None
+    cache_salt: str | None = None
+    lora_name: str | None = None
+
+
+class _StoredArray(BlockStored, frozen=True, array_like=True):
+    pass
+
+
+Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+_WIRE: Wire[Event] = Wire(Event, _StoredArray | RemovedArray | BlocksClearedArray)
+
+
+class SglangAdapter:
     """Passes SGLang's events to a publisher, except those of its default page size of one token."""
 
+    group: int | None = None
+
+    def __init__(self) -> None:
+        self.skipped = Reasons()
+        self._has_pairs = False
+
+    @property
+    def notes(self) -> list[str]:
+        return [PAIRS] if self._has_pairs else []
+
+    def forget(self) -> None:
+        self._has_pairs = False
+
+    def decode(self, payload: bytes) -> Batch[Event]:
+        return _WIRE.decode(payload)
+
+    def publish(self, batch: Batch[Event], sink: Sink) -> None:
+        for reason, times in batch.skipped.items():
+            self.skipped.note(reason, times)
+        for event in batch.events:
+            match event:
+                case BlockStored():
+                    self._stored(event, sink)
+                case BlockRemoved():
+                    if (tier := self._tier(event.medium)) is not None:
+                        sink.removed(event.block_hashes, tier)
+                case _:
+                    sink.cleared()
+
     def _stored(self, event: BlockStored, sink: Sink) -> None:
+        tier = self._tier(event.medium)
+        if tier is None:
+            return
         if event.block_size == 1:
             self.skipped.note(PAGE_OF_ONE)
+        elif not event.block_size or len(event.token_ids) != len(event.block_hashes) * event.block_size:
+            self.skipped.note("BlockStored whose tokens do not fit its hashes")
         else:
-            super()._stored(event, sink)
+            # the adapter's number alone does not name its blocks
+            is_nameless = event.lora_id is not None and event.lora_name is None
+            sink.stored(
+                event.block_hashes,
+                self._tokens(event),
+                event.parent_block_hash,
+                event.lora_name,
+                event.cache_salt,
+                tier,
+                ids=[None] * len(event.block_hashes) if is_nameless else (),
+                block_size=event.block_size,
+            )
+
+    def _tokens(self, event: BlockStored) -> list[int]:
+        """The token ids; of a pair the first."""
+        ids = [token if isinstance(token, int) else token[0] for token in event.token_ids]
+        self._has_pairs |= bool(event.token_ids) and not isinstance(event.token_ids[0], int)
+        return ids
+
+    def _tier(self, medium: str | None) -> str | None:
+        """The tier of a medium; None, and counted as skipped, if it is none of the worker's own."""
+        name = medium and medium.upper()
+        tier = _TIERS.get(name)
+        if tier is None:
+            self.skipped.note(EXTERNAL if name == "EXTERNAL" else f"medium {word(medium)}")
+        return tier

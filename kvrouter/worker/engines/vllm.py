@@ -1,6 +1,7 @@
 """vLLM: its KV events in both of their shapes, and what the engine reports about itself.
 
     payload = [ts, [event, …], data_parallel_rank]
+            | {"ts": …, "events": [event, …], "data_parallel_rank": …}      vLLM's main branch
     event   = {"type": "BlockStored", "block_hashes": …}      vLLM after June 2026
             | ["BlockStored", block_hashes, …]                 until 0.23, and SGLang
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Generic, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -98,11 +99,11 @@ class _StoredArray(BlockStored, frozen=True, array_like=True):
     pass
 
 
-class _RemovedArray(BlockRemoved, frozen=True, array_like=True):
+class RemovedArray(BlockRemoved, frozen=True, array_like=True):
     pass
 
 
-class _BlocksClearedArray(AllBlocksCleared, frozen=True, array_like=True):
+class BlocksClearedArray(AllBlocksCleared, frozen=True, array_like=True):
     pass
 
 
@@ -111,90 +112,96 @@ class _CacheClearedArray(AllCacheCleared, frozen=True, array_like=True):
 
 
 Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared | AllCacheCleared
-_ArrayEvent: TypeAlias = _StoredArray | _RemovedArray | _BlocksClearedArray | _CacheClearedArray
 
 
-class _Maps(Struct, frozen=True, array_like=True):
-    ts: float
-    events: list[Event]
-    rank: int | None = None
+_Event = TypeVar("_Event")
 
 
-class _Arrays(Struct, frozen=True, array_like=True):
-    ts: float
-    events: list[_ArrayEvent]
-    rank: int | None = None
+def _batch_of(events: Any, *, is_array: bool) -> Any:
+    """A struct for a batch of such events. Not a generic one: msgspec 0.22 crashes when it is collected."""
+    rank = msgspec.field(name=None if is_array else "data_parallel_rank", default=None)
+    fields: list[Any] = [("ts", float), ("events", list[events]), ("rank", int | None, rank)]
+    return msgspec.defstruct("Batch", fields, frozen=True, array_like=is_array)
 
 
-class _Raws(Struct, frozen=True, array_like=True):
-    ts: float
-    events: list[Raw]
-    rank: int | None = None
+class Wire(Generic[_Event]):
+    """Decodes batches of one engine's events, in all shapes of batch and event."""
+
+    def __init__(self, maps: Any, arrays: Any) -> None:
+        """`maps` and `arrays`: the union of the events' types in each shape."""
+        decoder = msgspec.msgpack.Decoder
+        self._maps = decoder(_batch_of(maps, is_array=True)).decode
+        self._arrays = decoder(_batch_of(arrays, is_array=True)).decode
+        self._maps_in_map = decoder(_batch_of(maps, is_array=False)).decode
+        self._map = decoder(maps).decode
+        self._array = decoder(arrays).decode
+
+    def decode(self, payload: bytes) -> Batch[_Event]:
+        """Read a batch. Raises MalformedFrameError."""
+        try:
+            maps = self._maps_in_map(payload) if _is_map(payload) else self._maps(payload)
+        except UNREADABLE:
+            return self._decode_array_batch(payload)
+        # maps came in vLLM before reports did, so an engine that sends maps may be able to report
+        return _batch(maps.ts, maps.rank, maps.events, can_report=True)
+
+    def _decode_array_batch(self, payload: bytes) -> Batch[_Event]:
+        try:
+            arrays = self._arrays(payload)
+        except UNREADABLE:
+            return self._decode_leniently(payload)
+        return _batch(arrays.ts, arrays.rank, arrays.events)
+
+    def _decode_leniently(self, payload: bytes) -> Batch[_Event]:
+        """Decode event by event: for batches with unknown types or malformed events."""
+        try:
+            raws = _decode_raws_in_map(payload) if _is_map(payload) else _decode_raws(payload)
+        except UNREADABLE as error:
+            raise MalformedFrameError(f"not a vLLM event batch: {error}") from None
+        events: list[_Event] = []
+        skipped: Counter[str] = Counter()
+        for raw in raws.events:
+            event = self._decode_event(raw)
+            if isinstance(event, str):
+                skipped[event] += 1
+            else:
+                events.append(event)
+        return _batch(raws.ts, raws.rank, events, skipped)
+
+    def _decode_event(self, raw: Raw) -> _Event | str:
+        """The event, or the reason why it is skipped."""
+        try:
+            event: _Event = (self._map if _is_map(memoryview(raw)) else self._array)(raw)
+        except UNREADABLE as error:
+            return _skip_reason(_event_type(raw), error)
+        return event
 
 
-_decode_maps = msgspec.msgpack.Decoder(_Maps).decode
-_decode_arrays = msgspec.msgpack.Decoder(_Arrays).decode
-_decode_raws = msgspec.msgpack.Decoder(_Raws).decode
-_decode_map: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
-_decode_array: msgspec.msgpack.Decoder[_ArrayEvent] = msgspec.msgpack.Decoder(_ArrayEvent)
+_decode_raws = msgspec.msgpack.Decoder(_batch_of(Raw, is_array=True)).decode
+_decode_raws_in_map = msgspec.msgpack.Decoder(_batch_of(Raw, is_array=False)).decode
+_WIRE: Wire[Event] = Wire(Event, _StoredArray | RemovedArray | BlocksClearedArray | _CacheClearedArray)
 
 
 def decode_batch(payload: bytes) -> Batch[Event]:
-    """Read a batch of either shape. Raises MalformedFrameError."""
-    try:
-        maps = _decode_maps(payload)
-    except UNREADABLE:
-        return _decode_array_batch(payload)
-    # maps came in vLLM before reports did, so an engine that sends maps may be able to report
-    return _batch(maps.ts, maps.rank, maps.events, can_report=True)
+    """Read a batch of any shape. Raises MalformedFrameError."""
+    return _WIRE.decode(payload)
 
 
-def _decode_array_batch(payload: bytes) -> Batch[Event]:
-    try:
-        arrays = _decode_arrays(payload)
-    except UNREADABLE:
-        return _decode_leniently(payload)
-    return _batch(arrays.ts, arrays.rank, arrays.events)
-
-
-def _decode_leniently(payload: bytes) -> Batch[Event]:
-    """Decode event by event: for batches with unknown types or malformed events."""
-    try:
-        raws = _decode_raws(payload)
-    except UNREADABLE as error:
-        raise MalformedFrameError(f"not a vLLM event batch: {error}") from None
-    events: list[Event] = []
-    skipped: Counter[str] = Counter()
-    for raw in raws.events:
-        event = _decode_event(raw)
-        if isinstance(event, str):
-            skipped[event] += 1
-        else:
-            events.append(event)
-    return _batch(raws.ts, raws.rank, events, skipped)
+def _is_map(content: bytes | memoryview) -> bool:
+    """Whether MessagePack begins with a map: fixmap, map 16, map 32."""
+    return len(content) > 0 and (content[0] & 0xF0 == 0x80 or content[0] in {0xDE, 0xDF})
 
 
 def _batch(
     ts: float,
     rank: int | None,
-    events: Sequence[Event],
+    events: Sequence[_Event],
     skipped: Counter[str] | None = None,
     *,
     can_report: bool = False,
-) -> Batch[Event]:
+) -> Batch[_Event]:
     clears = any(isinstance(event, AllBlocksCleared | AllCacheCleared) for event in events)
     return Batch(ts, rank, events, skipped or Counter(), clears, can_report)
-
-
-def _decode_event(raw: Raw) -> Event | str:
-    """The event, or the reason why it is skipped."""
-    content = memoryview(raw)
-    # MessagePack's markers of a map: fixmap, map 16, map 32
-    is_map = len(content) > 0 and (content[0] & 0xF0 == 0x80 or content[0] in {0xDE, 0xDF})
-    try:
-        return _decode_map.decode(raw) if is_map else _decode_array.decode(raw)
-    except UNREADABLE as error:
-        return _skip_reason(_event_type(raw), error)
 
 
 def _skip_reason(name: str, error: Exception) -> str:
@@ -209,7 +216,7 @@ def _skip_reason(name: str, error: Exception) -> str:
 def _event_type(raw: Raw) -> str:
     try:
         value = msgspec.msgpack.decode(raw)
-        return _word(value["type"] if isinstance(value, dict) else value[0])
+        return word(value["type"] if isinstance(value, dict) else value[0])
     except (*UNREADABLE, LookupError, TypeError) as error:
         raise MalformedFrameError(f"vLLM event without a type: {error}") from None
 
@@ -257,7 +264,7 @@ class VllmAdapter:
         if tier is None:
             return
         if not self._is_followed(event, tier):
-            self.skipped.note(f"group of {_word(event.kv_cache_spec_kind)}")
+            self.skipped.note(f"group of {word(event.kv_cache_spec_kind)}")
         elif not _is_whole(event):
             self.skipped.note("BlockStored whose tokens or extra keys do not fit its hashes")
         else:
@@ -277,9 +284,9 @@ class VllmAdapter:
         """The tier of the event's blocks; None, and counted as skipped, if they are not followed."""
         tier = TIER_OF_MEDIUM.get(event.medium and event.medium.upper())
         if tier is None:
-            self.skipped.note(f"medium {_word(event.medium)}")
+            self.skipped.note(f"medium {word(event.medium)}")
         elif event.locality not in _LOCAL:
-            self.skipped.note(f"locality {_word(event.locality)}: other workers reach these blocks, too")
+            self.skipped.note(f"locality {word(event.locality)}: other workers reach these blocks, too")
             return None
         return tier
 
@@ -293,7 +300,7 @@ class VllmAdapter:
             self.group = event.group_idx
         is_followed = event.group_idx == (self.group or 0) and (is_full or self.group is not None)
         if not is_followed and len(self._other_kinds) < _MAX_KINDS:
-            self._other_kinds.add(f"group {event.group_idx} ({_word(event.kv_cache_spec_kind)})")
+            self._other_kinds.add(f"group {event.group_idx} ({word(event.kv_cache_spec_kind)})")
         return is_followed
 
 
@@ -314,7 +321,7 @@ def _store(event: BlockStored, tier: str, sink: Sink) -> None:
     )
 
 
-def _word(text: object) -> str:
+def word(text: object) -> str:
     """A name given by an engine, short enough for a reason."""
     return str(text)[:_MAX_WORD]
 

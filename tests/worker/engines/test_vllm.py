@@ -112,6 +112,34 @@ def test_new_fields() -> None:
     assert passed_on(REMOVED)[0] == passed_on(["BlockRemoved", [7], "GPU", 0, "LOCAL"])[0]
 
 
+@pytest.mark.parametrize("event", [STORED, REMOVED, CLEARED])
+def test_batch_as_a_map(event: dict[str, object]) -> None:
+    """VLLM's main branch sends the batch as a map; it means the same, in one piece and event by event."""
+    odd = {"type": "Unknown"}
+    whole, mixed = (
+        decode_batch(
+            msgpack.packb({"type": "KVEventBatch", "ts": 1.5, "events": events, "data_parallel_rank": 3})
+        )
+        for events in ([event], [event, odd])
+    )
+    array = decode_batch(pack(event))
+
+    assert [array.events] * 2 == [whole.events, mixed.events]
+    assert (1.5, 3, {}, True) == (whole.ts, whole.rank, dict(whole.skipped), whole.can_report)
+    assert {"event Unknown": 1} == dict(mixed.skipped)
+    assert array.clears is whole.clears
+
+
+def test_batch_as_a_map_without_a_rank() -> None:
+    assert decode_batch(msgpack.packb({"ts": 1.5, "events": []})).rank is None
+
+
+@pytest.mark.parametrize("batch", [{}, {"ts": 1}, {"events": []}, {"ts": "x", "events": []}, {1: 2}])
+def test_malformed_map(batch: dict[object, object]) -> None:
+    with pytest.raises(MalformedFrameError, match="not a vLLM event batch"):
+        decode_batch(msgpack.packb(batch))
+
+
 def test_every_clear() -> None:
     """Both kinds of clear empty the table."""
     assert [("cleared",)] * 2 == passed_on(["AllBlocksCleared"])[0] + passed_on({"type": "AllCacheCleared"})[
