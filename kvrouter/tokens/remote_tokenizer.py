@@ -25,6 +25,10 @@ TIMEOUT_S = 2.0
 # A byte of a prompt is at most about one token, of 8 digits and a comma; a template adds its own text.
 _ANSWER_BYTES_PER_BYTE = 16
 _ANSWER_BYTES = 64 * 1024
+# How pydantic says that a chat is not what this route takes. In the first bytes only: what follows repeats
+# the client's words, and vLLM, which takes both, names the kind of request in between.
+_LACKS_PROMPT = b"'loc': ('body', 'prompt')"
+_FIRST_LOCATION = 120
 # Concurrent calls, to all engines together. Another one raises BusyError instead of waiting.
 MOST_CALLS = 64
 
@@ -124,6 +128,11 @@ class EngineTokenizer:
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             reason = tls_trouble(error.__cause__) or str(error) or type(error).__name__
             raise EngineTokenizerError(f"{url}/tokenize: {reason}") from None
+        if response.status in {400, 422} and _LACKS_PROMPT in answer[:_FIRST_LOCATION]:
+            raise NoRouteError(
+                f"{url}/tokenize takes texts only, as in older versions of SGLang: chats need --model-path"
+                " or --tokenizer-root"
+            )
         if response.status != 200:
             text = answer[:200].decode("utf-8", "replace")
             raise _error_of(response.status, answer)(f"{url}/tokenize answered {response.status}: {text}")

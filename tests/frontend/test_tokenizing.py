@@ -167,6 +167,59 @@ async def test_engines(fleet_of: FleetOf, model: Path, tokenizer: str) -> None:
         assert ("ready", []) == (ready["status"], ready["reasons"])
 
 
+def sglang(model: Path, *, takes_chats: bool) -> Script:
+    """Answers /tokenize as SGLang does; since mid-2026 it also takes chats."""
+    encoder = PromptEncoder.load(model)
+
+    async def script(received: Received, wire: Wire) -> None:
+        if not received.head.startswith(b"POST /tokenize "):
+            await wire.send(answer())
+            return
+        body = received.json
+        prompt: ChatPrompt | TextPrompt
+        if takes_chats and ("prompt" in body) == ("messages" in body):
+            await wire.send(answer(b'{"object":"error","message":"Exactly one of"}', 400))
+            return
+        if "prompt" in body:
+            prompt = TextPrompt([body["prompt"]], add_special_tokens=body.get("add_special_tokens", True))
+        elif takes_chats:  # always with the beginning of the answer, never with special tokens
+            prompt = ChatPrompt(body["messages"], body.get("tools"))
+        else:
+            where = "{'type': 'missing', 'loc': ('body', 'prompt'), 'msg': 'Field required', 'input': …}"
+            error = {"object": "error", "message": f"1 validation error:\n  {where}", "type": "Bad Request"}
+            await wire.send(answer(json.dumps(error).encode(), 400))
+            return
+        (ids,) = await encoder.encode(prompt) or [[]]
+        # the number is transformers' for "no limit", longer than 64 bits
+        limit = 1000000000000000019884624838656
+        found = {"tokens": ids, "count": len(ids), "max_model_len": limit}
+        await wire.send(answer(json.dumps(found).encode()))
+
+    return script
+
+
+@pytest.mark.parametrize("takes_chats", [False, True], ids=["before", "since"])
+async def test_sglang(fleet_of: FleetOf, model: Path, soon: None, takes_chats: bool) -> None:
+    """Texts are hashed from its ids; chats, too, or as text with a reason that names the remedy."""
+    flags = ("--tokenizer", "auto", "--router-mode", "kv", "--no-use-kv-events")
+    async with fleet_of(*flags, scripts=(sglang(model, takes_chats=takes_chats),)) as fleet:
+        await until(probed(fleet), "it was probed")
+        assert {"chat": "engines" if takes_chats else "text", "text": "engines"} == await ways(fleet)
+        with PromptEncoder.load(model) as encoder:
+            for body, prompt, path in (
+                (COMPLETION, TextPrompt([TEXT]), "/v1/completions"),
+                (CHAT, ChatPrompt(CHAT["messages"]), "/v1/chat/completions"),  # type: ignore[arg-type]
+            ):
+                await fleet.ask(body, path=path)
+                (ids,) = await encoder.encode(prompt) or [[]]
+                found = overlap(await fleet.ask(body, path=path))
+                assert found == (len(ids) - 1) // 16 or (not takes_chats and path != "/v1/completions")
+                assert found > 10
+        reasons = (await readiness(fleet))["reasons"]
+        assert takes_chats or "takes texts only, as in older versions of SGLang" in reasons[0]
+        assert len(reasons) == (not takes_chats)
+
+
 def answers_tokenize(*, status: int = 200, body: bytes = b"{}", gate: asyncio.Event | None = None) -> Script:
     """Answers /tokenize with this, and everything else with OK."""
 

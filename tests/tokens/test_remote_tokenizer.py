@@ -110,6 +110,15 @@ async def test_chat(server: Engine) -> None:
     [
         (web.Response(status=400, text="no such role"), RefusedError, "answered 400: no such role"),
         (web.Response(status=422, text="prompt: field required"), RefusedError, "answered 422: prompt"),
+        (
+            web.Response(
+                status=422,
+                text="2 validation errors: {'type': 'missing', 'loc': ('body', 'TokenizeCompletionRequest',"
+                " 'prompt'), 'msg': 'Field required', 'input': {'content': \"'loc': ('body', 'prompt')\"}}",
+            ),
+            RefusedError,
+            "answered 422",
+        ),
         (web.Response(status=404, text="The model `m` does not exist"), RefusedError, "answered 404: The"),
         (web.Response(status=404), NoRouteError, "answered 404"),
         (web.Response(status=403), NoRouteError, "answered 403"),
@@ -122,7 +131,7 @@ async def test_chat(server: Engine) -> None:
         (web.Response(text='{"tokens": "x"}'), EngineTokenizerError, "answered without tokens"),
     ],
     ids=[
-        *["400", "422", "model", "404", "403", "500", "negative", "large", "words", "empty"],
+        *["400", "422", "union", "model", "404", "403", "500", "negative", "large", "words", "empty"],
         *["html", "schema"],
     ],
 )
