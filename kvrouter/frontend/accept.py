@@ -68,6 +68,8 @@ class Work(Struct, frozen=True):
     """Whether its body contains `vllm_xargs`."""
     is_dry_run: bool
     """Whether to reply with the decision only, without sending the request."""
+    reads_end: bool
+    """Whether its policy is told how long the answer was."""
 
 
 class Accept:
@@ -80,17 +82,18 @@ class Accept:
 
     async def work(self, request: Request, api: Api, request_id: str, received_at: float) -> Work:
         """Read what routing needs from a request. Raises KvRouterError."""
-        parse = api.parse
+        parse, before, of_responses = api.parse, None, None
         body = await request.read() if request.body is None else request.body
         # Of routes without `parse` no values are decoded (passthrough.py).
         large = await LargeBody.read(body) if parse is not None and len(body) > LARGE_BYTES else None
         readable = body if large is None else large.rest
         asked = passthrough.parse(request, readable) if parse is None else parse(readable)
         router = self._pools.router_for(asked.model)
-        before = self._response_before(asked, router)
-        if before is not None:
-            parse = partial(responses.parse, history=before.chat)
-            asked = parse(readable)
+        if isinstance(asked, responses.ResponseRequest):
+            of_responses, before = asked, self._response_before(asked, router)
+            if before is not None:
+                parse = partial(responses.parse, history=before.chat)
+                asked = parse(readable)
         if large is not None and large.runs and parse is not None:
             asked = await large.with_ids(asked, parse, _longest_context(router.pool))
         overrides = self._overrides(request, asked)
@@ -118,18 +121,17 @@ class Accept:
             lora_name,
             overrides.overlap_weight,
             overrides.temperature,
-            text=texts.plain_text(asked.prompt) if policy.needs_text else "",
-            session=overrides.session,
-            parent_session=overrides.parent_session,
-            bucket=overrides.bucket,
-            wanted=wanted,
-            priority=asked.priority if overrides.priority is None else overrides.priority,
-            mode=mode,
+            texts.plain_text(asked.prompt) if policy.needs_text else "",
+            overrides.session,
+            overrides.bucket,
+            wanted,
+            asked.priority if overrides.priority is None else overrides.priority,
+            overrides.parent_session,
+            mode,
         )
         sent, response = _edited(body, large, asked), None
-        if isinstance(asked, responses.ResponseRequest):
-            sent, response = _with_id(sent, asked, before)
-        traits = Traits.of(asked, lora_name, prompts, api.converted) if prompts else None
+        if of_responses is not None:
+            sent, response = _with_id(sent, of_responses, before)
         return Work(
             request_id,
             request,
@@ -138,18 +140,17 @@ class Accept:
             route,
             router,
             received_at,
-            traits,
-            api=api,
-            response=response,
-            has_engine_arguments=asked.engine_arguments is not UNSET,
-            is_dry_run=overrides.dry_run,
+            Traits.of(asked, lora_name, prompts, api.converted) if prompts else None,
+            api,
+            response,
+            asked.engine_arguments is not UNSET,
+            overrides.dry_run,
+            policy.reads_ends,
         )
 
-    def _response_before(self, asked: openai.CompletionRequest, router: Router) -> KeptResponse | None:
-        """The response that a request continues, if it is known here and its target is live."""
-        if not isinstance(asked, responses.ResponseRequest) or asked.previous_id is None:
-            return None
-        found = self.kept.find(asked.previous_id)
+    def _response_before(self, asked: responses.ResponseRequest, router: Router) -> KeptResponse | None:
+        """The response that a request of_responses, if it is known here and its target is live."""
+        found = self.kept.find(asked.previous_id) if asked.previous_id is not None else None
         return found if found is not None and found.target in router.pool.targets else None
 
     def _overrides(self, request: Request, asked: openai.CompletionRequest) -> Overrides:

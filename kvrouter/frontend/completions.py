@@ -35,7 +35,7 @@ from kvrouter.frontend.bodies.edits import with_report_mode
 from kvrouter.frontend.decision_views import DecisionViews
 from kvrouter.frontend.hung_engines import HungEngines, Probe, Running
 from kvrouter.frontend.operators import Gate
-from kvrouter.frontend.prediction_checks import compare, expect_events
+from kvrouter.frontend.prediction_checks import check_answer
 from kvrouter.frontend.rules import record_outcome
 from kvrouter.relay.answer import Answer, Served, internal_error, rejected_answer
 from kvrouter.relay.engine_answers import UNKNOWN_MODEL, find_output_tokens
@@ -246,24 +246,25 @@ class Completions:
             attempt.send(_bytes_for(work, placement))
             outcome = await attempt.outcome
             if isinstance(outcome, Done) and outcome.status == 200 and not outcome.failure:
-                if work.response is not None:
-                    said = responses.find_answer(attempt.tail)
-                    self._accept.kept.keep(work.response, placement.target, said)
-                self._compare(work, placement, attempt.tail)
+                self._good_answer(work, placement, attempt.tail)
             return outcome
         except asyncio.CancelledError:
             attempt.cancel()
             raise
         finally:
             del self._running[attempt]
-            running.output_tokens = _output_tokens(attempt)
+            if work.reads_end:
+                running.output_tokens = _output_tokens(attempt)
 
-    def _compare(self, work: Work, placement: Placement, tail: bytes) -> None:
-        """Compare the prediction with the usage in the answer, and expect the events of its blocks."""
+    def _good_answer(self, work: Work, placement: Placement, tail: bytes) -> None:
+        """Check the prediction by the answer's usage; keep what a later request may continue."""
+        if work.response is not None:
+            self._accept.kept.keep(work.response, placement.target, responses.find_answer(tail))
         if work.traits is not None:
-            usage = work.api.find_usage(tail)
-            compare(work.router, work.route, placement, work.traits, audit=self._audit, usage=usage)
-            expect_events(work.router, work.route, placement, work.traits, now=self._now())
+            usage, now = work.api.find_usage(tail), self._now()
+            check_answer(
+                work.router, work.route, placement, work.traits, audit=self._audit, usage=usage, now=now
+            )
 
     def _first_data(self, work: Work, placement: Placement) -> None:
         now = self._now()

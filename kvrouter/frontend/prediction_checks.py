@@ -52,17 +52,23 @@ def _kind(
     return Kind(name, bool(lora_name), bool(salt))  # type: ignore[arg-type]  # one of Kind's names
 
 
-def compare(
-    router: Router, route: RouteRequest, placement: Placement, traits: Traits, *, audit: Audit, usage: Usage
+def check_answer(
+    router: Router,
+    route: RouteRequest,
+    placement: Placement,
+    traits: Traits,
+    *,
+    audit: Audit,
+    usage: Usage,
+    now: float,
 ) -> None:
-    """Compare the prediction made at the booking with the usage in the answer."""
+    """Compare the prediction made at the booking with the usage in a good answer, and expect its events."""
     pool, choice = router.pool, placement.choice
-    # A prediction that may fail for a known reason is counted, and raises no alarm.
-    is_firm = audit.is_firm(pool.id, choice.target) and traits.reads_cache
-    is_firm = is_firm and _names_blocks_of_engine(router, route, placement)
-    # Behind other waiting requests the cache changes before this prompt is computed. A rank that is asked for
-    # a report is partial: its engine may have blocks that the index lacks.
-    is_firm = is_firm and not choice.waiting and not placement.wants_report
+    names_blocks = _names_blocks_of_engine(router, route, placement)
+    # A prediction that may fail for a known reason is counted, and raises no alarm. Behind other waiting
+    # requests the cache changes before this prompt is computed. A rank that is asked for a report is partial:
+    # its engine may have blocks that the index lacks.
+    is_firm = names_blocks and traits.reads_cache and not choice.waiting and not placement.wants_report
     prediction = Prediction(
         target=choice.target,
         kind=traits.kind,
@@ -71,20 +77,15 @@ def compare(
         blocks=choice.widest_blocks,
         in_flight=choice.widest_blocks > choice.indexed_blocks,
         is_single=traits.is_single,
-        is_firm=is_firm,
+        is_firm=is_firm and audit.is_firm(pool.id, choice.target),
         is_estimate=any(prompt.is_estimate for prompt in route.prompts),
     )
     router.predictions.observe(prediction, usage)
-
-
-def expect_events(
-    router: Router, route: RouteRequest, placement: Placement, traits: Traits, *, now: float
-) -> None:
-    """Expect the first block of a served request in the worker's events."""
-    worker = router.pool.workers.get(placement.target.worker_id)
-    announces = worker is not None and worker.card.publishes_events and router.pool.settings.use_kv_events
-    if announces and traits.kind is not None and _names_blocks_of_engine(router, route, placement):
-        router.predictions.expect(placement.target, traits.kind, route.prompts[0].hashes, now)
+    # The first block of a served request must appear in the worker's events.
+    if names_blocks and traits.kind is not None and pool.settings.use_kv_events:
+        worker = pool.workers.get(placement.target.worker_id)
+        if worker is not None and worker.card.publishes_events:
+            router.predictions.expect(placement.target, traits.kind, route.prompts[0].hashes, now)
 
 
 def _names_blocks_of_engine(router: Router, route: RouteRequest, placement: Placement) -> bool:
@@ -92,9 +93,9 @@ def _names_blocks_of_engine(router: Router, route: RouteRequest, placement: Plac
 
     If not, nothing was predicted, and no event contains its blocks.
     """
-    if router.pool.settings.use_kv_events and any(prompt.is_text for prompt in route.prompts):
+    if route.is_text and router.pool.settings.use_kv_events:
         return False
-    worker = router.pool.workers.get(placement.target.worker_id)
-    if worker is None or placement.block_size != worker.card.block_size:
+    worker, size = router.pool.workers.get(placement.target.worker_id), placement.block_size
+    if worker is None or size != worker.card.block_size:
         return False
-    return all(prompt.block_size == placement.block_size for prompt in route.prompts)
+    return not [prompt for prompt in route.prompts if prompt.block_size != size]

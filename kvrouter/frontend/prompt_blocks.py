@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
 import structlog
+from msgspec import Struct
 from msgspec.structs import replace
 
 from kvrouter.core.fleet.pool import Pool
@@ -42,8 +43,7 @@ KINDS: tuple[Kind, ...] = ("chat", "text")
 Hashes = tuple[HashedPrompt, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Naming:
+class Naming(Struct, frozen=True):
     """What block hashes depend on besides the tokens, and whose they are."""
 
     pool: Pool
@@ -207,10 +207,14 @@ class PromptWays:
                 continue
             found = await way.hashes(prompt, naming)
             if found is not None:
-                self._count(found, naming.pool, kind)
-                return found
-        self._count((), naming.pool, kind)
-        return ()
+                break
+        else:
+            found = ()
+        if not found or found[0].is_text:
+            self.without_tokens[naming.pool.id, kind] += 1
+        elif found[0].media:
+            self.media[found[0].media] += 1
+        return found
 
     def serving(self, pool: Pool, kind: Kind) -> Serving:
         """What `hashes` uses now."""
@@ -221,12 +225,6 @@ class PromptWays:
                 return Serving(way.name, reasons)
             reasons[way.name] = reason
         return Serving(LOAD, reasons)
-
-    def _count(self, found: Hashes, pool: Pool, kind: Kind) -> None:
-        if found and found[0].media:
-            self.media[found[0].media] += 1
-        if not found or found[0].is_text:
-            self.without_tokens[pool.id, kind] += 1
 
 
 def _hashes_media(card: Card) -> bool:

@@ -52,6 +52,8 @@ class UnusableChoiceError(Exception):
 class GuardedPolicy(BuiltInPolicy):
     """Calls `policy`, and falls back to the fewest requests when it fails. `name` is for logs."""
 
+    reads_speed = True
+
     def __init__(self, policy: Policy, name: str) -> None:
         self.policy = policy
         self.name = name
@@ -59,7 +61,9 @@ class GuardedPolicy(BuiltInPolicy):
         self.needs_tokens = bool(getattr(policy, "needs_tokens", True))
         self.needs_text = bool(getattr(policy, "needs_text", False))
         self.refresh_s = float(getattr(policy, "refresh_s", 0.0))
-        self._hears_output = takes(getattr(policy, "on_request_end", None), END_ARGUMENTS)
+        end = getattr(policy, "on_request_end", None)
+        self.reads_ends = end is not None and getattr(end, "__func__", None) is not Policy.on_request_end
+        self._hears_output = takes(end, END_ARGUMENTS)
         self.troubles: Counter[str] = Counter()
         """Errors by where: a method of the policy, or `answer`."""
         self._news: list[Trouble] = []

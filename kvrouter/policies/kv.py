@@ -40,6 +40,7 @@ class Kv(BuiltInPolicy):
 
     decisive = ("cost",)
     prefers_sessions = True
+    reads_speed = True  # whatever its own weight: a request may ask for `auto`
 
     @property
     def compares_seconds(self) -> bool:

@@ -42,6 +42,7 @@ class TwoStage(BuiltInPolicy):
     turn: int = 0
 
     decisive = ("in_group", "cost")
+    reads_speed = True
 
     def __post_init__(self) -> None:
         if self.stage_one not in {ROUND_ROBIN, HASH} and not self.stage_one.removeprefix(HEADER):

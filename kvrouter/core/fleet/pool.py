@@ -300,21 +300,24 @@ class Pool:
 
         Its length stays: it has no overlap anywhere, and charges its target like any other request.
         """
-        sizes = {prompt.block_size for prompt in request.prompts}
-        if sizes <= {0, self.block_size}:
+        size = self.block_size
+        if not [prompt for prompt in request.prompts if prompt.block_size not in {0, size}]:
             return request
         prompts = tuple(Prompt((), prompt.isl, is_estimate=True) for prompt in request.prompts)
         return replace(request, prompts=prompts)
 
-    def candidates(self, request: RouteRequest, exclude: frozenset[Target] = frozenset()) -> Candidates:
+    def candidates(
+        self, request: RouteRequest, exclude: frozenset[Target] = frozenset(), *, with_prefills: bool = True
+    ) -> Candidates:
         """Every target that may serve the request, with its overlap and cost there."""
         formed = form_candidates(
             request,
             self._roster,
-            self.assumed if any(prompt.is_text for prompt in request.prompts) else self.index,
+            self.assumed if request.is_text else self.index,
             self.active,
             block_size=self.block_size,
             inflight_overlap=self.settings.inflight_overlap,
+            with_prefills=with_prefills,
         )
         if not exclude and request.lora_name is None:
             return formed

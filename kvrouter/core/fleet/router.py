@@ -71,7 +71,7 @@ _FEW_PREDICTED = 64
 GIVEN_UP = 499
 
 
-class Placement(Struct, frozen=True):
+class Placement(Struct, frozen=True, gc=False):
     """Where a request is sent, and what was known when that was decided."""
 
     key: BookingKey
@@ -87,7 +87,7 @@ class Placement(Struct, frozen=True):
     """The pool's block size, in which `choice` counts."""
 
 
-class _OwnBooking(Struct):
+class _OwnBooking(Struct, gc=False):
     """A booking of this router, with what its later events need. Not the candidates: they are large."""
 
     booking: Booking
@@ -199,7 +199,7 @@ class Router:
     @property
     def doubt(self) -> str:
         """Why predicted seconds of prefill are not used; empty if they may be."""
-        return self.unheard or self.tables.speeds.speed.doubt
+        return self.unheard or self.tables.speeds.doubt
 
     @property
     def is_idle(self) -> bool:
@@ -233,8 +233,10 @@ class Router:
         """Like `route`, but also returns the candidates, which are too large for a placement to keep."""
         # the pool's block size may have changed since the prompt was hashed
         request = self.pool.in_present_size(request)
-        selection, moment = self._selection(request), self._moment(now)
-        candidates = self.pool.candidates(request, exclude)
+        selection = self._selection(request)
+        policy = selection.policy
+        moment = self._moment(policy, now)
+        candidates = self.pool.candidates(request, exclude, with_prefills=policy.reads_speed)
         eligible = selection.eligible(request, candidates, moment)
         if not eligible:
             removed = selection.removed(request, candidates, moment)
@@ -256,21 +258,22 @@ class Router:
                 )
             )
         choice = best[0]
-        if selection.policy.compares_seconds:
+        if policy.compares_seconds:
             self.tables.shares.count(candidates.deepest_block(request))
         booking = self._book(request, choice, now)
-        if not (exclude or prefer):  # a retry is the same request
+        if request.prompts and not (exclude or prefer):  # a retry is the same request
             self._count_reuse(request, choice, candidates)
         own = _OwnBooking(
             booking=booking,
             request=request,
-            policy=selection.policy,
+            policy=policy,
             charged_tokens=choice.prefill_tokens,
             sent_at=now,
             streamed=streamed,
             block_size=self.pool.block_size,
-            predicted_ttft_s=None if moment.doubt else self._count_decision(eligible, choice.target),
         )
+        if policy.reads_speed:
+            own.predicted_ttft_s = self._count_decision(eligible, choice.target, moment)
         self._remember(own, choice, selection, moment)
         return self._placement(booking, choice, order[1:]), candidates
 
@@ -294,29 +297,29 @@ class Router:
 
     def has_eligible(self, request: RouteRequest, now: float, *, exclude: frozenset[Target]) -> bool:
         """Whether `route` would find a target."""
-        request = self.pool.in_present_size(request)
+        request, selection = self.pool.in_present_size(request), self._selection(request)
         candidates = self.pool.candidates(request, exclude)
-        return bool(self._selection(request).eligible(request, candidates, self._moment(now)))
+        return bool(selection.eligible(request, candidates, self._moment(selection.policy, now)))
 
     def must_wait(self, request: RouteRequest, now: float, queue: AdmissionQueue) -> bool:
         """Whether the request has to wait in the queue. Books nothing and takes no turn."""
         # the overlap does not matter here, and looking it up costs most
         request = replace(request, prompts=())
         candidates = self.pool.candidates(request)
-        return self.selection.must_wait(request, candidates, self._moment(now), queue)
+        return self.selection.must_wait(request, candidates, self._moment(self.selection.policy, now), queue)
 
     def lane(self, request: RouteRequest, now: float) -> str:
         """The lane of the queue in which the request waits."""
-        return self.selection.lane(request, self._moment(now))
+        return self.selection.lane(request, self._moment(self.selection.policy, now))
 
     def decide(
         self, request: RouteRequest, now: float, *, exclude: frozenset[Target] = frozenset()
     ) -> Decision:
         """What `route` would choose, and why; nothing is booked."""
-        request = self.pool.in_present_size(request)
+        request, selection = self.pool.in_present_size(request), self._selection(request)
         candidates = self.pool.candidates(request, exclude)
         refused = self._refused(request, exclude)
-        return self._selection(request).explain(request, candidates, self._moment(now), refused)
+        return selection.explain(request, candidates, self._moment(selection.policy, now), refused)
 
     def forget(self, targets: list[Target]) -> None:
         """Remove targets that are gone from every table."""
@@ -369,10 +372,12 @@ class Router:
             self.report_workers()
         return self.modes.of(request.mode) if request.mode else self.selection
 
-    def _moment(self, now: float) -> Moment:
-        speed, arrivals, doubt = self.tables.speeds.speed, self.tables.arrivals, self.doubt
-        unseen, rate = self.unseen.expected, arrivals.per_s(now)
-        return Moment(now, self._random, self.tables, unseen, self._part, speed, rate, doubt)
+    def _moment(self, policy: BuiltInPolicy, now: float) -> Moment:
+        tables, unseen = self.tables, self.unseen.expected
+        if not policy.reads_speed:
+            return Moment(now, self._random, tables, unseen, self._part)
+        speed, rate = tables.speeds.speed, tables.arrivals.per_s(now)
+        return Moment(now, self._random, tables, unseen, self._part, speed, rate, self.doubt)
 
     def _refused(self, request: RouteRequest, exclude: frozenset[Target]) -> dict[Target, str]:
         """Why each target of the pool that is not a candidate is not one."""
@@ -409,7 +414,7 @@ class Router:
             prefill_tokens=choice.own_prefill_tokens,
             anonymous_blocks=anonymous_blocks,
             sent_at=now,
-            is_text=any(prompt.is_text for prompt in request.prompts),
+            is_text=request.is_text,
         )
         self.pool.active.book(booking)
         # unsynced, no peer follows the feed
@@ -419,23 +424,26 @@ class Router:
 
     def _count_reuse(self, request: RouteRequest, choice: Candidate, candidates: Candidates) -> None:
         """Count what was cached of the prompt, and what could have been."""
-        reuse, size = self.reuse, self.pool.block_size
-        reuse.prompt_tokens += request.isl
+        reuse, size, isl = self.reuse, self.pool.block_size, request.isl
+        reuse.prompt_tokens += isl
         reuse.chosen += choice.own_prefill_tokens
         # the chosen one may hold more with the wider view of several prompts
-        reuse.best += request.isl - max(candidates.deepest_blocks(), choice.overlap_blocks) * size
-        misses = self._ghosts.endless_misses, self._ghosts.pooled_misses
-        named = 0
+        reuse.best += isl - max(candidates.deepest_blocks(), choice.overlap_blocks) * size
+        ghosts, room, named = self._ghosts, self._room_blocks(), 0
+        endless, pooled = ghosts.endless_misses, ghosts.pooled_misses
         for prompt in request.prompts:
-            most = min(len(prompt.hashes), max(0, prompt.isl - 1) // size)
-            self._ghosts.use(prompt.hashes, most, self._room_blocks())
-            named += most
-        never = request.isl - named * size
-        reuse.endless += never + (self._ghosts.endless_misses - misses[0]) * size
-        reuse.pooled += never + (self._ghosts.pooled_misses - misses[1]) * size
+            if prompt.hashes:
+                most = min(len(prompt.hashes), max(0, prompt.isl - 1) // size)
+                ghosts.use(prompt.hashes, most, room)
+                named += most
+        never = isl - named * size
+        reuse.endless += never + (ghosts.endless_misses - endless) * size
+        reuse.pooled += never + (ghosts.pooled_misses - pooled) * size
 
-    def _count_decision(self, eligible: Candidates, target: Target) -> float | None:
+    def _count_decision(self, eligible: Candidates, target: Target, moment: Moment) -> float | None:
         """The predicted TTFT of the chosen target, counted against the least; None without a prediction."""
+        if moment.doubt:
+            return None
         predicted = eligible.predicted_ttft_s(target)
         if predicted is None:
             return None
@@ -533,10 +541,13 @@ class Router:
         # hashes of another block size would be found by no prompt
         if own is not None and own.block_size == self.pool.block_size:
             self.assume(booking, now, own=True)
-        is_known = self.pool.may_hold(booking.target)
-        if own is not None and own.request.text and own.policy.remembers_text and is_known:
-            self.tables.texts.insert(booking.target, own.request.text, now)
-            sent = sent_text(booking.target, own.request.text)
+        if own is not None and own.request.text and own.policy.remembers_text:
+            self._remember_text(booking.target, own.request.text, now)
+
+    def _remember_text(self, target: Target, text: str, now: float) -> None:
+        if self.pool.may_hold(target):
+            self.tables.texts.insert(target, text, now)
+            sent = sent_text(target, text)
             self._own_texts.add(sent)
             self._publish(sent)
 
@@ -563,7 +574,7 @@ class Router:
         own = self._own.pop(key.number, None)
         if own is not None and not own.is_answered:
             own.policy.on_request_routed(own.request, own.booking.target, GIVEN_UP)
-        if own is not None:
+        if own is not None and own.policy.reads_ends:
             seconds = max(0.0, now - own.sent_at)
             produced = own.output_tokens if output_tokens is None else output_tokens
             own.policy.on_request_end(own.request, own.booking.target, own.ttft_s, seconds, produced)

@@ -45,7 +45,7 @@ class RoutingTables:
         self.sessions.drop(target)
 
 
-class Moment(Struct, frozen=True):
+class Moment(Struct, frozen=True, gc=False):
     """The time of one decision, its source of chance, and the tables it may read.
 
     `random()` returns a number in [0, 1). `unseen` estimates the bookings of other replicas that this
@@ -61,7 +61,8 @@ class Moment(Struct, frozen=True):
     unseen: float = 0.0
     part: float = 0.0
     speed: Speed = Speed()
-    """What is known of the speed of prefill, as of this decision."""
+    """What is known of the speed of prefill, as of this decision. Like the next two, only for policies that
+    read it (`BuiltInPolicy.reads_speed`)."""
     arrivals_per_s: float = 0.0
     """Requests per second, over all replicas."""
     doubt: str = ""
@@ -82,6 +83,10 @@ class BuiltInPolicy(PolicyHooks, ABC):
     """Whether it reads which target a session is bound to."""
     reads_tables: bool = False
     """Whether its terms come from tables, too, and so change with time."""
+    reads_speed: bool = False
+    """Whether it looks at the speed of prefill, the rate of arrivals, and the doubt of a moment."""
+    reads_ends: bool = False
+    """Whether it has an `on_request_end`: the length of an answer is read for no other policy."""
     decisive: tuple[str, ...] = ()
     """The terms that decide: candidates equal in these are ties. Empty: all terms decide."""
 

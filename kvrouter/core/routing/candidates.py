@@ -40,6 +40,7 @@ Number = TypeVar("Number", int, float)
 
 _NOWHERE: tuple[int, ...] = ()
 _NO_BEAT = RankBeat(0, 0, 0)
+_NEVER = array("d")
 
 
 class Roster:
@@ -89,7 +90,7 @@ class Roster:
                 self._beats[place] = worker.ranks.get(rank, _NO_BEAT)
 
 
-class _Columns(Struct):
+class _Columns(Struct, gc=False):
     """Amounts by place of the roster, named as in `Candidate`.
 
     `charged_tokens`, `active_blocks` and `requests` do not include the request itself. `head_tokens`,
@@ -353,23 +354,27 @@ def form_candidates(
     *,
     block_size: int,
     inflight_overlap: bool,
+    with_prefills: bool = True,
 ) -> Candidates:
-    """A candidate for each target of the roster, in its order."""
+    """A candidate for each target of the roster, in its order.
+
+    `with_prefills`: whether it may be asked for seconds of prefill.
+    """
     # copies, in the order of the roster: bookings that follow do not change this decision's columns
     charged, blocks, requests = active.lined_up()
-    heads, context, began = active.prefills_lined_up()
+    none = roster.nothing
+    heads, context, began = active.prefills_lined_up() if with_prefills else (none, none, _NEVER)
     if not request.prompts:  # no block is known, so no target differs
-        none = roster.nothing
         columns = _Columns(
             none, none, none, none, none, charged, blocks, requests, heads, context, began, roster.beats(),
         )  # fmt: skip
         return Candidates(roster, columns, {}, block_size)
     found = [_find(prompt, index, active) for prompt in request.prompts]
-    nothing, count = roster.nothing, len(roster.targets)
+    count = len(roster.targets)
     own_blocks = _all_blocks(request, block_size) if count else 0
     columns = _Columns(
         array("q", [request.isl]) * count, array("q", [own_blocks]) * count,
-        nothing[:], nothing[:], nothing[:], charged, blocks, requests, heads, context, began, roster.beats(),
+        none[:], none[:], none[:], charged, blocks, requests, heads, context, began, roster.beats(),
     )  # fmt: skip
     # most fleets have one tier: the general way costs a call per target
     reckon = _reckon_tiers if index.has_wider_tiers else _reckon_device

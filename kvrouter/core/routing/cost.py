@@ -22,7 +22,7 @@ EQUAL_WITHIN = 1e-9
 _KNOWN = frozenset({"", "exact"})
 
 
-class Prompt(Struct, frozen=True):
+class Prompt(Struct, frozen=True, gc=False):
     """One prompt: the sequence hashes of its full blocks, and its length in tokens.
 
     `is_estimate`: only its beginning was tokenized, or nothing; the length is an estimate.

@@ -28,7 +28,7 @@ _CANDIDATE_BYTES = 400
 _HASH_BYTES = 40
 
 
-class Decided(Struct, frozen=True):
+class Decided(Struct, frozen=True, gc=False):
     """One choice as it was made."""
 
     request: RouteRequest
@@ -43,9 +43,9 @@ class Decided(Struct, frozen=True):
 
     def about_bytes(self) -> int:
         """An estimate of what keeping it takes."""
-        hashes = sum([len(prompt.hashes) for prompt in self.request.prompts])
-        texts = len(self.request.text)
-        return len(self.candidates) * _CANDIDATE_BYTES + hashes * _HASH_BYTES + texts
+        request = self.request
+        hashes = sum([len(prompt.hashes) for prompt in request.prompts]) if request.prompts else 0
+        return len(self.candidates) * _CANDIDATE_BYTES + hashes * _HASH_BYTES + len(request.text)
 
     def explain(self) -> Decision:
         """Each candidate's terms, and what removed the others.
@@ -70,18 +70,21 @@ class DecisionRing:
         self._max_bytes = max_bytes
         self._bytes = 0
         self._kept: deque[Decided] = deque()
+        self._sizes: deque[int] = deque()  # of each kept one
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def append(self, decided: Decided) -> None:
         """Keep a decision, and drop the oldest ones above the bounds."""
-        kept = self._kept
+        kept, size = self._kept, decided.about_bytes()
         kept.append(decided)
-        self._bytes += decided.about_bytes()
+        self._sizes.append(size)
+        self._bytes += size
         # the newest stays even if it alone exceeds the bytes: --log-decisions reads it at once
         while len(kept) > self.capacity or (self._bytes > self._max_bytes and len(kept) > 1):
-            self._bytes -= kept.popleft().about_bytes()
+            kept.popleft()
+            self._bytes -= self._sizes.popleft()
 
     def of(self, request_id: str) -> list[Decided]:
         """The decisions for a request, oldest first: one for each attempt. Walks the whole ring."""

@@ -30,7 +30,7 @@ class Wanted(NamedTuple):
     rank: int | None = None
 
 
-class RouteRequest(Struct, frozen=True):
+class RouteRequest(Struct, frozen=True, gc=False):
     """One request as routing sees it. `prompts` is empty if the tokens are not known.
 
     `overlap_weight` and `temperature` override the settings for this request. `text` is filled in only for
@@ -66,6 +66,11 @@ class RouteRequest(Struct, frozen=True):
         if len(self.prompts) == 1:
             return self.prompts[0].isl
         return sum([prompt.isl for prompt in self.prompts])
+
+    @property
+    def is_text(self) -> bool:
+        """Whether its hashes are of text, which no KV event contains: then those of all prompts are."""
+        return bool(self.prompts) and self.prompts[0].is_text
 
 
 # gc=False: hundreds are made for one decision and would trigger collections, and none can be in a cycle.

@@ -48,8 +48,7 @@ _MASK64 = (1 << 64) - 1
 _encode = msgspec.msgpack.Encoder().encode
 
 
-@dataclass(slots=True)
-class Booking:
+class Booking(Struct, eq=False, gc=False):
     """One request placed on one target by one replica.
 
     `hashes`: distinct, parent first. `anonymous_blocks`: prompt blocks whose hashes are not known.
@@ -66,7 +65,7 @@ class Booking:
     anonymous_blocks: int = 0
     output_blocks: int = 0
     prefill_completed: bool = False
-    sent_at: float = field(default=0.0, compare=False, repr=False)
+    sent_at: float = 0.0
     """When this replica sent it, or learnt of it from its owner; in no digest."""
     is_text: bool = False
 
@@ -178,8 +177,9 @@ class BookingTable:
         # Charged tokens, active blocks and requests of the roster's targets: candidates are made of copies of
         # these arrays. Written when they are next read, since a load changes several times between decisions.
         self._columns = (array("q"), array("q"), array("q"))
-        # Tokens of the first unfinished prefill, tokens of decoding sequences; when that prefill began.
-        self._prefills = (array("q"), array("q"), array("d"))
+        # Tokens of the first unfinished prefill, tokens of decoding sequences; when that prefill began. None
+        # until they are first read: most modes never do.
+        self._prefills: tuple[array[int], array[int], array[float]] | None = None
         self.block_size = 0
         """The pool's, in which output blocks count."""
         self._outdated: set[_Load] = set()  # loads that have changed since
@@ -204,8 +204,8 @@ class BookingTable:
             load.output_blocks += booking.output_blocks
         else:
             load.charged_tokens += booking.prefill_tokens
-            if not load.unfinished:
-                load.began = max(load.began, booking.sent_at)
+            if not load.unfinished and load.began < booking.sent_at:
+                load.began = booking.sent_at
             load.unfinished[id(booking)] = booking
         self._outdated.add(load)
         if owner is None:
@@ -340,7 +340,7 @@ class BookingTable:
         """Keep the loads of these targets in columns, in this order."""
         self._places = {target: place for place, target in enumerate(targets)}
         self._columns = (nothing := array("q", bytes(8 * len(targets))), nothing[:], nothing[:])
-        self._prefills = (nothing[:], nothing[:], array("d", bytes(8 * len(targets))))
+        self._prefills = None
         for target, load in list(self._loads.items()):
             load.place = self._places.get(target)
             if load.place is None and load.is_empty:
@@ -356,6 +356,10 @@ class BookingTable:
 
     def prefills_lined_up(self) -> tuple[array[int], array[int], array[float]]:
         """Copies of: tokens of the first unfinished prefill, tokens of decoding sequences, when it began."""
+        if self._prefills is None:
+            nothing = bytes(8 * len(self._places))
+            self._prefills = array("q", nothing), array("q", nothing), array("d", nothing)
+            self._outdated.update(self._loads.values())
         if self._outdated:
             self._update_columns()
         heads, context, began = self._prefills
@@ -415,7 +419,7 @@ class BookingTable:
         if lined_up != list(zip(*self._columns, strict=True)):
             raise AssertionError(f"the columns are off: {self._columns} != {lined_up}")
         prefills = [self.prefills(target) for target in self._places]
-        if prefills != list(zip(*self._prefills, strict=True)):
+        if self._prefills is not None and prefills != list(zip(*self._prefills, strict=True)):
             raise AssertionError(f"the columns are off: {self._prefills} != {prefills}")
         for router_id, owner in self._owners.items():
             if owner.digest() != sum(booking.digest() for booking in owner.bookings.values()) & _MASK64:
@@ -447,14 +451,18 @@ class BookingTable:
 
     def _update_columns(self) -> None:
         charged, blocks, requests = self._columns
-        heads, context, began = self._prefills
         for load in self._outdated:
             place = load.place
             if place is not None:
                 charged[place] = load.charged_tokens
                 blocks[place] = load.held.count + load.nameless_blocks
                 requests[place] = load.requests
-                heads[place], context[place], began[place] = self._prefills_of(load)
+        if self._prefills is not None:
+            heads, context, began = self._prefills
+            for load in self._outdated:
+                place = load.place
+                if place is not None:
+                    heads[place], context[place], began[place] = self._prefills_of(load)
         self._outdated.clear()
 
     def _disown(self, key: BookingKey) -> Booking | None:

@@ -20,7 +20,6 @@ hits of a few popular blocks depend on whether these are in the sample (the pape
 from __future__ import annotations
 
 import re
-import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -81,6 +80,7 @@ class Ghosts:
         self._pooled: OrderedDict[int, None] = OrderedDict()
         # cached before the last halving: half of them are no longer in the sample
         self._unswept: list[int] = []
+        self._unswept_pooled = 0  # of the pooled cache, those that are no longer in the sample
 
     @property
     def rate(self) -> float:
@@ -105,6 +105,7 @@ class Ghosts:
         assert self._pooled.keys() <= self._endless.keys()
         unsampled = {block for block in self._endless if block & ((1 << self._halvings) - 1)}
         assert unsampled <= set(self._unswept)
+        assert len(unsampled & self._pooled.keys()) == self._unswept_pooled
 
     def _places(self, hashes: Sequence[int]) -> list[int]:
         """Where in the prompt its sampled blocks are. A pattern finds them in C: a loop is slower."""
@@ -125,9 +126,14 @@ class Ghosts:
         _evict(self._endless, self._most)
         if self._unswept:
             self._sweep(64 + 4 * len(blocks))  # faster than blocks are added
-        # until all is swept, blocks in the sample must not make room for the others
-        room = sys.maxsize if self._unswept else capacity_blocks >> self._halvings
-        _evict(self._pooled, min(room, len(self._endless)))
+        self._evict_pooled(capacity_blocks >> self._halvings)
+
+    def _evict_pooled(self, most: int) -> None:
+        """Of the blocks in the sample at most `most`: those that are not swept yet take no room."""
+        mask, pooled = (1 << self._halvings) - 1, self._pooled
+        # as the last used, the pooled blocks are in the endless cache
+        while len(pooled) - self._unswept_pooled > most or len(pooled) > len(self._endless):
+            self._unswept_pooled -= bool(pooled.popitem(last=False)[0] & mask)
 
     def _may_halve(self, capacity_blocks: int) -> bool:
         pooled = capacity_blocks >> (self._halvings + 1)
@@ -140,6 +146,8 @@ class Ghosts:
         self._used = 0
         self._in_sample = _low_bytes(self._halvings)
         self._unswept = list(self._endless)
+        mask = (1 << self._halvings) - 1
+        self._unswept_pooled = sum([bool(block & mask) for block in self._pooled])
 
     def _sweep(self, count: int) -> None:
         """Drop what is no longer in the sample, a few blocks with each prompt: all at once took 17 ms."""
@@ -147,7 +155,9 @@ class Ghosts:
         for block in self._unswept[-count:]:
             if block & mask and block in self._endless:
                 del self._endless[block]
-                self._pooled.pop(block, None)
+                if block in self._pooled:
+                    del self._pooled[block]
+                    self._unswept_pooled -= 1
         del self._unswept[-count:]
 
 

@@ -72,6 +72,7 @@ class PrefillSpeeds:
 
     def __init__(self) -> None:
         self.speed = Speed()
+        self.doubt = self.speed.doubt
         self._prior_s = PRIOR_S
         self._is_stated = False
         self._seconds = self._tokens = self._off_s = 0.0
@@ -114,6 +115,7 @@ class PrefillSpeeds:
         prior_s, prior_tokens = (self._prior_s, PRIOR_TOKENS) if samples < FEW else (0.0, 0.0)
         seconds_per_token = (self._seconds + prior_s) / (self._tokens + prior_tokens)
         self.speed = Speed(seconds_per_token, min(samples, MOST_SAMPLES), error, is_stated=self._is_stated)
+        self.doubt = self.speed.doubt  # each decision asks for it
 
 
 @dataclass(slots=True)

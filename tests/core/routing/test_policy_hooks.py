@@ -18,6 +18,8 @@ from tests.core.worlds import T1, T2, W1, W2, card, fixed, new_pool, request, wo
 class Recorder(BuiltInPolicy):
     """Records its calls."""
 
+    reads_ends = True
+
     def __init__(self) -> None:
         self.workers: list[list[str]] = []
         self.statuses: list[tuple[str, int]] = []
