@@ -18,7 +18,7 @@ from kvrouter.simulate.compare import compare
 from kvrouter.simulate.engines import Arrival
 from kvrouter.simulate.fleet import Fleet, Run, mocker_kind
 from kvrouter.simulate.placement import Replicas
-from kvrouter.simulate.report import show, show_compared, write_compared, write_json
+from kvrouter.simulate.report import Possible, show, show_compared, write_compared, write_json
 from kvrouter.simulate.settings import COMMAND, Engines, Options, SimulateSettings
 from kvrouter.simulate.traces import TraceRequest, named_blocks, read_mooncake, scaled, spread
 
@@ -48,8 +48,9 @@ def _replay(options: Options, requests: Sequence[TraceRequest]) -> None:
     if not arrivals:
         raise ConfigError(f"every prompt is longer than --max-model-len {options.engine.max_model_len}")
     runs = {mode: simulate(mode, arrivals, options) for mode in options.modes}
-    found = workloads.achievable_tokens(arrivals, block_size=options.engine.block_size)
-    possible = found / sum(arrival.prompt_tokens for arrival in arrivals)
+    possible = Possible.of(
+        arrivals, options.workers * options.engine.num_blocks, block_size=options.engine.block_size
+    )
     show(runs, possible, left_out=left_out)
     if options.json is not None:
         write_json(options.json, runs, possible, left_out=left_out)

@@ -22,7 +22,7 @@ from kvrouter.simulate.fleet import Fleet, NewPlacer, Run, reference_kind
 from kvrouter.simulate.measures import Measures, Slo, measure
 from kvrouter.simulate.placement import Oracle, Placer, Replicas, Sync
 from kvrouter.simulate.step_model import FIRST_COME, REFERENCE, StepModel
-from kvrouter.simulate.workloads import Workload, achievable_tokens, largest_blocks, working_set_blocks
+from kvrouter.simulate.workloads import Workload, achievable, largest_blocks, working_set_blocks
 
 ORACLE = "oracle"
 
@@ -106,7 +106,8 @@ class Cell:
     def measure(self, mode: str, settings: PolicySettings, seed: int) -> Measures:
         """Run a mode, and measure."""
         run, warm_up = self.run(mode, settings, seed), self.workload.warm_up
-        return measure(run.after(warm_up), self.slo, achievable_tokens(run.arrivals, warm_up))
+        possible = achievable(run.arrivals, self.workers * self.capacity_blocks, warm_up=warm_up)
+        return measure(run.after(warm_up), self.slo, possible)
 
     def _placer(self, agenda: Agenda, mode: str, settings: PolicySettings, chance: random.Random) -> Placer:
         if mode == ORACLE:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from kvrouter.simulate.fleet import Run
+from kvrouter.simulate.workloads import Achievable
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +45,15 @@ class Measures:
     """The share of the prompt tokens that were cached."""
     achievable: float
     """The share that one endless cache, shared by all engines, would have had."""
+    pooled: float
+    """The share that one cache of the size of all engines' together would have had."""
     busiest: float
     """Requests of the worker with most of them, divided by the mean."""
     completed: float
     """The share of the requests whose clients did not leave."""
 
 
-def measure(run: Run, slo: Slo, achievable_tokens: int) -> Measures:
+def measure(run: Run, slo: Slo, achievable: Achievable) -> Measures:
     """The figures of a run."""
     ttft, itl, e2e = run.ttft_s, run.itl_s, run.latency_s
     within = sum(first < slo.ttft_s and between < slo.itl_s for first, between in zip(ttft, itl, strict=True))
@@ -61,7 +64,8 @@ def measure(run: Run, slo: Slo, achievable_tokens: int) -> Measures:
         **_times("e2e", e2e),
         goodput=within / max(1, len(ttft)),
         cached=run.hit_rate,
-        achievable=achievable_tokens / run.prompt_tokens,
+        achievable=achievable.endless / run.prompt_tokens,
+        pooled=achievable.pooled / run.prompt_tokens,
         busiest=max(counted.values()) * len(run.deepest) / len(run.targets),
         completed=len(ttft) / len(run.targets),
     )

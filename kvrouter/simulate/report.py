@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from kvrouter.simulate.compare import Compared, Row
+from kvrouter.simulate.engines import Arrival
 from kvrouter.simulate.fleet import Run
 from kvrouter.simulate.percentiles import Percentiles
+from kvrouter.simulate.workloads import achievable
 
 _COLUMNS: dict[str, Callable[[Run], str]] = {
     "cached": lambda run: f"{run.hit_rate:.1%}",
@@ -31,11 +33,24 @@ _PIPE_WIDTH = 120
 _DEFAULT_MODE = "kv"
 
 
-def show(runs: Mapping[str, Run], possible: float, *, left_out: int) -> None:
-    """Print one row for each mode. Requests per worker: least–most; in flight: the most on one worker.
+@dataclass(frozen=True, slots=True)
+class Possible:
+    """Shares of the prompt tokens that caches which all engines share would have had."""
 
-    `possible`: the share of the prompt tokens that one endless cache would have had.
-    """
+    endless: float
+    pooled: float
+    """In one cache of the size of all engines' together."""
+
+    @classmethod
+    def of(cls, arrivals: Sequence[Arrival], room_blocks: int, *, block_size: int) -> Possible:
+        """Of all arrivals; `room_blocks`: those of all engines."""
+        found = achievable(arrivals, room_blocks, block_size=block_size)
+        tokens = sum(arrival.prompt_tokens for arrival in arrivals)
+        return cls(found.endless / tokens, found.pooled / tokens)
+
+
+def show(runs: Mapping[str, Run], possible: Possible, *, left_out: int) -> None:
+    """Print one row for each mode. Requests per worker: least–most; in flight: the most on one worker."""
     console = _console()
     table = Table()
     table.add_column("mode", no_wrap=True)
@@ -49,12 +64,11 @@ def show(runs: Mapping[str, Run], possible: float, *, left_out: int) -> None:
         console.print(f"left out: {left_out} requests longer than --max-model-len")
 
 
-def write_json(path: Path, runs: Mapping[str, Run], possible: float, *, left_out: int) -> None:
+def write_json(path: Path, runs: Mapping[str, Run], possible: Possible, *, left_out: int) -> None:
     """Write the figures, times in seconds."""
     figures = {mode: _figures(run) for mode, run in runs.items()}
-    path.write_text(
-        json.dumps({"left_out": left_out, "achievable_rate": possible, "modes": figures}, indent=2) + "\n"
-    )
+    shares = {"achievable_rate": possible.endless, "pooled_rate": possible.pooled}
+    path.write_text(json.dumps({"left_out": left_out, **shares, "modes": figures}, indent=2) + "\n")
 
 
 def show_compared(compared: Sequence[Compared], *, seeds: int) -> None:
@@ -70,14 +84,16 @@ def show_compared(compared: Sequence[Compared], *, seeds: int) -> None:
         console.print(_title(one, seeds), style="bold", highlight=False)
         console.print(table)
         cached = {row.mode: row.mean.cached for row in one.rows}
-        console.print(cached_line(cached, one.rows[0].mean.achievable), highlight=False)
+        mean = one.rows[0].mean
+        console.print(cached_line(cached, Possible(mean.achievable, mean.pooled)), highlight=False)
 
 
-def cached_line(shares: Mapping[str, float], possible: float) -> str:
-    """`cached: kv 14.8% of 18.3% possible; round-robin 8.3%`: shares of the prompt tokens, by mode."""
+def cached_line(shares: Mapping[str, float], possible: Possible) -> str:
+    """`cached: kv 14.8% of 18.3% possible (one pooled cache 17.9%); round-robin 8.3%`, by mode."""
     first, *others = sorted(shares, key=lambda mode: mode.partition(":")[0] != _DEFAULT_MODE)
     rest = "".join(f"; {mode} {shares[mode]:.1%}" for mode in others)
-    return f"cached: {first} {shares[first]:.1%} of {possible:.1%} possible{rest}"
+    bounds = f"{possible.endless:.1%} possible (one pooled cache {possible.pooled:.1%})"
+    return f"cached: {first} {shares[first]:.1%} of {bounds}{rest}"
 
 
 def write_compared(path: Path, compared: Sequence[Compared], *, seeds: int) -> None:

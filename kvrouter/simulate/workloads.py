@@ -17,9 +17,11 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from kvrouter.core.tables.ghosts import Ghosts
 from kvrouter.simulate.engines import Arrival
 from kvrouter.simulate.traces import TRACE_ID_TOKENS, TraceRequest, named_blocks
 
@@ -67,16 +69,30 @@ def largest_blocks(arrivals: Sequence[Arrival]) -> int:
     return max(-(-(one.prompt_tokens + one.output_tokens) // BLOCK) for one in arrivals)
 
 
-def achievable_tokens(arrivals: Sequence[Arrival], warm_up: int = 0, block_size: int = BLOCK) -> int:
-    """The prompt tokens after the warm-up that one endless cache, shared by all engines, would have."""
-    seen = {hash_ for arrival in arrivals[:warm_up] for hash_ in arrival.hashes}
-    found = 0
-    for arrival in arrivals[warm_up:]:
+@dataclass(frozen=True, slots=True)
+class Achievable:
+    """Prompt tokens that caches which all engines share would have had."""
+
+    endless: int
+    pooled: int
+    """In one cache with as many blocks as all engines together have for their own."""
+
+
+def achievable(
+    arrivals: Sequence[Arrival], room_blocks: int, *, warm_up: int = 0, block_size: int = BLOCK
+) -> Achievable:
+    """What was achievable after the warm-up; `room_blocks`: those of all engines."""
+    # as a router counts them live, and exact: no block is left out
+    ghosts = Ghosts(sys.maxsize, sys.maxsize)
+    blocks = [0, 0]
+    for number, arrival in enumerate(arrivals):
+        misses = ghosts.endless_misses, ghosts.pooled_misses
         most = min(len(arrival.hashes), (arrival.prompt_tokens - 1) // block_size)
-        depth = next((place for place in range(most) if arrival.hashes[place] not in seen), most)
-        found += depth * block_size
-        seen.update(arrival.hashes)
-    return found
+        ghosts.use(arrival.hashes, most, room_blocks)
+        if number >= warm_up:
+            blocks[0] += most - (ghosts.endless_misses - misses[0])
+            blocks[1] += most - (ghosts.pooled_misses - misses[1])
+    return Achievable(blocks[0] * block_size, blocks[1] * block_size)
 
 
 def trace(requests: Sequence[TraceRequest]) -> Workload:

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvrouter.core.wire.hashes import prompt_hashes
 from kvrouter.simulate.engines import Arrival
+from kvrouter.simulate.report import Possible
 from kvrouter.simulate.traces import (
     CONVERSATION_EXCERPT,
     SHORT_EXCERPT,
@@ -28,7 +29,6 @@ from kvrouter.simulate.traces import (
     scaled,
     spread,
 )
-from kvrouter.simulate.workloads import achievable_tokens
 from kvrouter.tokens.tiny import VOCABULARY_SIZE, build_tiny_model
 from scripts.kit import deployment, report
 from scripts.kit.deployment import Deployment, Plan
@@ -88,10 +88,14 @@ async def _run(options: Options) -> int:
         plain, deployed = await stage.measure("round-robin", requests)
         await deployment.stop(fleet, deployed)
         kv, deployed = await stage.measure("kv", requests)
-        possible = _possible(requests)
+        possible = _possible(requests, len(deployed.engines))
         report.show(console, plain, kv, possible, _caption(options.requests))
         if options.json is not None:
-            about = {"scaling": asdict(_scaling(options.requests)), "achievable_rate": possible}
+            about = {
+                "scaling": asdict(_scaling(options.requests)),
+                "achievable_rate": possible.endless,
+                "pooled_rate": possible.pooled,
+            }
             report.write_json(options.json, plain, kv, about)
         if options.keep:
             await _keep(console, fleet, deployed)
@@ -174,11 +178,11 @@ def _body(prompt: list[int], output_tokens: int) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode()
 
 
-def _possible(requests: Sequence[LoadRequest]) -> float:
-    """The share of the prompt tokens that one endless cache, shared by all engines, would have."""
+def _possible(requests: Sequence[LoadRequest], engines: int) -> Possible:
+    """What caches that all engines share would have had."""
     prompts = [json.loads(request.body)["prompt"] for request in requests]
     arrivals = [Arrival(0.0, prompt_hashes(prompt, BLOCK_SIZE), len(prompt), 0) for prompt in prompts]
-    return achievable_tokens(arrivals, block_size=BLOCK_SIZE) / sum(map(len, prompts))
+    return Possible.of(arrivals, engines * NUM_BLOCKS, block_size=BLOCK_SIZE)
 
 
 def _caption(count: int) -> str:
@@ -188,7 +192,7 @@ def _caption(count: int) -> str:
         f" replicas in turn to 4 simulated engines of {NUM_BLOCKS:,} blocks. Scaled alike for both: one hash"
         f" id = {TOKENS_PER_ID} tokens instead of {TRACE_ID_TOKENS}, outputs ÷ {OUTPUT_DIVISOR}, arrivals"
         f" in {scaling.duration_s:.0f} s (the trace's 3 s steps spread evenly). Caches cold at each start."
-        " Possible: what one endless cache, shared by all engines, would have."
+        " Possible: what one endless cache, shared by all engines, would have; pooled: one of their size."
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvrouter.simulate.report import cached_line
+from kvrouter.simulate.report import Possible, cached_line
 from scripts.kit.figures import BUSY_LIMIT, Figures
 from scripts.kit.load import Outcome
 from scripts.kit.replicas import View, disagreements
@@ -77,11 +77,8 @@ def problems(plain: ModeResult, kv: ModeResult) -> list[str]:
     return found
 
 
-def show(console: Console, plain: ModeResult, kv: ModeResult, possible: float, caption: str) -> None:
-    """Print the table, the warnings, and the failures or the verdict.
-
-    `possible`: the share of the prompt tokens that one endless cache would have had.
-    """
+def show(console: Console, plain: ModeResult, kv: ModeResult, possible: Possible, caption: str) -> None:
+    """Print the table, the warnings, and the failures or the verdict."""
     console.print()
     console.print(_table(plain, kv, caption))
     cached = {result.mode: result.figures.cached_token_rate for result in (plain, kv)}

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from kvrouter.simulate.percentiles import Percentiles, percentiles
+from kvrouter.simulate.report import Possible
 from scripts.kit.demo import load_requests, main
 from scripts.kit.figures import MachineTime, figures
 from scripts.kit.load import Outcome
@@ -119,7 +120,7 @@ def test_disagreement(change: dict[str, Any], says: str) -> None:
 def printed(plain: ModeResult, kv: ModeResult) -> str:
     """The printed report."""
     text = io.StringIO()
-    show(Console(file=text, width=300), plain, kv, 0.9, "the caption")
+    show(Console(file=text, width=300), plain, kv, Possible(0.9, 0.85), "the caption")
     return text.getvalue()
 
 
@@ -130,7 +131,7 @@ def test_passed() -> None:
 
     assert [] == problems(plain, kv)
     assert all(part in text for part in ("10.0%", "20.0%", "+100%", "0/0", "equal", "50%", "the caption"))
-    assert "cached: kv 20.0% of 90.0% possible; round-robin 10.0%" in text
+    assert "cached: kv 20.0% of 90.0% possible (one pooled cache 85.0%); round-robin 10.0%" in text
     assert "passed: kv cached 2.0× as much, TTFT p50 +0%; replicas agree, no bookings left" in text
     assert "failed" not in text
     assert "warning" not in text

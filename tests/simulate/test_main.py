@@ -51,10 +51,10 @@ def test_modes_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert 0 < kv["ttft_s"]["p50"] <= kv["ttft_s"]["p99"] < kv["latency_s"]["p99"]
     file = json.loads((tmp_path / "figures.json").read_text())
     assert kv["cached_token_rate"] < file["achievable_rate"]
-    shares = [kv["cached_token_rate"], file["achievable_rate"], plain["cached_token_rate"]]
-    assert (
-        "cached: kv {:.1%} of {:.1%} possible; round-robin {:.1%}".format(*shares) in capsys.readouterr().out
-    )
+    assert plain["cached_token_rate"] < file["pooled_rate"] <= file["achievable_rate"]
+    shares = [kv["cached_token_rate"], file["achievable_rate"], file["pooled_rate"]]
+    line = "cached: kv {:.1%} of {:.1%} possible (one pooled cache {:.1%}); round-robin {:.1%}"
+    assert line.format(*shares, plain["cached_token_rate"]) in capsys.readouterr().out
 
 
 def test_same_seed_same_figures(tmp_path: Path) -> None:

@@ -63,8 +63,16 @@ def test_achievable() -> None:
     """What was asked before, without the last token; a warm-up fills the cache and is not counted."""
     asked = [Arrival(0, [1, 2], 1024, 1), Arrival(1, [1, 2, 3], 1600, 1), Arrival(2, [1, 2], 1024, 1)]
 
-    assert 1024 + 512 == workloads.achievable_tokens(asked)
-    assert 512 == workloads.achievable_tokens(asked, warm_up=2)
+    assert workloads.Achievable(1024 + 512, 1024 + 512) == workloads.achievable(asked, 3)
+    assert workloads.Achievable(512, 512) == workloads.achievable(asked, 3, warm_up=2)
+
+
+def test_a_pooled_cache_has_the_size_of_the_fleet() -> None:
+    """Two blocks: the prompt that came last pushes out the first one."""
+    asked = [Arrival(0, [1, 2], 1025, 1), Arrival(1, [3, 4], 1025, 1), Arrival(2, [1, 2], 1025, 1)]
+
+    assert workloads.Achievable(1024, 0) == workloads.achievable(asked, 2)
+    assert workloads.Achievable(1024, 1024) == workloads.achievable(asked, 4)
 
 
 def test_sharing() -> None:
