@@ -17,6 +17,7 @@ import uvloop
 from kvrouter.bus.embedded import server_binary
 from kvrouter.core.native import versions
 from scripts.kit.ports import free_ports
+from tests.containers import container_url, docker_answers
 from tests.frontend.fleet import FleetOf, running_fleet
 
 _START_TIMEOUT_S = 10.0
@@ -111,27 +112,13 @@ def nats_url() -> Iterator[str]:
     Tests that share it keep apart by namespace.
     """
     with contextlib.ExitStack() as stack:
-        yield _container_url(stack) if _docker_answers() else _bundled_url(stack)
+        yield container_url(stack) if docker_answers() else _bundled_url(stack)
 
 
 @pytest.fixture
 def fleet_of(nats_url: str) -> FleetOf:
     """Opens fleets on the session's NATS, each in its own namespace."""
     return partial(running_fleet, nats_url)
-
-
-def _docker_answers() -> bool:
-    try:
-        return subprocess.run(["docker", "info"], capture_output=True, timeout=5, check=False).returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-
-
-def _container_url(stack: contextlib.ExitStack) -> str:
-    from testcontainers.community.nats import NatsContainer
-
-    container = stack.enter_context(NatsContainer("nats:2-alpine"))
-    return str(container.nats_uri())
 
 
 def _bundled_url(stack: contextlib.ExitStack) -> str:
