@@ -142,7 +142,7 @@ class TokenChecks:
         self, pool: Pool, check: PoolCheck, prompt: ChatPrompt | TextPrompt, ids: list[int], model: str | None
     ) -> bool:
         """Compare with a random engine of the pool; returns whether its ids are the same."""
-        url = _engine_url(pool, model)
+        url = engine_url(pool, model)
         try:
             if url is None:
                 raise EngineTokenizerError(f"no live worker for {model}")
@@ -200,7 +200,7 @@ class TokenChecks:
                 yield "kvrouter_token_comparisons", "counter", text, own, getattr(check, result)
 
 
-def _engine_url(pool: Pool, model: str | None) -> str | None:
+def engine_url(pool: Pool, model: str | None) -> str | None:
     """A random worker of the pool that serves the model (None: any model); None without a live one."""
     cards = {worker.card.url: worker.card for worker in pool.targets.values()}
     urls = [url for url, card in cards.items() if model is None or model in card.names()]

@@ -19,6 +19,7 @@ from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.wire.ids import PoolId
 from kvrouter.frontend.card_blocks import CardBlocks, CardTokenizers
 from kvrouter.frontend.engine_blocks import EngineBlocks
+from kvrouter.frontend.image_counts import ImageCounts
 from kvrouter.frontend.prompt_blocks import Encoders, LocalBlocks, PromptWays, TextBlocks, Way
 from kvrouter.frontend.settings import TokenOptions
 from kvrouter.frontend.token_checks import TokenChecks
@@ -52,11 +53,13 @@ class Tokens:
     by_engines: EngineBlocks | None
     checks: TokenChecks | None
     engines: EngineTokenizer
+    images: ImageCounts
 
     async def run(self) -> None:
         """Look for better ways, and run the comparisons with engines, if they are on."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.reports.run(), name="ways")
+            tasks.create_task(self.images.run(), name="images")
             if self.checks is not None:
                 tasks.create_task(self.checks.run(), name="comparisons")
 
@@ -134,8 +137,9 @@ async def open_tokens(
         checks = None
         # Without a tokenizer there is nothing to compare: prompts of token ids are the client's.
         has_own = any(each.can_encode_text for each in encoders.all().values())
+        own = _Local(encoders, cards)
         if options.compare and (has_own or root is not None):
-            checks = TokenChecks(replica, _Local(encoders, cards), engines, cards.differs)
+            checks = TokenChecks(replica, own, engines, cards.differs)
         seen = checks.seen if checks else None
         by_engines = EngineBlocks(engines, now)
         local, by_card = LocalBlocks(encoders, seen, hashes), CardBlocks(cards, seen, hashes)
@@ -153,7 +157,8 @@ async def open_tokens(
         blocks = PromptWays(ways[options.way])
         asks = by_engines if by_engines in blocks.ways else None
         reports = WayReports(replica, blocks, asks, cards, is_auto=asks is not None)
-        tokens = Tokens(options.way, encoders, store, hashes, blocks, reports, asks, checks, engines)
+        counts = ImageCounts(replica, own, engines)
+        tokens = Tokens(options.way, encoders, store, hashes, blocks, reports, asks, checks, engines, counts)
         tokens.log_what_is_off()
         yield tokens
 

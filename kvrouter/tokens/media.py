@@ -33,8 +33,9 @@ from kvrouter.tokens.messages import ImagePlaceholder, Message, is_text
 
 Outcome: TypeAlias = Literal[
     "exact",
-    "model",  # the arithmetic of this kind of model is not known here
+    "model",  # the model's configuration here names no token for images
     "engine",  # how the engine names images is not known (not vLLM from 0.32 on, or its model's name is not)
+    "answer",  # an engine is asked how many tokens the image has, or did not say it
     "way",  # the prompt was not tokenized here
     "url",  # the image is not in the request, and its uuid not known
     "format",  # neither base64 of a PNG, JPEG, WebP or GIF
@@ -58,6 +59,10 @@ _MOST_CONFIG_BYTES = 4 << 20
 # What vLLM reads of an image's part; it passes any other field to the template.
 _FIELDS = frozenset({"type", "image_url", "uuid", "detail"})
 
+# Images to ask an engine about, and characters of each one's URL.
+_MOST_WANTED = 8
+_MOST_WANTED_CHARACTERS = 16 << 20
+
 TokensOf: TypeAlias = Callable[[int, int], int]
 """The placeholder tokens of an image of this width and height."""
 
@@ -67,17 +72,16 @@ class VisionModel(Struct, frozen=True):
 
     image_token: int
     placeholder: str
-    """Of one image, in texts for templates that take content as text."""
-    tokens_of: TokensOf
+    """Of one image, in texts for templates that take content as text; empty: not known."""
+    tokens_of: TokensOf | None
+    """None: only an engine knows it."""
 
     @classmethod
     def load(cls, model_path: Path) -> Self | None:
-        """From the configuration in a model directory; None if it is of no known kind."""
+        """From the configuration in a model directory; None if it names no token for images."""
         try:
             config = _read_json(model_path / "config.json")
-            family = _FAMILIES.get(config.get("model_type", ""))
-            if family is None:
-                return None
+            family = _FAMILIES.get(config.get("model_type", ""), _other)
             token, placeholder, tokens_of = family(config, _processor(model_path))
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None  # a model that is only served as text may have any config
@@ -85,10 +89,21 @@ class VisionModel(Struct, frozen=True):
 
 
 class Image(NamedTuple):
-    """An image of a prompt, identified: its 64-bit id in the names of blocks, and its placeholder tokens."""
+    """An image of a prompt: its name in the engine's hashes, and its placeholder tokens.
+
+    0 tokens: an engine was asked, and did not say it.
+    """
 
     identifier: str
     tokens: int
+
+
+class Wanted(NamedTuple):
+    """An image whose number of tokens only an engine knows, and a message to tokenize that has it alone."""
+
+    key: bytes
+    identifier: str
+    message: Message
 
 
 class Placed(NamedTuple):
@@ -110,6 +125,7 @@ class Images:
         self.vision = vision
         self._most = most
         self._known: OrderedDict[bytes, Image] = OrderedDict()
+        self._wanted: dict[bytes, Wanted] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -143,39 +159,62 @@ class Images:
         return Placed(placed, images, outcome)
 
     def _image(self, part: Mapping[str, Any], role: object, engine_model: str) -> Image | Outcome:
-        kind, uuid = part.get("type"), part.get("uuid")
-        if "image_url" not in part or kind not in {"image_url", "input_image", None}:
-            return "kind"
-        if not part.keys() <= _FIELDS:
-            return "options"
-        if role != "user":
-            return "role"
-        given = part["image_url"]
+        given, uuid = part.get("image_url"), part.get("uuid")
         url = given.get("url") if isinstance(given, dict) else given
-        if uuid is None:
-            return self._of_url(url, engine_model)
-        key = xxh3_128_digest(f"uuid {uuid}".encode("utf-8", "surrogatepass"))
-        image = self._of_url(url, engine_model)
-        if isinstance(image, Image):
-            return self._remember(key, Image(str(uuid), image.tokens))
-        # a client may leave out an image that the engine has, or give only its address
-        return self._recall(key) or image
+        if reason := _not_an_image(part, role):
+            return reason
+        if not isinstance(url, str | None) or not isinstance(uuid, str | int | None):
+            return "options"  # the engine decides
+        # with a uuid the engine does not hash the image, so it may be left out, or be at an address
+        name = f"{engine_model} {url}" if uuid is None else f"uuid {uuid}"
+        key = xxh3_128_digest(name.encode("utf-8", "surrogatepass"))
+        image = self._recall(key)
+        if image is None:
+            read = self._read(url, engine_model)
+            if isinstance(read, str) and (uuid is None or url is None):
+                return read
+            identifier, tokens = ("", None) if isinstance(read, str) else read
+            identifier = identifier if uuid is None else str(uuid)
+            if tokens is None:
+                message = {"role": "user", "content": [dict(part)]}
+                self._want(Wanted(key, identifier, message), len(url or ""))
+                return "answer"
+            image = self._remember(key, Image(identifier, tokens))
+        return image if image.tokens else "answer"
 
-    def _of_url(self, url: object, engine_model: str) -> Image | Outcome:
-        if not isinstance(url, str) or url[:5].lower() != "data:":
+    def _read(self, url: str | None, engine_model: str) -> tuple[str, int | None] | Outcome:
+        """Identifier and tokens of the image in a URL."""
+        if url is None or url[:5].lower() != "data:":
             return "url"
-        key = xxh3_128_digest(f"{engine_model} {url}".encode("utf-8", "surrogatepass"))
-        if image := self._recall(key):
-            return image
         data = _data_of(url)
         header = None if data is None else read_header(data)
         if data is None or header is None:
             return "format"
+        identifier, tokens_of = image_identifier(data, header, engine_model), self.vision.tokens_of
         try:
-            tokens = self.vision.tokens_of(header.width, header.height)
+            return identifier, None if tokens_of is None else tokens_of(header.width, header.height)
         except ValueError:
             return "format"  # the engine rejects such a shape
-        return self._remember(key, Image(image_identifier(data, header, engine_model), tokens))
+
+    def wanted(self) -> list[Wanted]:
+        """The images to ask an engine about. Each is returned once, and again when it is seen again."""
+        with self._lock:
+            wanted, self._wanted = self._wanted, {}
+        return [*wanted.values()]
+
+    def learn(self, wanted: Wanted, ids: Sequence[int]) -> None:
+        """Remember the tokens of an image by the engine's ids of its message; without ids, that it has none.
+
+        An image that is not one run of its token (rows with ends, as of Pixtral) is not placed.
+        """
+        places = [place for place, token in enumerate(ids) if token == self.vision.image_token]
+        is_run = bool(places) and places[-1] - places[0] + 1 == len(places)
+        self._remember(wanted.key, Image(wanted.identifier, len(places) if is_run else 0))
+
+    def _want(self, wanted: Wanted, characters: int) -> None:
+        with self._lock:
+            if len(self._wanted) < _MOST_WANTED and characters <= _MOST_WANTED_CHARACTERS:
+                self._wanted[wanted.key] = wanted
 
     def _recall(self, key: bytes) -> Image | None:
         with self._lock:
@@ -190,6 +229,15 @@ class Images:
             if len(self._known) > self._most:
                 self._known.popitem(last=False)
         return image
+
+
+def _not_an_image(part: Mapping[str, Any], role: object) -> Outcome | None:
+    """Why a part of content is not an image that can be placed; None if it may be one."""
+    if "image_url" not in part or part.get("type") not in {"image_url", "input_image", None}:
+        return "kind"
+    if not part.keys() <= _FIELDS:
+        return "options"
+    return "role" if role != "user" else None
 
 
 def _tokens(images: Sequence[Image]) -> int:
@@ -259,7 +307,7 @@ def smart_resize(width: int, height: int, *, factor: int, least: int, most: int)
     return wide, high
 
 
-def _qwen(config: Mapping[str, Any], processor: Mapping[str, Any]) -> tuple[int, str, TokensOf]:
+def _qwen(config: Mapping[str, Any], processor: Mapping[str, Any]) -> _Read:
     """Qwen2-VL and its successors: a token for each square of merged patches."""
     size = processor.get("size") or {}
     least = int(processor.get("min_pixels") or size.get("shortest_edge") or 56 * 56)
@@ -272,21 +320,32 @@ def _qwen(config: Mapping[str, Any], processor: Mapping[str, Any]) -> tuple[int,
         wide, high = smart_resize(width, height, factor=factor, least=least, most=most)
         return (wide // factor) * (high // factor)
 
-    return int(config["image_token_id"]), "<|vision_start|><|image_pad|><|vision_end|>", tokens_of
+    return _token(config), "<|vision_start|><|image_pad|><|vision_end|>", tokens_of
 
 
-def _llava(config: Mapping[str, Any], _: Mapping[str, Any]) -> tuple[int, str, TokensOf]:
+def _llava(config: Mapping[str, Any], _: Mapping[str, Any]) -> _Read:
     """LLaVA 1.5: one size for all images. CLIP has a token for the class, which is left out by default."""
     vision = config["vision_config"]
     patches = (int(vision["image_size"]) // int(vision["patch_size"])) ** 2
     has_class = {"clip_vision_model": 1, "siglip_vision_model": 0}[vision["model_type"]]
     left_out = {"default": 1, "full": 0}[config.get("vision_feature_select_strategy", "default")]
-    token = config.get("image_token_index", config.get("image_token_id"))
     count = patches + has_class - left_out
-    return int(token), "<image>", lambda _width, _height: count
+    return _token(config), "<image>", lambda _width, _height: count
 
 
-_Family: TypeAlias = Callable[[Mapping[str, Any], Mapping[str, Any]], tuple[int, str, TokensOf]]
+def _other(config: Mapping[str, Any], _: Mapping[str, Any]) -> _Read:
+    """Any other model: an engine tells how many tokens an image has."""
+    return _token(config), "", None
+
+
+def _token(config: Mapping[str, Any]) -> int:
+    """Raises KeyError if the model has no images."""
+    return int(config["image_token_id"] if "image_token_id" in config else config["image_token_index"])
+
+
+_Read: TypeAlias = tuple[int, str, TokensOf | None]
+"""Token, placeholder and arithmetic, from config.json and the processor's settings."""
+_Family: TypeAlias = Callable[[Mapping[str, Any], Mapping[str, Any]], _Read]
 _FAMILIES: dict[str, _Family] = {
     "qwen2_vl": _qwen,
     "qwen2_5_vl": _qwen,

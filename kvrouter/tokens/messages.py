@@ -46,7 +46,7 @@ class ImagePlaceholder(Part):
 def as_string(parts: list[Part]) -> str:
     """Content as one string: the images, then the texts, one per line, without the empty ones."""
     images = [part.placeholder for part in parts if isinstance(part, ImagePlaceholder)]
-    return "\n".join([*images, *(part["text"] for part in parts if part.get("text"))])
+    return "\n".join(filter(None, [*images, *(part.get("text") for part in parts)]))
 
 
 def as_parts(parts: list[Part]) -> list[Part]:

@@ -80,7 +80,8 @@ class PromptEncoder:
         """`vision`: how the model's prompts carry images; None: not known."""
         self._tokenizer = tokenizer
         self._template = template
-        self._images = Images(vision) if vision is not None else None
+        self.images = Images(vision) if vision is not None else None
+        """None: the model carries no images."""
 
     @classmethod
     def load(
@@ -183,12 +184,12 @@ class PromptEncoder:
 
     def _encode_media_now(self, tokenizer: Tokenizer, prompt: ChatPrompt, engine_model: str) -> list[Encoded]:
         outcome: Outcome = "model"
-        if self._images is not None:
-            placed = self._images.place(prompt.messages, engine_model)
+        if self.images is not None:
+            placed = self.images.place(prompt.messages, engine_model)
             outcome = "options" if prompt.has_media_options or prompt.kept_tokens else placed.outcome
-        if self._images is not None and placed.images and outcome != "options":
+        if self.images is not None and placed.images and outcome != "options":
             (encoded,) = self._encode_now(tokenizer, replace(prompt, messages=placed.messages), False)
-            expanded = expand(encoded.ids, self._images.vision.image_token, placed.images)
+            expanded = expand(encoded.ids, self.images.vision.image_token, placed.images)
             if expanded is not None:
                 ids, spans = expanded
                 return [Encoded(ids, len(ids), None, spans, outcome)]

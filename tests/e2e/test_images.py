@@ -113,6 +113,33 @@ async def test_conversation(fleet: Fleet) -> None:
     assert all(ours == theirs for record in records for ours, theirs in [record.last_lengths])
 
 
+async def test_engines_tell_the_number_of_tokens(nats_url: str, tmp_path: Path) -> None:
+    """Of another kind of model the first request with an image ends before it; later ones know its tokens."""
+    build_tiny_model(tmp_path / "engine", images=True)
+    build_tiny_model(tmp_path / "here", images=True)
+    config = tmp_path / "here" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text("utf-8")) | {"model_type": "other"}), "utf-8")
+    body = {"messages": [user(shown("large.png"))], "max_tokens": 2}
+    async with running_fleet(
+        nats_url,
+        uuid.uuid4().hex,
+        frontends=1,
+        mockers=1,
+        engine_model=tmp_path / "engine",
+        flags=["--model-path", str(tmp_path / "here")],
+    ) as fleet:
+        tokens = fleet.frontends[0].tokens
+        images = tokens.encoders.default.images
+        assert images is not None
+        first = await asked(fleet, 0, "/v1/chat/completions", **body)
+        await until(lambda: len(images) == 1)
+        second = await asked(fleet, 0, "/v1/chat/completions", **body)
+
+    assert (0, 0) == first[:2]
+    assert second[0] == second[1] > 234
+    assert {"answer": 1, "exact": 1} == dict(tokens.blocks.media)
+
+
 async def test_says_where_overlap_ends(fleet: Fleet) -> None:
     """Before an image that only the engine can fetch; the decision and a metric say so."""
     address = {"type": "image_url", "image_url": {"url": "https://example.com/cat.png"}}

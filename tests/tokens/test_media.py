@@ -68,6 +68,7 @@ def test_equal_to_vllm(image: dict[str, Any], vision: VisionModel) -> None:
     data = base64.b64decode(image["base64"])
     header = read_header(data)
 
+    assert vision.tokens_of is not None
     assert header == ImageHeader(image["width"], image["height"], image["mode"] == "RGB")
     assert image["tokens"] == vision.tokens_of(header.width, header.height)
     assert image["identifier"] == image_identifier(data, header, MODEL)
@@ -122,6 +123,7 @@ def test_tokens_of_qwen(
     vision = VisionModel.load(tmp_path)
 
     assert vision is not None
+    assert vision.tokens_of is not None
     assert tokens == vision.tokens_of(width, height) == vision.tokens_of(height, width)
 
 
@@ -145,6 +147,7 @@ def test_tokens_of_llava(tmp_path: Path, kind: str, strategy: str, tokens: int) 
     vision = VisionModel.load(tmp_path)
 
     assert vision is not None
+    assert vision.tokens_of is not None
     assert (32000, "<image>") == (vision.image_token, vision.placeholder)
     assert tokens == vision.tokens_of(100, 900) == vision.tokens_of(1, 1)
 
@@ -165,7 +168,9 @@ def test_other_models(tmp_path: Path, text: str) -> None:
     [
         ({"type": "image_url", "image_url": {"url": "https://example.com/cat.png"}}, "url"),
         ({"type": "image_url", "image_url": {"url": None}, "uuid": "unknown"}, "url"),
-        ({"type": "image_url", "image_url": 7}, "url"),
+        ({"type": "image_url", "image_url": 7}, "options"),
+        (part("rgb.png", uuid=[[]]), "options"),
+        (part("rgb.png") | {"type": "image_pil"}, "kind"),
         ({"type": "image_url", "image_url": {"url": "data:image/png,abc"}}, "format"),
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,####"}}, "format"),
         ({"type": "image_url", "image_url": {"url": "data:image/bmp;base64,Qk0="}}, "format"),
@@ -204,6 +209,51 @@ def test_uuids(vision: VisionModel) -> None:
     assert [Image("cat", 8)] == with_image.images == images.place([user(alone)], MODEL).images
     address = {"type": "image_url", "image_url": {"url": "https://x/cat.png"}, "uuid": "cat"}
     assert "exact" == images.place([user(address)], MODEL).outcome
+
+
+@pytest.mark.parametrize(
+    ("ids", "outcome"),
+    [([1, 9, 9, 9, 2], "exact"), ([1, 9, 9, 3, 9, 9, 2], "answer"), ([1, 2], "answer"), ([], "answer")],
+    ids=["run", "rows", "none", "refused"],
+)
+def test_engines_answer(ids: list[int], outcome: str) -> None:
+    """An engine's ids tell the number of tokens, if they are one run of the image's token."""
+    images = Images(VisionModel(9, "", None))
+    chat = [user(part("rgb.png"))]
+
+    assert "answer" == images.place(chat, MODEL).outcome
+    (wanted,) = images.wanted()
+    assert [{"role": "user", "content": [part("rgb.png")]}] == [wanted.message]
+    assert [] == images.wanted()
+    images.learn(wanted, ids)
+    placed = images.place(chat, MODEL)
+
+    assert outcome == placed.outcome
+    expected = [Image(IMAGES[0]["identifier"], 3)]
+    assert (expected if outcome == "exact" else []) == placed.images
+    assert [] == images.wanted()  # it was answered
+
+
+def test_an_engine_is_asked_about_a_uuid_at_an_address(vision: VisionModel) -> None:
+    """It can fetch the image, and the name is known; an address alone names nothing."""
+    images = Images(vision)
+    address = {"type": "image_url", "image_url": {"url": "https://x/cat.png"}}
+
+    assert "answer" == images.place([user(address | {"uuid": "cat"})], MODEL).outcome
+    assert "url" == images.place([user(address)], MODEL).outcome
+    (wanted,) = images.wanted()
+    images.learn(wanted, [vision.image_token] * 5)
+    assert [Image("cat", 5)] == images.place([user(address | {"uuid": "cat"})], MODEL).images
+
+
+def test_images_to_ask_about_are_bounded() -> None:
+    """A few at a time, each once."""
+    images = Images(VisionModel(9, "", None))
+    for number in range(100):
+        address = {"type": "image_url", "image_url": {"url": "https://x"}, "uuid": number // 2}
+        images.place([user(address)], MODEL)
+
+    assert list(map(str, range(8))) == [wanted.identifier for wanted in images.wanted()]
 
 
 def test_remembered_images_are_bounded(vision: VisionModel) -> None:
