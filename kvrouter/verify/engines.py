@@ -146,6 +146,18 @@ class EngineHistory:
             )
         )
 
+    def stored_chunks(
+        self,
+        chunk_hashes: Sequence[EngineHash],
+        token_ids: Sequence[int],
+        parent: EngineHash | None,
+        tier: str,
+    ) -> None:
+        size, number = self._block_size, TIERS.index(tier)
+        self._note(
+            self._blocks.stored_chunks(chunk_hashes, token_ids, block_size=size, parent=parent, tier=number)
+        )
+
     def removed(self, engine_hashes: Sequence[EngineHash], tier: str = "device") -> None:
         self._note(self._blocks.removed(engine_hashes, TIERS.index(tier)))
 

@@ -266,7 +266,7 @@ class Agent:
     def _announce_state(self) -> None:
         """Announce whether the worker takes requests, if that has changed."""
         up: State = "draining" if self._duty.is_draining else "up"
-        self._announcer.set_state("down" if self._is_down else up)
+        self._announcer.set_state("down" if self._is_down or self._facts.scrape.is_asleep else up)
 
     async def _come_back(self) -> None:
         """Learn the engine and its history again: it may be another process with another model."""
@@ -321,10 +321,21 @@ class Agent:
 
     def _note_scrape(self, scrape: Scrape) -> None:
         self._loads = scrape.loads
+        was_asleep = self._facts.scrape.is_asleep
         if scrape.started_s != self._facts.scrape.started_s:
             # the engine restarted between two probes; a table with batches of the new process only stays
             self._restart_events([rank for rank in self._ranks if rank.is_older_than(scrape.started_s)])
         self._note(self._facts.with_scrape(scrape))
+        if scrape.is_asleep != was_asleep:
+            self._change_sleep(is_asleep=scrape.is_asleep)
+
+    def _change_sleep(self, *, is_asleep: bool) -> None:
+        """A sleeping engine serves nothing and drops its cache, so after it the cache is empty, too."""
+        log.info("engine.asleep" if is_asleep else "engine.awake", url=self._options.engine_url)
+        # vLLM publishes this clear with its next step only, so until then its history lacks it
+        for rank in self._ranks:
+            rank.publisher.cleared()
+        self._announce_state()
 
     def _note(self, facts: EngineFacts) -> None:
         self._facts = facts

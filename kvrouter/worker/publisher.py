@@ -150,6 +150,23 @@ class KvPublisher:
         if block_size is not None and tier == TIERS[DEVICE]:
             self.event_block_size = max(self.event_block_size, block_size)
 
+    def stored_chunks(
+        self,
+        chunk_hashes: Sequence[EngineHash],
+        token_ids: Sequence[int],
+        parent: EngineHash | None,
+        tier: str,
+    ) -> None:
+        """A tier outside the engine stored chunks of whole blocks under hashes of its own.
+
+        A chunk whose size is not a multiple of the block size is ignored. See EngineBlocks.stored_chunks.
+        """
+        block_size = self.event_block_size or self.block_size
+        ops = self.blocks.stored_chunks(
+            chunk_hashes, token_ids, block_size=block_size, parent=parent, tier=_tier_number(tier)
+        )
+        self._collect(ops)
+
     def removed(self, engine_hashes: Sequence[EngineHash], tier: str = "device") -> None:
         """The engine removed one copy of each of these blocks from a tier."""
         self._collect(self.blocks.removed(engine_hashes, _tier_number(tier)))

@@ -48,6 +48,10 @@ READ_AGAIN_S = 5.0
 MOST_READ_AGAIN_S = 40.0
 # Two, because a running request may hold a block through the first turnover: see above.
 TURNOVERS_UNTIL_MENDED = 2
+CHUNKS = (
+    "chunks of LMCache count where their blocks were on the device when they were stored, without salt or "
+    "adapter: hits that only LMCache has for other prompts are not predicted"
+)
 TABLE_FULL = "the agent's table is full: further blocks are not indexed"
 
 
@@ -104,6 +108,7 @@ class EngineRank:
     def notes(self) -> list[str]:
         """What an operator should know about the rank's events: a bounded number of sentences."""
         notes = [*self._adapter.notes, *(f"events skipped: {reason}" for reason in self.skipped)]
+        notes += [CHUNKS] if self.publisher.blocks.has_chunks else []
         return [*notes, TABLE_FULL] if self.publisher.blocks.rejected_stores else notes
 
     @property

@@ -247,6 +247,44 @@ async def test_engine_down_and_up(scene: Scene) -> None:
     assert Cleared() in listener.live_ops
 
 
+SLEEP = 'vllm:engine_sleep_state{engine="0",sleep_state="awake"} '
+
+
+async def test_sleep(scene: Scene) -> None:
+    """A sleeping engine takes no requests, and its blocks are gone before it says so, asleep and awake."""
+    listener = scene.listener
+    metrics = scene.engine.metrics
+    async with scene.agent():
+        await listener.until_held({A})
+        scene.engine.metrics = f"{metrics}{SLEEP}0.0\n"
+        await listener.beat(lambda beat: beat.state == "down")
+        await listener.until_held(set())
+        scene.engine.metrics = f"{metrics}{SLEEP}1.0\n"
+        await listener.beat(lambda beat: beat.state == "up")
+        await scene.events.send(pack({"type": "AllBlocksCleared"}, store(2)))
+        await listener.until_held(set(sequence_hashes(block_hashes([2, 2], 2))))
+
+
+async def test_asleep_at_the_start(scene: Scene) -> None:
+    """The history of an engine that sleeps is not what it holds."""
+    metrics = scene.engine.metrics
+    scene.engine.metrics = f"{metrics}{SLEEP}0.0\n"
+    async with scene.agent():
+        assert "down" == (await scene.listener.beat(lambda _: True)).state
+        scene.engine.metrics = f"{metrics}{SLEEP}1.0\n"
+        await scene.listener.beat(lambda beat: beat.state == "up")
+        await scene.listener.until_held(set())
+
+
+async def test_late_clear(scene: Scene) -> None:
+    """The clear of /reset_prefix_cache comes with the next step: only that step's blocks are left."""
+    async with scene.agent():
+        await scene.listener.until_held({A})
+        await scene.events.send(pack({"type": "AllBlocksCleared"}, store(2)))
+
+        await scene.listener.until_held(set(sequence_hashes(block_hashes([2, 2], 2))))
+
+
 async def test_engine_restarted_between_probes(scene: Scene) -> None:
     """If the engine's process is younger than the table, its history is read again."""
     async with scene.agent():
@@ -307,13 +345,12 @@ async def test_engine_restarted_between_probes_with_another_block_size(
 
 
 async def test_events_do_not_lower_the_block_size(scene: Scene) -> None:
-    """Another KV group may have smaller blocks; the card keeps the largest size of the engine's life."""
+    """Partial last blocks are smaller; the card keeps the largest size of the engine's life."""
     async with scene.agent():
         await scene.events.send(pack({**store(9), "token_ids": [7] * 8, "block_size": 8}))
         await scene.listener.beat(has_block_size(8))
         await scene.events.send(pack(store(5)))
-        small, large = block_hashes([5, 5], 2), block_hashes([7] * 8, 8)
-        await scene.listener.until_held({A, *sequence_hashes(small), *sequence_hashes(large)})
+        await scene.listener.until_held({A, *sequence_hashes(block_hashes([7] * 8, 8))})
         await scene.engine.scraped(scene.engine.scrapes + 2)
         while not scene.listener.beats.empty():
             scene.listener.beats.get_nowait()

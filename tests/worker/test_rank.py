@@ -11,7 +11,7 @@ import pytest
 
 from kvrouter.worker.blocks.state import RankState
 from kvrouter.worker.publisher import KvPublisher
-from kvrouter.worker.rank import TABLE_FULL, EngineRank
+from kvrouter.worker.rank import CHUNKS, TABLE_FULL, EngineRank
 from kvrouter.worker.zmq.ordering import Action, Apply, Continued, EngineStream, Lost, Restarted, digest_of
 from tests.worker.fakes import FakeBus
 
@@ -378,6 +378,17 @@ def test_full_table_is_noted() -> None:
 
     assert [TABLE_FULL] == scene.rank.notes
     assert 0 == scene.rank.publisher.blocks.widest_tier
+
+
+def test_chunks_are_noted() -> None:
+    """Chunks of another program are noted, with what they cost; copies of the engine's own blocks are not."""
+    scene = Scene()
+    scene.apply(store(1))
+    scene.apply({**store(1), "medium": "CPU"})
+    before = scene.rank.notes
+    scene.apply({**store(7), "medium": "CPU"})
+
+    assert ([], [CHUNKS]) == (before, scene.rank.notes)
 
 
 def test_other_groups_after_a_restart() -> None:

@@ -117,6 +117,8 @@ class EngineBlocks:
         # Stores that were ignored because the table is full.
         self.rejected_stores = 0
         self.ignored_removals = 0
+        # Another program has announced chunks of its own.
+        self.has_chunks = False
         # Blocks withdrawn although one of their stores was not counted: the engine may still have a copy.
         self.doubtful_removals = 0
         # Physical blocks that the engine has removed from the device so far, known here or not.
@@ -179,6 +181,44 @@ class EngineBlocks:
         chain = _Chain(engine_hashes, token_ids, block_size, ids)
         is_counted = not (self.expects_reports and parent is None)
         self._store(chain, parent, block_seed(lora_name, salt), tier, is_counted=is_counted)
+        return self._published.take_ops()
+
+    def stored_chunks(
+        self,
+        chunk_hashes: Sequence[EngineHash],
+        token_ids: Sequence[int],
+        *,
+        block_size: int,
+        parent: EngineHash | None,
+        tier: int,
+    ) -> list[Op]:
+        """Count chunks that a tier outside the engine (LMCache) holds under hashes of its own.
+
+        A chunk is several blocks. Its event has neither salt nor adapter, so it counts only if the device
+        holds its last block under the plain name: then this very prompt has just been computed. Hashes that
+        the engine has announced count as copies of its blocks.
+        """
+        if len(self._known) >= self.max_known_blocks:
+            self.rejected_stores += 1
+            return []
+        if not chunk_hashes or any(chunk in self._known or chunk in self._held for chunk in chunk_hashes):
+            return self._stored_again(chunk_hashes, tier)
+        self.has_chunks = True
+        size = len(token_ids) // len(chunk_hashes)
+        count, rest = divmod(size, block_size)
+        above = None if parent is None else self._known.get(_part(parent, count - 1))
+        if rest or (parent is not None and above is None):
+            return []
+        place, seed = above.sequence if above else None, block_seed(None, None)
+        for index, chunk in enumerate(chunk_hashes):
+            tokens = token_ids[index * size : (index + 1) * size]
+            parts = _Chain([_part(chunk, number) for number in range(count)], tokens, block_size, ())
+            last = parts.names(place, seed)[-1]
+            if last is None or not self._published.is_on_device(last):
+                break
+            if parts.engine_hashes[0] not in self._known:
+                self._name(parts, place, seed, tier, is_counted=True)
+            place = last
         return self._published.take_ops()
 
     def removed(self, engine_hashes: Sequence[EngineHash], tier: int = DEVICE) -> list[Op]:
@@ -317,8 +357,17 @@ class EngineBlocks:
             self._remove_known(engine_hash, known, tier)
         elif held is not None and held.refs[tier]:
             self._remove_held(engine_hash, held, tier)
+        elif _part(engine_hash, 0) in self._known:
+            self._remove_chunk(engine_hash, tier)
         else:
             self.ignored_removals += 1
+
+    def _remove_chunk(self, chunk: EngineHash, tier: int) -> None:
+        count = 0
+        while _part(chunk, count) in self._known:
+            count += 1
+        for number in reversed(range(count)):
+            self._remove(_part(chunk, number), tier)
 
     def _remove_known(self, engine_hash: EngineHash, known: Known, tier: int) -> None:
         refs = _counted(known.refs, tier, -1)
@@ -355,6 +404,11 @@ class EngineBlocks:
 def _known(sequence: int | None, parent: int | None, seed: int | None) -> Known:
     """A block without references. A block without a sequence hash has no seed for the blocks below it."""
     return Known(sequence, parent, None if sequence is None else seed, _NO_REFS)
+
+
+def _part(chunk: EngineHash, number: int) -> bytes:
+    """The engine hash that stands for one block of a chunk. The engine's own have another length."""
+    return (chunk if isinstance(chunk, bytes) else b"%d" % chunk) + b"/%d" % number
 
 
 def _counted(refs: Refs, tier: int, change: int) -> Refs:

@@ -121,6 +121,11 @@ class PublishedBlocks:
         """Distinct blocks published in a tier set."""
         return sum(self._counts[: tier + 1])
 
+    def is_on_device(self, sequence: int) -> bool:
+        """Whether a block is published in the device set."""
+        block = self._blocks.get(sequence)
+        return block is not None and block.published == DEVICE
+
     def digest(self, tier: int) -> int:
         """The sum mod 2^64 of the sequence hashes published in a tier set."""
         return sum(self._sums[: tier + 1]) & _MASK64

@@ -64,6 +64,14 @@ class Sink(Protocol):
         block_size: int | None = None,
     ) -> None: ...
 
+    def stored_chunks(
+        self,
+        chunk_hashes: Sequence[EngineHash],
+        token_ids: Sequence[int],
+        parent: EngineHash | None,
+        tier: str,
+    ) -> None: ...
+
     def removed(self, engine_hashes: Sequence[EngineHash], tier: str = "device") -> None: ...
 
     def cleared(self) -> None: ...

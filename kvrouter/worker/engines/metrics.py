@@ -53,10 +53,16 @@ _LABELS = {
     "sglang:cache_config_info": {"page_size": "block_size", "num_pages": "device_blocks"},
 }
 
+# 1 per state that holds: awake, weights_offloaded (sleep level 1), discard_all (level 2).
+_SLEEP = "vllm:engine_sleep_state"
+
+# vLLM's connector between the halves of a pair, one of which prefills and the other decodes.
+_NIXL = "vllm:nixl_"
+
 # Adapters as labels. The value is a time: of several samples the newest counts.
 _LORAS = "vllm:lora_requests_info"
 
-_WANTED = (*_LOADS, *_GAUGES, *_LABELS, _LORAS)
+_WANTED = (*_LOADS, *_GAUGES, *_LABELS, _LORAS, _SLEEP, _NIXL)
 
 # The largest value of each number that is not an amount. A value out of range counts as not reported.
 _MOST = {"kv_usage": MOST_SHARE, "block_size": MOST_BLOCK_SIZE}
@@ -98,7 +104,8 @@ class RankLoad:
 class Scrape:
     """An engine's metrics at one time. 0 means unknown; `started_s` is its start in seconds since the epoch.
 
-    `has_prefix_caching` is None if the engine does not report it.
+    `has_prefix_caching` is None if the engine does not report it. `is_asleep`: it serves nothing now, and its
+    cache is empty. `is_half`: it has a connector to the other half of a prefill/decode pair.
     """
 
     loads: Mapping[int, RankLoad] = field(default_factory=dict)
@@ -108,6 +115,8 @@ class Scrape:
     started_s: float = 0.0
     has_prefix_caching: bool | None = None
     max_loras: int = 0
+    is_asleep: bool = False
+    is_half: bool = False
 
     def or_else(self, known: Scrape) -> Scrape:
         """The same scrape, with `known` in place of each value that it lacks."""
@@ -162,6 +171,7 @@ class _Reading:
         # By rank. A sample without a rank (None) holds for all ranks.
         self._metrics: defaultdict[int | None, dict[str, float]] = defaultdict(dict)
         self._loras: dict[int | None, Sample] = {}
+        self._is_asleep = self._is_half = False
 
     def take(self, sample: Sample) -> None:
         for name, series in self._extra.items():
@@ -180,6 +190,10 @@ class _Reading:
                 _raise_within(self._values, name, _number(sample.labels.get(label)))
         elif sample.name == _LORAS:
             self._take_loras(sample)
+        elif sample.name == _SLEEP and sample.labels.get("sleep_state") == "awake":
+            self._is_asleep |= sample.value == 0
+        elif sample.name.startswith(_NIXL):
+            self._is_half = True
 
     def _take_loras(self, sample: Sample) -> None:
         rank = _rank_named(sample)
@@ -190,7 +204,8 @@ class _Reading:
     def scrape(self) -> Scrape:
         named = {*self._loads, *self._metrics, *self._loras}
         ranks = sorted(rank for rank in named if rank is not None) or ([0] if named else [])
-        return _scrape({rank: self._load(rank) for rank in ranks}, self._values, self._has_prefix_caching)
+        found = _scrape({rank: self._load(rank) for rank in ranks}, self._values, self._has_prefix_caching)
+        return replace(found, is_asleep=self._is_asleep, is_half=self._is_half)
 
     def _load(self, rank: int) -> RankLoad:
         values, loras = self._loads.get(rank, {}), self._loras.get(rank, self._loras.get(None))

@@ -33,7 +33,7 @@ from kvrouter.core.wire.values import MOST_AMOUNT, Amount, BlockSize, Ranks, Tex
 from kvrouter.worker.engines.adapter import Batch, Reasons, Sink
 from kvrouter.worker.engines.endpoints import endpoint_lacks, read_config
 from kvrouter.worker.engines.facts import EngineFacts
-from kvrouter.worker.engines.http import EngineError, EngineHttp, Models
+from kvrouter.worker.engines.http import EngineError, EngineHttp, Models, half_of_a_pair
 from kvrouter.worker.engines.metrics import Scrape
 from kvrouter.worker.engines.vllm import (
     TIER_OF_MEDIUM,
@@ -82,6 +82,7 @@ class ServerInfo(Struct, frozen=True):
     enable_metrics: bool = False
     enable_cache_report: bool = False
     kv_events_config: str | dict[str, Any] | None = None
+    disaggregation_mode: str | None = None
 
     @property
     def max_batched_tokens(self) -> int:
@@ -107,7 +108,10 @@ async def learn_sglang(engine: EngineHttp, models: Models, options: AgentOptions
     body = await engine.find("server_info") or await engine.find("get_server_info")
     if body is None:
         raise EngineError("the engine has neither /server_info nor /get_server_info, so it is not SGLang")
-    return _facts(read_server_info(body), models, await _scrape(engine), options)
+    info = read_server_info(body)
+    if info.disaggregation_mode in {"prefill", "decode"}:
+        raise EngineError(half_of_a_pair(f"--disaggregation-mode {info.disaggregation_mode}"))
+    return _facts(info, models, await _scrape(engine), options)
 
 
 async def _scrape(engine: EngineHttp) -> Scrape:

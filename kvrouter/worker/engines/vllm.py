@@ -36,7 +36,7 @@ from kvrouter.worker.blocks.engine_blocks import BlockIds
 from kvrouter.worker.engines.adapter import Batch, Reasons, Sink
 from kvrouter.worker.engines.endpoints import endpoint_lacks, read_sources
 from kvrouter.worker.engines.facts import EngineFacts
-from kvrouter.worker.engines.http import EngineError, EngineHttp, Models
+from kvrouter.worker.engines.http import EngineError, EngineHttp, Models, half_of_a_pair
 from kvrouter.worker.engines.metrics import Scrape
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.zmq.sockets import EventEndpoints
@@ -55,6 +55,12 @@ TIER_OF_MEDIUM = {
 }  # fmt: skip
 _FULL_ATTENTION = {None, "full_attention", "mla_attention", "sink_full_attention"}
 _LOCAL = {None, "LOCAL", "local"}
+# LMCache 0.5.6: its server (multiprocess) announces chunks as CPU and removes them; inside vLLM it announces
+# them as cpu and never removes one.
+NO_REMOVALS = (
+    "medium cpu: LMCache inside vLLM announces no removals, so hits that only it has are not predicted; "
+    "its server does (LMCacheMPConnector)"
+)
 # Notes and reasons travel on the worker's card, and quote texts of the engine: all three are limited.
 _MAX_KINDS = 8
 _MAX_WORD = 32
@@ -228,6 +234,8 @@ class VllmAdapter:
         self.skipped = Reasons()
         self.group: int | None = None
         self._other_kinds: set[str] = set()
+        # By KV group: the largest block on the device in this life of the engine.
+        self._sizes: dict[int | None, int] = {}
 
     @property
     def notes(self) -> list[str]:
@@ -243,6 +251,7 @@ class VllmAdapter:
         # another life of the engine may have other KV groups
         self.group = None
         self._other_kinds.clear()
+        self._sizes.clear()
 
     def decode(self, payload: bytes) -> Batch[Event]:
         return decode_batch(payload)
@@ -267,8 +276,26 @@ class VllmAdapter:
             self.skipped.note(f"group of {word(event.kv_cache_spec_kind)}")
         elif not _is_whole(event):
             self.skipped.note("BlockStored whose tokens or extra keys do not fit its hashes")
+        elif event.token_ids and tier != "device" and event.extra_keys is None:
+            self._store_chunks(event, tier, sink)
         else:
-            _store(event, tier, sink)
+            _store(event, tier, sink, is_part=tier == "device" and self._is_part(event))
+
+    def _is_part(self, event: BlockStored) -> bool:
+        """Whether the blocks are smaller than others of their group: the filled part of a last block.
+
+        Hybrid engines with Mamba layers announce these. No prompt is hashed in their size.
+        """
+        known = self._sizes.get(event.group_idx, 0)
+        self._sizes[event.group_idx] = max(known, event.block_size)
+        return event.block_size < known
+
+    def _store_chunks(self, event: BlockStored, tier: str, sink: Sink) -> None:
+        """Blocks of an offload tier whose event may lack their salt, so that its tokens do not name them."""
+        if event.medium == "cpu":
+            self.skipped.note(NO_REMOVALS)
+            return
+        sink.stored_chunks(event.block_hashes, event.token_ids, event.parent_block_hash, tier)
 
     def _removed(self, event: BlockRemoved, sink: Sink) -> None:
         tier = self._tier(event)
@@ -304,20 +331,17 @@ class VllmAdapter:
         return is_followed
 
 
-def _store(event: BlockStored, tier: str, sink: Sink) -> None:
-    # An event of an offload tier without extra keys may lack its salt, so its tokens do not name the blocks:
-    # only hashes that are known already count.
-    can_name = bool(event.token_ids) and (tier == "device" or event.extra_keys is not None)
+def _store(event: BlockStored, tier: str, sink: Sink, *, is_part: bool) -> None:
     salt, ids = read_extra_keys(event)
     sink.stored(
         event.block_hashes,
-        event.token_ids if can_name else (),
+        event.token_ids,
         event.parent_block_hash,
         event.lora_name,
         salt,
         tier,
-        ids=ids,
-        block_size=event.block_size if can_name else None,
+        ids=[None] * len(event.block_hashes) if is_part else ids,
+        block_size=event.block_size if event.token_ids else None,
     )
 
 
@@ -382,6 +406,8 @@ CACHED_TOKENS_UNKNOWN = (
 async def learn_vllm(engine: EngineHttp, models: Models, options: AgentOptions) -> EngineFacts:
     """Ask /metrics, /version and /kv_event_sources. Raises EngineError."""
     scrape = await _scrape(engine, options)
+    if scrape.is_half:
+        raise EngineError(half_of_a_pair("NixlConnector: vllm:nixl_… in /metrics"))
     sources = await engine.find("kv_event_sources")
     kind = "mocker" if models.owner == "mocker" else "vllm"
     host = urlsplit(options.engine_url).hostname or ""

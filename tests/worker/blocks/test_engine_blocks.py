@@ -329,3 +329,70 @@ def test_long_chain() -> None:
     assert MAX_FRAME_HASHES == len(unpack_hashes(first.hashes))
     assert unpack_hashes(first.hashes)[-1] == second.parent
     assert ClosedSets().apply(table.state_ops() + table.check_ops()).tiers == ClosedSets().apply(ops).tiers
+
+
+class Chunks:
+    """A table with six plain blocks on the device, to which chunks of two blocks are added."""
+
+    def __init__(self, salt: str | None = None) -> None:
+        self.table = EngineBlocks()
+        self.reader = ClosedSets()
+        self.apply(self.table.stored(range(6), TOKENS, block_size=SIZE, salt=salt))
+
+    def apply(self, ops: list[Op]) -> list[set[int]]:
+        self.reader.apply(ops).apply(self.table.check_ops())
+        self.table.check()
+        return self.reader.tiers
+
+    def store(
+        self, *chunks: bytes | int, start: int = 0, parent: bytes | int | None = None
+    ) -> list[set[int]]:
+        """Store chunks of the tokens from block `start` on."""
+        tokens = TOKENS[start * SIZE : (start + 2 * len(chunks)) * SIZE]
+        return self.apply(self.table.stored_chunks(chunks, tokens, block_size=SIZE, parent=parent, tier=HOST))
+
+    def evict(self) -> list[set[int]]:
+        return self.apply(self.table.removed([5, 4, 3, 2, 1, 0]))
+
+
+@pytest.mark.parametrize("chunks", [(b"x" * 32, b"y" * 32, b"z" * 32), (-(2**63), 7, 8)])
+def test_chunks(chunks: tuple[bytes | int, ...]) -> None:
+    """Chunks stay in their tier after the device has evicted their blocks; a removal takes a whole chunk."""
+    case = Chunks()
+    case.store(*chunks[:2])
+    case.store(chunks[2], start=4, parent=chunks[1])
+
+    assert [set(), set(NAMES[:6])] == case.evict()[:2]
+    assert set(NAMES[:4]) == case.apply(case.table.removed([chunks[2]], HOST))[1]
+    assert set() == case.apply(case.table.removed([chunks[0]], HOST))[1]
+    assert 1 < case.table.device_removals
+
+
+def test_chunk_stored_twice() -> None:
+    """The same chunk counts once: it is removed once."""
+    case = Chunks()
+    case.store(7)
+    case.store(7)
+    case.evict()
+
+    assert set() == case.apply(case.table.removed([7], HOST))[1]
+
+
+def test_chunks_without_a_proof() -> None:
+    """A chunk counts only if the plain prompt is on the device: its event lacks salt and adapter."""
+    salted, evicted, orphan, odd = Chunks("s"), Chunks(), Chunks(), Chunks()
+    evicted.evict()
+    odd.apply(odd.table.stored_chunks([7], TOKENS[:3], block_size=SIZE, parent=None, tier=HOST))
+    salted.store(7)
+    evicted.store(7)
+    orphan.store(8, start=2, parent=7)
+
+    assert [set()] * 4 == [case.evict()[1] for case in (salted, evicted, orphan, odd)]
+
+
+def test_chunks_by_the_hashes_of_the_engine() -> None:
+    """VLLM's own offload tier uses the engine's hashes: a copy of a block, with or without tokens."""
+    case = Chunks()
+    case.store(0, 1)
+
+    assert [set(), set(NAMES[:2])] == case.evict()[:2]

@@ -293,6 +293,27 @@ async def test_sglang_nonsense(sglang: Recorded, answer: bytes) -> None:
         await sglang.learn()
 
 
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+async def test_half_of_a_pair_of_sglang(sglang: Recorded, mode: str) -> None:
+    """An engine that only prefills or decodes is refused with the reason; the mode `null` is a whole one."""
+    sglang.change("/server_info", disaggregation_mode="null")
+    await sglang.learn()
+    sglang.change("/server_info", disaggregation_mode=mode)
+
+    with pytest.raises(
+        EngineError, match=f"prefill/decode pair .--disaggregation-mode {mode}.*start it without"
+    ):
+        await sglang.learn()
+
+
+async def test_half_of_a_pair_of_vllm(vllm: Recorded) -> None:
+    """A connector to another engine in the metrics is a reason to refuse, too."""
+    vllm.answers["/metrics"] += b'vllm:nixl_num_failed_transfers_total{engine="0"} 0.0\n'
+
+    with pytest.raises(EngineError, match=r"prefill/decode pair .NixlConnector"):
+        await vllm.learn()
+
+
 async def test_sglang_health(sglang: Recorded) -> None:
     """SGLang is not probed at /health, which would generate a token each time."""
     async with EngineHttp.open(sglang.url) as engine:

@@ -45,6 +45,18 @@ def test_host_blocks() -> None:
     assert (50, 8) == (scrape.host_blocks, scrape.device_blocks)
 
 
+@pytest.mark.parametrize(("awake", "is_asleep"), [("1.0", False), ("0.0", True)])
+def test_sleep(awake: str, is_asleep: bool) -> None:
+    """One sleeping rank is enough: vLLM sends all of them to sleep."""
+    states = [("0", "awake", "1.0"), ("1", "awake", awake), ("1", "discard_all", "0.0")]
+    text = "".join(
+        f'vllm:engine_sleep_state{{engine="{engine}",sleep_state="{state}"}} {value}\n'
+        for engine, state, value in states
+    )
+
+    assert is_asleep is read_metrics(text).is_asleep
+
+
 def test_nothing() -> None:
     """The metrics of another program give no values."""
     assert Scrape() == read_metrics("go_goroutines 7\n")

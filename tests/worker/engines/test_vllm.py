@@ -14,7 +14,13 @@ from kvrouter.core.wire.hashes import multimodal_id
 from kvrouter.errors import MalformedFrameError
 from kvrouter.worker.blocks.engine_blocks import BlockIds, EngineHash
 from kvrouter.worker.engines.adapter import MAX_REASONS, Batch
-from kvrouter.worker.engines.vllm import BlockStored, VllmAdapter, decode_batch, read_extra_keys
+from kvrouter.worker.engines.vllm import (
+    NO_REMOVALS,
+    BlockStored,
+    VllmAdapter,
+    decode_batch,
+    read_extra_keys,
+)
 
 STORED = {
     "type": "BlockStored",
@@ -50,6 +56,16 @@ class Ledger:
     ) -> None:
         """Write down what was stored."""
         self.calls.append(("stored", [*engine_hashes], parent, lora_name, salt, tier, [*ids], block_size))
+
+    def stored_chunks(
+        self,
+        chunk_hashes: Sequence[EngineHash],
+        token_ids: Sequence[int],
+        parent: EngineHash | None,
+        tier: str,
+    ) -> None:
+        """Write down what another program stored."""
+        self.calls.append(("chunks", [*chunk_hashes], [*token_ids], parent, tier))
 
     def removed(self, engine_hashes: Sequence[EngineHash], tier: str = "device") -> None:
         self.calls.append(("removed", [*engine_hashes], tier))
@@ -164,13 +180,31 @@ def test_offloaded_blocks() -> None:
 
 
 def test_offloaded_blocks_without_extra_keys() -> None:
-    """Off the device an event may lack the salt: it names no block, but counts known ones."""
+    """Off the device an event may lack the salt: its tokens do not name blocks without a further proof."""
     host = {**STORED, "medium": "CPU"}
 
-    assert [("stored", [7, 8], None, None, None, "host", [], None)] == passed_on(host)[0]
+    assert [("chunks", [7, 8], [1, 2, 3, 4], None, "host")] == passed_on(host)[0]
     assert [("stored", [7, 8], None, None, "s", "host", [[], []], 2)] == passed_on(
         {**host, "extra_keys": [["s"], None]}
     )[0]
+
+
+def test_chunks_that_are_never_removed() -> None:
+    """LMCache inside vLLM announces no removals: its chunks are not counted, and the reason states why."""
+    assert ([], {NO_REMOVALS: 1}) == passed_on({**STORED, "medium": "cpu"})
+
+
+def test_filled_part_of_a_last_block() -> None:
+    """A block smaller than others of its group has no name, in one life of the engine."""
+    small = {**STORED, "block_hashes": [9], "token_ids": [1], "block_size": 1}
+    other = {**small, "group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+    ledger, adapter = Ledger(), VllmAdapter()
+
+    adapter.publish(adapter.decode(pack(STORED, small, STORED, other)), ledger)
+    adapter.forget()
+    adapter.publish(adapter.decode(pack(small)), ledger)
+
+    assert [[], [None], [], [], []] == [call[6] for call in ledger.calls]
 
 
 @pytest.mark.parametrize("locality", ["LOCAL", "local", None])
