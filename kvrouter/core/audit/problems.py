@@ -30,6 +30,13 @@ _TEMPLATE = (
 # APIs whose requests engines convert to chats, and what they are called.
 _CONVERTED = {"messages": "/v1/messages", "responses": "/v1/responses"}
 _CONVERSION = "the engine converts them to chats in another way than vLLM 0.32, as this frontend does it"
+# Of a card's notes, in the text of a problem.
+_MOST_NOTES = 3
+_RULE = (
+    "reports always {blocks} less than predicted: the engine computes that much again by a rule of its own "
+    "(speculative decoding with EAGLE or MTP drops the last cached block). Its events are right, so nothing "
+    "needs a restart; every prediction for it is {blocks} too high"
+)
 _TOKENIZER = (
     "the tokenizer differs: --model-path must be the directory of the very model that the engine serves"
 )
@@ -154,6 +161,8 @@ def _of_events(
         )
     elif has_events and (bad := _unmatched(record)):
         yield _unmatched_problem(pool, worker, *bad, compared)
+    elif has_events and record.inexact.is_raised and (blocks := _always_short(pool, record)):
+        yield Problem("rule", _RULE.format(blocks=_blocks(blocks)))
     elif record.uncached.is_raised:
         yield Problem(
             "uncached", f"reports 0 cached tokens where blocks were predicted: {_why_uncached(has_events)}"
@@ -162,9 +171,39 @@ def _of_events(
         yield Problem(
             "inexact",
             f"reports other cached tokens than predicted in {record.inexact.bad} of the last "
-            f"{record.inexact.total} requests (last {theirs}, predicted {ours}): its events are incomplete "
-            "or come too late; look at the lag in /workers and at the log of its agent, and restart it",
+            f"{record.inexact.total} requests (last {theirs}, predicted {ours}): "
+            f"{_why_inexact(worker, record)}",
         )
+
+
+def _always_short(pool: Pool, record: WorkerRecord) -> int:
+    """By how many blocks every prediction was too high, if that is one number; else 0."""
+    first, *others = record.misses
+    is_one_number = first > 0 and all(miss == first for miss in others) and first % pool.block_size == 0
+    return first // pool.block_size if is_one_number and record.last_cached[0] else 0
+
+
+def _blocks(count: int) -> str:
+    return "1 block" if count == 1 else f"{count} blocks"
+
+
+def _why_inexact(worker: Worker, record: WorkerRecord) -> str:
+    if worker.card.notes:
+        return f"its notes say what is not predicted exactly ({'; '.join(worker.card.notes[:_MOST_NOTES])})"
+    if all(miss <= 0 for miss in record.misses):
+        return (
+            "it has blocks that its events do not name in time. Look at the lag in /workers; without one, a "
+            "tier outside the engine that publishes no events is the likely cause"
+        )
+    if all(miss >= 0 for miss in record.misses):
+        return (
+            "it does not use blocks that its events name. If its log shows no lost history, a rule of the "
+            "engine is the likely cause (sliding windows, speculative decoding); otherwise restart its agent"
+        )
+    return (
+        "its events are incomplete or come too late; look at the lag in /workers and at the log of its "
+        "agent, and restart it"
+    )
 
 
 def _why_uncached(has_events: bool) -> str:

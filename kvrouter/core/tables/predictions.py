@@ -153,6 +153,8 @@ class WorkerRecord:
     uneven: Alarm = field(default_factory=_nearly_always)
     # the prediction differs from what the engine had
     inexact: Alarm = field(default_factory=_nearly_always)
+    # by how many tokens each of the last predictions was too high; below 0 too low
+    misses: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW))
     # (engine's, frontend's) prompt tokens, and (engine's, predicted) cached tokens, when they last differed
     last_lengths: tuple[int, int] = (0, 0)
     last_cached: tuple[int, int] = (0, 0)
@@ -279,6 +281,7 @@ def _note_cached(record: WorkerRecord, prediction: Prediction, cached_tokens: in
     has_more = prediction.is_estimate and error < 0
     if not has_more:
         record.inexact.note(error != 0)
+        record.misses.append(error)
     if prediction.blocks >= (SURE_BLOCKS if prediction.is_estimate else 1):
         record.uncached.note(not cached_tokens)
     if cached_tokens:

@@ -113,8 +113,31 @@ CASES: dict[str, tuple[list[Story], str, str]] = {
     "salt alone": ([events(False, SALTED)], "hashes", "tokenizer differs.*or its events do not carry"),
     "adapter": ([events(False, ADAPTED), events(True)], "hashes", "LoRA adapters otherwise"),
     "never there": ([answers(Usage(100, 0), 4)], "uncached", "--enable-prefix-caching"),
-    "late": ([answers(Usage(100, 64), 0), events(True)], "inexact", r"last 64, predicted 0.*too late"),
-    "off by one": ([answers(Usage(100, 48), 4)], "inexact", r"16 of the last 16.*last 48, predicted 64"),
+    "late": (
+        [answers(Usage(100, 64), 0), events(True)],
+        "inexact",
+        "last 64, predicted 0.*do not name in time",
+    ),
+    "off by one": (
+        [answers(Usage(100, 48), 4)],
+        "rule",
+        "always 1 block less.*EAGLE.*nothing needs a restart",
+    ),
+    "off by two": (
+        [answers(Usage(100, 48), 5, LEAST), answers(Usage(100, 32), 4, LEAST)],
+        "rule",
+        "2 blocks",
+    ),
+    "too high": (
+        [answers(Usage(100, 48), 4, LEAST), answers(Usage(100, 16), 4, LEAST)],
+        "inexact",
+        r"16 of the last 16.*last 16, predicted 64.*rule of the engine .*sliding windows",
+    ),
+    "too high and too low": (
+        [answers(Usage(100, 48), 4, LEAST), answers(Usage(100, 64), 3, LEAST), events(True)],
+        "inexact",
+        "incomplete or come too late.*restart",
+    ),
 }
 
 
@@ -126,6 +149,61 @@ def test_problem(pool: Pool, case: str) -> None:
 
     assert kind == problem.kind
     assert re.search(pattern, problem.text), problem.text
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_remedy(pool: Pool, case: str) -> None:
+    """When the remedy has been applied, right answers and events end the problem."""
+    stories, _, _ = CASES[case]
+    kinds = [TEXT, CHAT, TOKENS, SALTED, ADAPTED]
+    remedied = [
+        story for kind in kinds for story in (answers(Usage(100, 64), 4, kind=kind), events(True, kind))
+    ]
+
+    assert [] == found(pool, *stories, *remedied)
+
+
+def test_notes_explain() -> None:
+    """What the card says is not predicted exactly is the first thing to look at."""
+    pool = new_pool(card(notes=("pages are pairs",)))
+    pool.index.store(T1, chain_from(1, 10))
+    stories = answers(Usage(100, 48), 4, LEAST), answers(Usage(100, 16), 4, LEAST)
+
+    (problem,) = found(pool, *stories)
+
+    assert problem.text.endswith("its notes say what is not predicted exactly (pages are pairs)")
+
+
+def test_one_block_that_is_never_cached(pool: Pool) -> None:
+    """One block less of one block is no cache at all, as far as anything shows."""
+    assert ["uncached"] == [problem.kind for problem in found(pool, answers(Usage(100, 0), 1))]
+
+
+CARDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "block_size": ({"block_size": 32}, {"block_size": 16}),
+    "no_events": ({"publishes_events": False}, {"publishes_events": True}),
+}
+
+
+@pytest.mark.parametrize("kind", CARDS)
+def test_remedy_on_the_card(kind: str) -> None:
+    """A problem that the card shows ends with the card that the remedy makes."""
+    wrong, right = CARDS[kind]
+    pool = new_pool(card("w1", **wrong, started_at_us=2), card("w2", started_at_us=1))
+    before = found(pool)
+    pool.update(W1, worker_beat(card("w1", **right, started_at_us=3), incarnation=200))
+
+    assert ([kind], []) == ([problem.kind for problem in before], found(pool))
+
+
+def test_remedies_of_bounds_and_names() -> None:
+    """A larger index holds all blocks; another name reaches its own pool."""
+    pool = new_pool(card(), index_bounds=IndexBounds(max_blocks=20))
+    pool.index.store(T1, chain_from(1, 10))
+
+    assert [] == found(pool)
+    assert {} == name_conflicts([pool_of("a", "llama", "sql"), pool_of("b", "qwen", "sql-2")])
+    assert [] == found(new_pool(card(prefix_caching=True), use_kv_events=False))
 
 
 EQUAL = TokenComparison(frozenset({"chat", "text"}))
