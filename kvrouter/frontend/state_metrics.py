@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -249,9 +250,9 @@ class MeasuredIndex(BlockIndex):
         super().__init__(bounds, placement_secret)
         self._observe = observe
 
-    def depths(self, hashes: Hashes) -> dict[Target | Wider, int]:
+    def depths(self, hashes: Hashes, most: int = sys.maxsize) -> dict[Target | Wider, int]:
         began = time.perf_counter()
-        found = super().depths(hashes)
+        found = super().depths(hashes, most)
         self._observe(time.perf_counter() - began)
         return found
 

@@ -161,6 +161,14 @@ class EngineHistory:
     def removed(self, engine_hashes: Sequence[EngineHash], tier: str = "device") -> None:
         self._note(self._blocks.removed(engine_hashes, TIERS.index(tier)))
 
+    def group_stored(
+        self, group: int, needed: int, engine_hashes: Sequence[EngineHash], *, is_root: bool
+    ) -> None:
+        self._note(self._blocks.group_stored(group, needed, engine_hashes, is_root=is_root))
+
+    def group_removed(self, group: int, engine_hashes: Sequence[EngineHash]) -> None:
+        self._note(self._blocks.group_removed(group, engine_hashes))
+
     def cleared(self) -> None:
         self._note(self._blocks.cleared())
 

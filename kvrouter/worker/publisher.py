@@ -19,9 +19,11 @@ from kvrouter.core.wire.ops import (
     DEVICE,
     MAX_FRAME_HASHES,
     TIERS,
+    NotResumable,
     Op,
     Removed,
     ReplayRequest,
+    Resumable,
     Stored,
     decode_request,
 )
@@ -171,6 +173,20 @@ class KvPublisher:
         """The engine removed one copy of each of these blocks from a tier."""
         self._collect(self.blocks.removed(engine_hashes, _tier_number(tier)))
 
+    def group_stored(
+        self, group: int, needed: int, engine_hashes: Sequence[EngineHash], *, is_root: bool
+    ) -> None:
+        """The engine stored blocks in a KV group besides the one whose blocks `stored` names.
+
+        The engine resumes a prompt only where the group has the last `needed` blocks before (0: all of them).
+        `is_root`: the first block begins a prompt.
+        """
+        self._collect(self.blocks.group_stored(group, needed, engine_hashes, is_root=is_root))
+
+    def group_removed(self, group: int, engine_hashes: Sequence[EngineHash]) -> None:
+        """The engine removed one copy of each of these blocks from such a group."""
+        self._collect(self.blocks.group_removed(group, engine_hashes))
+
     def cleared(self) -> None:
         """The engine removed all blocks from all tiers."""
         self._collect(self.blocks.cleared())
@@ -299,7 +315,7 @@ def _frames_of(ops: Sequence[Op]) -> list[list[Op]]:
     frames: list[list[Op]] = []
     left = 0
     for op in ops:
-        count = len(op.hashes) // 8 if isinstance(op, Stored | Removed) else 0
+        count = len(op.hashes) // 8 if isinstance(op, Stored | Removed | Resumable | NotResumable) else 0
         if not frames or count > left:
             frames.append([])
             left = MAX_FRAME_HASHES

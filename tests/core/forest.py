@@ -46,10 +46,11 @@ class Forest:
 
 
 class NaiveIndex:
-    """Per target a list of plain sets: device, device ∪ host, device ∪ host ∪ disk."""
+    """Per target a list of plain sets: device, device ∪ host, device ∪ host ∪ disk; and its resume points."""
 
     def __init__(self) -> None:
         self.sets: dict[Target, list[set[int]]] = {}
+        self.resumable: dict[Target, set[int]] = {}
 
     def store(self, target: Target, hashes: Iterable[int], tier: str) -> None:
         """Add to that set and all wider ones."""
@@ -66,10 +67,17 @@ class NaiveIndex:
     def clear(self, target: Target) -> None:
         for held in self.sets.get(target, []):
             held.clear()
+        self.resumable.pop(target, None)
 
-    def overlap_by_tier(self, chain: Sequence[int]) -> dict[Target, list[int]]:
-        """Walk along the chain, for every set of every target."""
+    def drop(self, target: Target) -> None:
+        self.sets.pop(target, None)
+        self.resumable.pop(target, None)
+
+    def overlap_by_tier(self, chain: Sequence[int], most: int) -> dict[Target, list[int]]:
+        """Walk along the chain, for every set of every target, and back to a resume point."""
         depths = {target: [walk(chain, held) for held in sets] for target, sets in self.sets.items()}
+        for target, points in self.resumable.items():
+            depths[target][0] = walk_back(chain, min(most, depths[target][0]), points)
         return {target: found for target, found in depths.items() if any(found)}
 
     def digest(self, target: Target, tier: str) -> tuple[int, int]:
@@ -91,6 +99,13 @@ def walk(chain: Sequence[int], held: set[int]) -> int:
         if hash_ not in held:
             return depth
     return len(chain)
+
+
+def walk_back(chain: Sequence[int], depth: int, points: set[int]) -> int:
+    """The greatest depth, from this one on, behind whose last hash a resume point is."""
+    while depth and chain[depth - 1] not in points:
+        depth -= 1
+    return depth
 
 
 def digest_of(held: Iterable[int]) -> tuple[int, int]:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvrouter.core.wire.hashes import unpack_hashes
-from kvrouter.core.wire.ops import TIERS, Check, Cleared, Op, Removed, Stored
+from kvrouter.core.wire.ops import (
+    TIERS,
+    Check,
+    CheckResumable,
+    Cleared,
+    NotResumable,
+    Op,
+    Removed,
+    Resumable,
+    Stored,
+)
 
 _MASK64 = (1 << 64) - 1
 
@@ -13,12 +23,14 @@ _MASK64 = (1 << 64) - 1
 class ClosedSets:
     """The nested tier sets of one rank. `apply` fails as soon as one of them has a hole.
 
-    Like the router's index it has only the device set, until an op names a wider tier.
+    Like the router's index it has only the device set, until an op names a wider tier; and resume points only
+    from the first op on that states some.
     """
 
     def __init__(self) -> None:
         self._sets: list[set[int]] = [set()]
         self.parents: dict[int, int | None] = {}
+        self.points: set[int] | None = None
 
     @property
     def tiers(self) -> list[set[int]]:
@@ -35,6 +47,15 @@ class ClosedSets:
                     self._remove(op)
                 case Cleared():
                     self._sets = [set() for _ in self._sets]
+                    self.points = None
+                case Resumable():
+                    self.points = {*unpack_hashes(op.hashes)}.union(self.points or ())
+                case NotResumable():
+                    assert self.points is not None, "resume points that were never stated"
+                    self.points -= {*unpack_hashes(op.hashes)}
+                case CheckResumable():
+                    assert self.points is not None, "a digest of resume points that were never stated"
+                    assert (op.count, op.digest) == (len(self.points), sum(self.points) & _MASK64)
                 case Check():
                     assert op.tier < len(self._sets), "a digest of a set that is not known"
                     held = self._sets[op.tier]
@@ -42,6 +63,13 @@ class ClosedSets:
                 case _:
                     raise AssertionError(f"{op} in a KV feed")
         return self
+
+    def overlap(self, chain: Sequence[int]) -> int:
+        """How many leading blocks of the chain the engine can reuse from its device."""
+        depth = next((n for n, one in enumerate(chain) if one not in self._sets[0]), len(chain))
+        while depth and self.points is not None and chain[depth - 1] not in self.points:
+            depth -= 1
+        return depth
 
     def _store(self, op: Stored) -> None:
         parent = op.parent

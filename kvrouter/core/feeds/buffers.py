@@ -12,8 +12,10 @@ from kvrouter.core.wire.ops import (
     AddRequest,
     ApproxEntry,
     Decoded,
+    NotResumable,
     Op,
     Removed,
+    Resumable,
     SentText,
     SnapshotChunk,
     Stored,
@@ -155,10 +157,13 @@ class Loading:
 def _parts(op: Op) -> Iterator[Op]:
     """The op in parts that load in much less than 1 ms. A booking stays whole: half of one means nothing."""
     size = OP_HASHES * 8
-    if not isinstance(op, Stored) or len(op.hashes) <= size:
+    if not isinstance(op, Stored | Resumable) or len(op.hashes) <= size:
         yield op
         return
     for start in range(0, len(op.hashes), size):
+        if isinstance(op, Resumable):
+            yield Resumable(op.hashes[start : start + size])
+            continue
         # the parent of a later part is the last hash of the part before it, so it need not be checked again
         parent = None if start else op.parent
         yield Stored(op.tier, parent, op.hashes[start : start + size])
@@ -167,7 +172,7 @@ def _parts(op: Op) -> Iterator[Op]:
 def cost(op: Op) -> int:
     """What loading an op costs, in hashes stored."""
     match op:
-        case Stored() | Removed() | ApproxEntry():
+        case Stored() | Removed() | Resumable() | NotResumable() | ApproxEntry():
             return 1 + len(op.hashes) // 8
         case SentText():
             return BOOKED_HASH_COST + len(op.text) // _CHARS_PER_HASH

@@ -39,6 +39,7 @@ from kvrouter.core.feeds.trust import (
 from kvrouter.core.wire.ops import (
     VERSION,
     Check,
+    CheckResumable,
     Decoded,
     PartialChunk,
     ReplayFrames,
@@ -289,7 +290,7 @@ class FeedReader:
             self._meet_malformed(decoded.seq, now)
             return
         for op in decoded.ops:
-            if isinstance(op, Check):
+            if isinstance(op, Check | CheckResumable):
                 self._compare(op, now)
             elif trouble := self._sink.apply(op, now):
                 self.counters.contradictions += 1
@@ -314,7 +315,7 @@ class FeedReader:
         if self.state is FeedState.LIVE:
             self._recover(now)
 
-    def _compare(self, check: Check, now: float) -> None:
+    def _compare(self, check: Check | CheckResumable, now: float) -> None:
         if self._sink.agrees(check):
             self._doubts.clear()
             self.flag = ""

@@ -17,14 +17,17 @@ from kvrouter.core.wire.ops import (
     ApproxEntry,
     Bind,
     Check,
+    CheckResumable,
     Cleared,
     FirstByte,
     Free,
     MarkPrefillCompleted,
+    NotResumable,
     Op,
     PrefillSpeed,
     Progress,
     Removed,
+    Resumable,
     SentText,
     Stored,
 )
@@ -41,7 +44,7 @@ class FeedSink(Protocol):
         """Apply a live op. Returns why it contradicts the copy; empty if it does not."""
         ...
 
-    def agrees(self, check: Check) -> bool:
+    def agrees(self, check: Check | CheckResumable) -> bool:
         """Whether the source's count and digest equal the copy's."""
         ...
 
@@ -101,6 +104,10 @@ class KvSink:
                 return self._store(op)
             case Removed():
                 self._index.remove(self._target, op.hashes, TIERS[op.tier])
+            case Resumable():
+                return self._resume(op)
+            case NotResumable():
+                self._index.stop_resuming(self._target, op.hashes)
             case Cleared():
                 self._index.clear(self._target)
         return ""
@@ -114,8 +121,17 @@ class KvSink:
         self._index.store(self._target, op.hashes, tier, op.parent)
         return self._excess(self._index.blocks(self._target))
 
-    def agrees(self, check: Check) -> bool:
+    def _resume(self, op: Resumable) -> str:
+        count, _ = self._index.resumable_digest(self._target) or (0, 0)
+        if excess := self._excess(count):
+            return excess
+        self._index.resume(self._target, op.hashes)
+        return self._excess(count + len(op.hashes) // 8)
+
+    def agrees(self, check: Check | CheckResumable) -> bool:
         # the index, not the sink: only it knows which blocks it has refused
+        if isinstance(check, CheckResumable):
+            return self._index.agrees_on_resumable(self._target, check.count, check.digest)
         return self._index.agrees(self._target, TIERS[check.tier], check.count, check.digest)
 
     def has_room_again(self) -> bool:
@@ -130,7 +146,12 @@ class KvSink:
         self._fresh = self._index.begin_load(self._tier_sets, self._target)
 
     def load(self, op: Op, now: float) -> str:
-        if not isinstance(op, Stored) or self._fresh is None:
+        if self._fresh is None:
+            return ""
+        if isinstance(op, Resumable):
+            self._index.load_resumable(self._fresh, op.hashes)
+            return self._excess(self._fresh.resumable.count if self._fresh.resumable else 0)
+        if not isinstance(op, Stored):
             return ""
         tier = TIERS[op.tier]
         if op.parent is not None and not self._index.loaded_holds(self._fresh, op.parent, tier):
@@ -220,8 +241,10 @@ class SyncSink:
                 self._sessions.receive(op.session, target, now, op.ttl_ms / 1000, self._router_id)
         return ""
 
-    def agrees(self, check: Check) -> bool:
-        return (check.count, check.digest) == self._active.digest(self._router_id)
+    def agrees(self, check: Check | CheckResumable) -> bool:
+        return isinstance(check, Check) and (check.count, check.digest) == self._active.digest(
+            self._router_id
+        )
 
     def has_room_again(self) -> bool:
         return False  # bookings are never refused

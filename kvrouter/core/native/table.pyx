@@ -15,6 +15,9 @@ from libc.string cimport memcmp, memcpy, memset
 
 import array
 
+cdef extern from "Python.h":
+    Py_ssize_t PY_SSIZE_T_MAX
+
 cdef extern from *:
     """
     #include <stdlib.h>
@@ -76,6 +79,10 @@ cdef class FlatTable:
     cdef list labels
     cdef uint64_t *visible
     cdef uint64_t *alive
+    cdef uint64_t *waiting
+    cdef uint32_t *limits  # slot → its limit plus 1, and the reverse; 0 for none
+    cdef uint32_t *limited
+    cdef uint32_t limit_count
     cdef uint32_t width
     cdef Turn adding, discarding
 
@@ -88,6 +95,9 @@ cdef class FlatTable:
     def __dealloc__(self):
         free(self.visible)
         free(self.alive)
+        free(self.waiting)
+        free(self.limits)
+        free(self.limited)
 
     def __len__(self):
         return self.rows.count
@@ -109,6 +119,20 @@ cdef class FlatTable:
             self.visible[slot >> 6] &= ~bit
         else:
             self.visible[slot >> 6] |= bit
+
+    def limit(self, uint32_t slot, limit):
+        """Look-ups go up from the end of `slot` to a hash that the slot `limit` holds; None: no limit."""
+        cdef uint32_t number
+        self.widen(slot)
+        if self.limits[slot]:
+            self.limited[self.limits[slot] - 1] = 0
+            self.limits[slot] = 0
+            self.limit_count -= 1
+        if limit is not None:
+            number = limit
+            self.widen(number)
+            self.limits[slot], self.limited[number] = number + 1, slot + 1
+            self.limit_count += 1
 
     def add(self, uint32_t slot, hashes):
         cdef const uint64_t *data
@@ -159,8 +183,8 @@ cdef class FlatTable:
         cdef uint32_t number = self.rows.find(hash_)
         return number != 0 and self.sets.has(number, slot)
 
-    def depths(self, hashes):
-        """Find each depth at which a slot's set ends: gallop, then bisect."""
+    def depths(self, hashes, Py_ssize_t most=PY_SSIZE_T_MAX):
+        """Find each depth at which a slot's set ends: gallop, then bisect. Then limited slots go up from there."""
         cdef Chain chain
         cdef uint32_t low_set, high_set, last_set, number, alive, i
         cdef Py_ssize_t low = 0, high, middle, step
@@ -207,13 +231,72 @@ cdef class FlatTable:
                 i = self.end(&ended[ends], high, high_set)  # at least one of them does not hold the hash at `high`
                 alive, ends = alive - i, ends + i
                 low, low_set = high, high_set
+            if self.limit_count:
+                self.go_up(&chain, ended, ends, most)
             for i in range(ends):  # only now: an owner's __hash__ may run any code and change the table
+                if not ended[i].depth:
+                    continue
                 if not i or ended[i].depth != ended[i - 1].depth:
                     depth = ended[i].depth
                 found[<object> PyList_GET_ITEM(self.labels, ended[i].slot)] = depth
         finally:
             free(ended)
         return found
+
+    cdef int go_up(self, Chain *chain, Ended *ended, Py_ssize_t ends, Py_ssize_t most) except -1:
+        """Set the depth of each limited slot to where its limit holds the hash; 0: nowhere.
+
+        All go up together, so that a row is looked at once. `ended` is in the order of the depths.
+        """
+        cdef Py_ssize_t left = ends - 1, depth = 0, i
+        cdef uint32_t count = 0, number, limit
+        cdef uint32_t *places = <uint32_t *> taken(malloc(64 * self.width * sizeof(uint32_t)))
+        memset(self.waiting, 0, self.width * 8)
+        try:
+            while count or left >= 0:
+                if not count:
+                    depth = min(ended[left].depth, most)
+                while left >= 0 and min(ended[left].depth, most) >= depth:
+                    limit = self.limits[ended[left].slot]
+                    if limit:
+                        self.waiting[limit - 1 >> 6] |= <uint64_t> 1 << (limit - 1 & 63)
+                        places[limit - 1] = <uint32_t> left
+                        ended[left].depth = 0
+                        count += 1
+                    left -= 1
+                if not count:
+                    continue
+                if depth <= 0:
+                    break
+                if depth > 4:  # the next rows' latencies overlap
+                    self.rows.fetch(nth(chain, depth - 5))
+                number = self.rows.find(nth(chain, depth - 1))
+                if number:
+                    count -= self.settle(ended, places, number, depth)
+                depth -= 1
+        finally:
+            free(places)
+        return 0
+
+    cdef uint32_t settle(self, Ended *ended, const uint32_t *places, uint32_t number, Py_ssize_t depth) noexcept:
+        """Record `depth` for the waiting limits that are in this set; returns how many."""
+        cdef HolderSet *one = self.sets.at(number)
+        cdef uint64_t held
+        cdef uint32_t i, limit, count = 0
+        for i in range(one.words):
+            held = self.waiting[i] & (<uint64_t *> one.members)[i]
+            self.waiting[i] ^= held
+            while held:
+                ended[places[(i << 6) + ctz(held)]].depth = depth
+                held &= held - 1
+                count += 1
+        for i in range(0 if one.words else one.count):
+            limit = (<uint32_t *> one.members)[i]
+            if self.waiting[limit >> 6] >> (limit & 63) & 1:
+                self.waiting[limit >> 6] ^= <uint64_t> 1 << (limit & 63)
+                ended[places[limit]].depth = depth
+                count += 1
+        return count
 
     def copy_slot(self, uint32_t source, uint32_t copy):
         self.widen(source)
@@ -266,6 +349,10 @@ cdef class FlatTable:
 
     def check(self):
         """Raise if an invariant is broken. Tests call this after every step."""
+        limits = {slot: self.limits[slot] - 1 for slot in range(64 * self.width) if self.limits[slot]}
+        limited = {slot: self.limited[slot] - 1 for slot in range(64 * self.width) if self.limited[slot]}
+        if {limit: slot for slot, limit in limits.items()} != limited or len(limits) != self.limit_count:
+            raise AssertionError(f"two slots have the same limit: {limits}")
         self.sets.check(self.rows.check())
 
     cdef int widen(self, uint32_t slot) except -1:
@@ -275,6 +362,9 @@ cdef class FlatTable:
             words += words >> 2
             self.visible = longer(self.visible, self.width, words)
             self.alive = longer(self.alive, self.width, words)
+            self.waiting = longer(self.waiting, self.width, words)
+            self.limits = <uint32_t *> longer(<uint64_t *> self.limits, 32 * self.width, 32 * words)
+            self.limited = <uint32_t *> longer(<uint64_t *> self.limited, 32 * self.width, 32 * words)
             self.sets.grow_width(words)
             self.width = words
         return 0

@@ -369,7 +369,7 @@ def form_candidates(
             none, none, none, none, none, charged, blocks, requests, heads, context, began, roster.beats(),
         )  # fmt: skip
         return Candidates(roster, columns, {}, block_size)
-    found = [_find(prompt, index, active) for prompt in request.prompts]
+    found = [_find(prompt, index, active, block_size) for prompt in request.prompts]
     count = len(roster.targets)
     own_blocks = _all_blocks(request, block_size) if count else 0
     columns = _Columns(
@@ -388,9 +388,11 @@ def form_candidates(
     return Candidates(roster, columns, found[0][1], block_size)
 
 
-def _find(prompt: Prompt, index: BlockIndex, active: BookingTable) -> Found:
+def _find(prompt: Prompt, index: BlockIndex, active: BookingTable, block_size: int) -> Found:
     look_up = index.overlap_by_tier if index.has_wider_tiers else index.overlap
-    return prompt, look_up(prompt.hashes), active.depths(prompt.hashes)
+    # an engine always computes the last token, so it looks for a place to resume above it
+    most = max(0, prompt.isl - 1) // block_size
+    return prompt, look_up(prompt.hashes, most), active.depths(prompt.hashes)
 
 
 def _reused(in_flight: dict[Target, int], roster: Roster, block_size: int) -> dict[Target, int]:

@@ -5,6 +5,10 @@
 
 Overlap is exact because publishers keep every tier set prefix-closed after every single hash.
 
+An engine with several KV groups may hold a block and yet be unable to resume behind it. Its agent publishes
+the blocks behind which it can (docs/concepts/depth.md); this set is not prefix-closed. It limits the slot of
+the device, so the overlap is the deepest resume point among the blocks held.
+
 With bounds, a chain is refused from the first block without room, never in the middle, so a truncated target
 undercounts and is exact in what it counts. Refused blocks are not remembered, since memory is what the bound
 limits. So a truncated target's digest differs from its source's for a good reason, until it is equal again.
@@ -13,13 +17,14 @@ The first refused block of each chain is kept, up to 64 of them, to notice when 
 With `--index-full lru` blocks are stored first, and then those that were not used for longest are evicted,
 from all their holders, which are truncated like targets whose blocks were refused.
 
-Invariants: a slot belongs to one target and tier set; a tier set's count and digest are those of the hashes
-in its slot; every wider set contains the narrower ones; `_widest` has the slot of the widest set of each
-holding, including one that is being loaded.
+Invariants: a slot belongs to one target and tier set, or is the limit of one device; a tier set's count and
+digest are those of the hashes in its slot; every wider set contains the narrower ones; `_widest` has the slot
+of the widest set of each holding, including one that is being loaded.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, cast
@@ -74,6 +79,8 @@ class Holding:
     """What one target holds: a tier set for the device and for each wider tier that it has."""
 
     sets: list[SlotSet] = field(default_factory=list)
+    # the blocks behind which the engine can resume; None: behind each block on the device
+    resumable: SlotSet | None = None
     # the target that this is loaded for: its present holding must not count as another holder of a block
     replaces: Target | None = None
     # blocks were refused, and the digest has not been equal to the source's since
@@ -120,6 +127,7 @@ class BlockIndex:
         self._next_pruned = SHARDS
         # What is being loaded, by its narrowest slot: no label names it.
         self._loading: dict[int, Holding] = {}
+        self._limited: set[Target] = set()  # targets with resume points
         # A short way for nearly all targets: those with only a device, in an index without bounds.
         self._plain: dict[Target, SlotSet] = {}
 
@@ -165,37 +173,58 @@ class BlockIndex:
         self.counters.removed_blocks += before - holding.sets[-1].count
         for hash_ in hashes_of(hashes) if holding.refused else ():
             holding.refused.pop(hash_, None)
-        if self._lru is not None:
-            for hash_ in hashes_of(hashes):
-                if not self._is_held(hash_):
-                    self._lru.forget(hash_)
+        self._forget_unheld(hashes)
 
     def clear(self, target: Target) -> None:
         """The target has emptied its cache."""
         holding = self._holdings.get(target)
-        if holding is not None and (holding.is_truncated or any(one.count for one in holding.sets)):
+        if holding is not None and (
+            holding.is_truncated or holding.resumable or any(one.count for one in holding.sets)
+        ):
             self.counters.removed_blocks += holding.sets[-1].count
             # into fresh slots: `sweep` empties the old ones in slices, here it would be one long call
             self.finish_load(target, self.begin_load(len(holding.sets)))
+
+    def resume(self, target: Target, hashes: Hashes) -> None:
+        """The target can resume behind these blocks, and from now on only behind blocks named so."""
+        holding = self._holdings.get(target)
+        if holding is None:
+            holding = self.begin_load()
+            self.finish_load(target, holding)
+        is_new = holding.resumable is None
+        self.load_resumable(holding, hashes)
+        if is_new:
+            self._own(target, holding)
+
+    def stop_resuming(self, target: Target, hashes: Hashes) -> None:
+        """The target can no longer resume behind these blocks; unknown ones are ignored."""
+        holding = self._holdings.get(target)
+        if holding is not None and holding.resumable is not None:
+            holding.resumable.discard(hashes)
+            self._forget_unheld(hashes)
 
     def drop(self, target: Target) -> None:
         """Forget the target; `sweep` empties its slots in steps."""
         holding = self._holdings.pop(target, None)
         self._plain.pop(target, None)
+        self._limited.discard(target)
         if holding is not None:
             self._retire(holding)
 
-    def overlap(self, hashes: Hashes) -> dict[Target, int]:
-        """Leading blocks that each target holds on its device without a gap. Targets with none are absent."""
-        found = self.depths(hashes)
+    def overlap(self, hashes: Hashes, most: int = sys.maxsize) -> dict[Target, int]:
+        """Leading blocks that each target can reuse from its device. Targets with none are absent.
+
+        `most`: how many the engine would reuse at most. Only targets with resume points depend on it.
+        """
+        found = self.depths(hashes, most)
         if self._wider_slots:
             return {owner: depth for owner, depth in found.items() if isinstance(owner, Target)}
         return cast("dict[Target, int]", found)
 
-    def overlap_by_tier(self, hashes: Hashes) -> dict[Target, list[int]]:
+    def overlap_by_tier(self, hashes: Hashes, most: int = sys.maxsize) -> dict[Target, list[int]]:
         """The same per tier set, narrowest first: `{target: [device, device∪host, …]}`."""
         found: dict[Target, list[int]] = {}
-        for owner, depth in self.depths(hashes).items():
+        for owner, depth in self.depths(hashes, most).items():
             target, tier = (owner, 0) if isinstance(owner, Target) else owner
             depths = found.get(target)
             if depths is None:
@@ -203,10 +232,10 @@ class BlockIndex:
             depths[tier] = depth
         return found
 
-    def depths(self, hashes: Hashes) -> dict[Target | Wider, int]:
-        """How deep each tier set holds the chain: a device's by its Target, a wider one's by its Wider."""
+    def depths(self, hashes: Hashes, most: int = sys.maxsize) -> dict[Target | Wider, int]:
+        """How deep each tier set can be reused: a device's by its Target, a wider one's by its Wider."""
         self.counters.lookups += 1
-        found = self._table.depths(hashes)
+        found = self._table.depths(hashes, most)
         if self._lru is not None and found:
             self._lru.use(hashes_of(hashes)[max(found.values()) - 1])
         return found
@@ -231,6 +260,18 @@ class BlockIndex:
         if holding is None or tier_number >= len(holding.sets):
             return 0, 0
         return holding.sets[tier_number].count, holding.sets[tier_number].digest
+
+    def resumable_digest(self, target: Target) -> tuple[int, int] | None:
+        """Count and digest of the target's resume points; None if it resumes behind each block."""
+        holding = self._holdings.get(target)
+        if holding is None or holding.resumable is None:
+            return None
+        return holding.resumable.count, holding.resumable.digest
+
+    def agrees_on_resumable(self, target: Target, count: int, digest: int) -> bool:
+        """Whether the resume points equal the source's. With bounds there may be fewer, but not more."""
+        held = self.resumable_digest(target)
+        return held is not None and (held == (count, digest) or (self._is_bounded and held[0] <= count))
 
     def agrees(self, target: Target, tier: str, count: int, digest: int) -> bool:
         """Whether a tier set equals its source's. A truncated one may have fewer blocks, but not more."""
@@ -292,7 +333,8 @@ class BlockIndex:
 
     def begin_load(self, tier_sets: int = 1, replaces: Target | None = None) -> Holding:
         """Fresh, empty sets that no look-up sees yet. `replaces`: the target that they are for."""
-        holding = Holding([self._table.slot_set(self._slots.take()) for _ in range(tier_sets)], replaces)
+        sets = [self._table.slot_set(self._slots.take()) for _ in range(tier_sets)]
+        holding = Holding(sets, replaces=replaces)
         self._widest |= 1 << holding.sets[-1].slot
         self._loading[holding.sets[0].slot] = holding
         return holding
@@ -309,6 +351,15 @@ class BlockIndex:
             stored = hashes_of(hashes)
             self._lru.store(stored, parent)
             self._evict(self._lru, len(stored))
+
+    def load_resumable(self, holding: Holding, hashes: Hashes) -> None:
+        """Add resume points to a holding. With bounds only those whose blocks it holds: they take no row."""
+        if holding.resumable is None:
+            holding.resumable = self._table.slot_set(self._slots.take())
+        if self._is_bounded:
+            slot = holding.sets[0].slot
+            hashes = [hash_ for hash_ in hashes_of(hashes) if self._table.holds(slot, hash_)]
+        holding.resumable.add(hashes)
 
     def refuse(self, holding: Holding, blocks: int) -> None:
         """Count blocks below a refused one: without their parent they must not be stored."""
@@ -360,6 +411,9 @@ class BlockIndex:
         widest = [holding.sets[-1].slot for holding in self._holdings.values()]
         if not set(widest) <= set(bits(self._widest)):
             raise AssertionError(f"slots {widest} of the widest sets, noted are {bits(self._widest)}")
+        limits = {target: one.resumable for target, one in self._holdings.items() if one.resumable}
+        if limits.keys() != self._limited or any(limit.slot in self._owners for limit in limits.values()):
+            raise AssertionError("a limit has an owner, or targets with limits are not noted")
         if self._wider_slots != sum(isinstance(owner, Wider) for owner in self._owners.values()):
             raise AssertionError(f"{self._wider_slots} slots of wider sets are noted")
         plain = {target: one.sets[0] for target, one in self._holdings.items() if len(one.sets) == 1}
@@ -384,13 +438,24 @@ class BlockIndex:
             self._wider_slots += tier > 0 and tier_set.slot not in self._owners
             self._owners[tier_set.slot] = owner
             self._table.label(tier_set.slot, owner)
+        if holding.resumable is not None:
+            self._table.limit(holding.sets[0].slot, holding.resumable.slot)
+            self._limited.add(target)
 
     def _retire(self, holding: Holding) -> None:
         self._widest &= ~(1 << holding.sets[-1].slot)
         for tier_set in holding.sets:
             self._wider_slots -= isinstance(self._owners.pop(tier_set.slot, None), Wider)
             self._slots.retire(tier_set.slot)
+        if holding.resumable is not None:
+            self._table.limit(holding.sets[0].slot, None)
+            self._slots.retire(holding.resumable.slot)
         self._next_pruned = 0  # blocks that only these slots hold are gone once they are swept
+
+    def _forget_unheld(self, hashes: Hashes) -> None:
+        for hash_ in hashes_of(hashes) if self._lru is not None else ():
+            if self._lru is not None and not self._is_held(hash_):
+                self._lru.forget(hash_)
 
     def _is_held(self, hash_: int) -> bool:
         """Whether the table has a row of the block."""
@@ -405,10 +470,13 @@ class BlockIndex:
             if len(self._table) <= self.bounds.max_blocks or (hash_ := lru.oldest()) is None:
                 return
             owners = self._table.depths([hash_])
-            targets = {one if isinstance(one, Target) else one.target for one in owners}
+            # look-ups are silent about a target with resume points that cannot resume behind this block
+            targets = self._limited | {one if isinstance(one, Target) else one.target for one in owners}
             for holding in (*map(self._holdings.__getitem__, targets), *self._loading.values()):
                 if sum(tier_set.discard((hash_,)) for tier_set in holding.sets):
                     holding.refuse(hash_)
+                if holding.resumable is not None:
+                    holding.resumable.discard((hash_,))
             lru.forget(hash_)
             self.counters.evicted_blocks += 1
 

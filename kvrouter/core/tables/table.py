@@ -10,7 +10,10 @@ that growing, and sweeping a dead slot, are small steps.
 This file is the specification; native/table.pyx is the same in C, with the same few calls, each for a whole
 event or request. Hashes come as array("Q"), packed little-endian u64, or any sequence of numbers.
 
-Invariant: no row has an empty mask.
+A slot may have a limit: another slot, without an owner, whose set need not be prefix-closed. The depth of the
+limited slot is then that of the deepest hash, among those above its end, that its limit holds.
+
+Invariants: no row has an empty mask; no two slots have the same limit.
 """
 
 from __future__ import annotations
@@ -51,6 +54,9 @@ class FlatTable:
         self._shards: list[dict[int, int]] = [{} for _ in range(_SHARDS)]
         self._labels: list[Any] = []
         self._visible = 0
+        self._limits: dict[int, int] = {}  # slot → its limit
+        self._limited: dict[int, int] = {}  # the same from the other side
+        self._limited_mask = 0
         # Masks used last. A mask of 1,000 slots takes 160 bytes, so rows with equal masks share one object.
         self._masks: dict[int, int] = {}
 
@@ -71,6 +77,14 @@ class FlatTable:
         self._labels.extend([None] * (slot + 1 - len(self._labels)))
         self._labels[slot] = owner
         self._visible = self._visible & ~(1 << slot) if owner is None else self._visible | 1 << slot
+
+    def limit(self, slot: int, limit: int | None) -> None:
+        """Look-ups go up from the end of `slot` to a hash that the slot `limit` holds; None: no limit."""
+        self._limited.pop(self._limits.pop(slot, -1), None)
+        self._limited_mask &= ~(1 << slot)
+        if limit is not None:
+            self._limits[slot], self._limited[limit] = limit, slot
+            self._limited_mask |= 1 << slot
 
     def add(self, slot: int, hashes: Hashes) -> tuple[int, int]:
         """Let `slot` hold the hashes; returns how many were new to it, and their sum mod 2^64."""
@@ -136,13 +150,15 @@ class FlatTable:
         """Whether `slot` holds the hash."""
         return bool(self._shards[hash_ & _SHARD_MASK].get(hash_, 0) >> slot & 1)
 
-    def depths(self, hashes: Hashes) -> dict[Any, int]:
+    def depths(self, hashes: Hashes, most: int = sys.maxsize) -> dict[Any, int]:
         """How deep each owner's slot holds the chain; owners of depth 0 are absent.
 
-        Exact if every slot's set is prefix-closed. The next depth at which a slot's set ends is found by
-        galloping from the one before, and then by bisection.
+        Exact if the set of each slot with an owner is prefix-closed. The next depth at which a set ends is
+        found by galloping from the one before, and then by bisection. `most`: limited slots go up from this
+        depth if they end deeper.
         """
         found: dict[Any, int] = {}
+        ended: list[tuple[int, int]] = []  # depths, and the limited slots that end there
         listed = hashes  # a list is not converted: few of its hashes are looked at
         if type(hashes) is not list or not (hashes and isinstance(hashes[0], int)):
             listed = hashes_of(hashes)
@@ -157,7 +173,7 @@ class FlatTable:
         while alive:
             survivors = deepest & alive
             if survivors == alive:
-                self._end(found, alive, count)
+                self._end(found, ended, alive, count)
                 break
             high = count - 1  # not all of `alive` hold listed[high]
             step = (high - low) // (4 * alive.bit_count()) or 1  # the more there are, the sooner one ends
@@ -176,14 +192,42 @@ class FlatTable:
                     low = middle
                 else:
                     high, survivors = middle, held
-            self._end(found, alive ^ survivors, high)
+            self._end(found, ended, alive ^ survivors, high)
             alive, low = survivors, high
+        if ended:
+            self._go_up(found, listed, ended, most)
         return found
 
-    def _end(self, found: dict[Any, int], slots: int, depth: int) -> None:
+    def _end(self, found: dict[Any, int], ended: list[tuple[int, int]], slots: int, depth: int) -> None:
         labels = self._labels
+        if slots & self._limited_mask:
+            ended.append((depth, slots & self._limited_mask))
+            slots &= ~self._limited_mask
         for slot in bits(slots):
             found[labels[slot]] = depth
+
+    def _go_up(
+        self, found: dict[Any, int], listed: Sequence[int], ended: list[tuple[int, int]], most: int
+    ) -> None:
+        """Let every limited slot go up from its end, until its limit holds the hash there.
+
+        All together, so that a row is looked at once. `ended` is in the order of the depths.
+        """
+        shards, labels, limits, limited = self._shards, self._labels, self._limits, self._limited
+        waiting = depth = 0  # limits of the slots that have ended at this depth or below it
+        while ended or waiting:
+            if ended and not waiting:
+                depth = min(ended[-1][0], most)
+            while ended and min(ended[-1][0], most) >= depth:
+                waiting |= sum(1 << limits[slot] for slot in bits(ended.pop()[1]))
+            if depth <= 0:
+                return
+            hash_ = listed[depth - 1]
+            held = shards[hash_ & _SHARD_MASK].get(hash_, 0) & waiting
+            for limit in bits(held):
+                found[labels[limited[limit]]] = depth
+            waiting ^= held
+            depth -= 1
 
     def copy_slot(self, source: int, copy: int) -> None:
         """Let `copy`, which is empty, hold exactly what `source` holds. Walks the whole table."""
@@ -210,6 +254,8 @@ class FlatTable:
 
     def check(self) -> None:
         """Raise if the invariant is broken. Tests call this after every step."""
+        if {limit: slot for slot, limit in self._limits.items()} != self._limited:
+            raise AssertionError(f"two slots have the same limit: {self._limits}")
         for number, shard in enumerate(self._shards):
             for hash_, mask in shard.items():
                 if mask <= 0 or hash_ & _SHARD_MASK != number:

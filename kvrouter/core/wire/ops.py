@@ -70,6 +70,29 @@ class Check(Struct, frozen=True, array_like=True, tag=4):
     tier: Tier = DEVICE
 
 
+class Resumable(Struct, frozen=True, array_like=True, tag=5):
+    """The engine can resume behind these blocks: all its KV groups hold what it needs there.
+
+    From a rank's first such op on (it may name no block) the rank resumes only behind blocks named so.
+    Cleared ends that.
+    """
+
+    hashes: bytes
+
+
+class NotResumable(Struct, frozen=True, array_like=True, tag=6):
+    """The engine can no longer resume behind these blocks."""
+
+    hashes: bytes
+
+
+class CheckResumable(Struct, frozen=True, array_like=True, tag=7):
+    """The source's count and digest of the blocks behind which its engine can resume."""
+
+    count: Amount
+    digest: U64
+
+
 class AddRequest(Struct, frozen=True, array_like=True, tag=16):
     """A booking begins: its blocks are active on the target, and `prefill_tokens` are charged there."""
 
@@ -158,6 +181,9 @@ Op: TypeAlias = (
     | Removed
     | Cleared
     | Check
+    | Resumable
+    | NotResumable
+    | CheckResumable
     | AddRequest
     | MarkPrefillCompleted
     | Free
@@ -244,8 +270,8 @@ _decode_raw_ops = msgspec.msgpack.Decoder(list[Raw]).decode
 _decode_code = msgspec.msgpack.Decoder(list[object]).decode
 _decode_request = msgspec.msgpack.Decoder(ReplayRequest).decode
 _decode_answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-_KNOWN_CODES = frozenset({1, 2, 3, 4, 16, 17, 18, 19, 20, 21, 22, 23, 24})  # the tags of Op
-_WITH_HASHES = (Stored, Removed, AddRequest, ApproxEntry)
+_KNOWN_CODES = frozenset({1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23, 24})  # the tags of Op
+_WITH_HASHES = (Stored, Removed, Resumable, NotResumable, AddRequest, ApproxEntry)
 # What msgspec raises for malformed bytes: besides its own error, for deep nesting and for text not in UTF-8.
 UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 

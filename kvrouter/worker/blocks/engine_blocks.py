@@ -4,6 +4,8 @@
         │
         └──held──> tokens, engine hash of the parent      named as soon as the parent is known
 
+    engine hash in another KV group ──> ResumePoints ──> ops
+
 An engine hash is opaque. An engine stores and removes the same hash once per physical block, so references
 are counted. Several engine hashes may have one sequence hash (a LoRA that was loaded again from another
 path). Only the event of a root block has the seed (salt and LoRA name), which holds for all blocks below it.
@@ -12,7 +14,9 @@ After lost history, requests may ask the engine for reports (`kv_cache_report_mo
 request that hits blocks from the root on, it announces these blocks again, in an event that looks like a real
 store. With `expects_reports` a store at the root therefore adds no reference to a block that already has one,
 so the references here never exceed the engine's. (Read in vLLM 0.32, `emit_cached_block_events`. Blocks that
-it really stores below a known block come in a separate event, with a parent, which always counts.)
+it really stores below a known block come in a separate event, with a parent, which always counts.) Of another
+group it announces every block from the root on, also those that the group no longer holds: only the last
+ones, which the request needed, count.
 
 Invariants: every known or held engine hash has at least one reference; no hash is both; a held block's parent
 is not known; a block without a seed has no sequence hash, nor has any block below it (its extra keys are not
@@ -22,7 +26,7 @@ understood, so it is never published).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from msgspec import Struct
@@ -32,8 +36,10 @@ from kvrouter.core.wire.hashes import block_seed, seeded_block_hashes, sequence_
 from kvrouter.core.wire.ids import SequenceHash
 from kvrouter.core.wire.ops import DEVICE, HOST, Op
 from kvrouter.worker.blocks.published import PublishedBlocks
+from kvrouter.worker.blocks.resume_points import GroupImage, ResumePoints
 
 EngineHash: TypeAlias = int | bytes
+
 # The 64-bit multimodal ids of one block; None if its extra keys are not understood.
 BlockIds: TypeAlias = Sequence[int] | None
 # References per tier.
@@ -73,6 +79,7 @@ class BlocksImage:
 
     known: dict[EngineHash, Known]
     held: dict[EngineHash, Held]
+    groups: dict[int, GroupImage] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +136,8 @@ class EngineBlocks:
         self._held: dict[EngineHash, Held] = {}
         self._waiting: dict[EngineHash, set[EngineHash]] = {}
         self._uncounted: set[EngineHash] = set()
+        self._resume_points = ResumePoints(self._known)
+        self._has_groups = False  # besides the published one; a short way for most engines
 
     @property
     def widest_tier(self) -> int:
@@ -146,11 +155,11 @@ class EngineBlocks:
 
     def state_ops(self) -> list[Op]:
         """Ops that build the published state from nothing; at most 4,096 hashes each."""
-        return self._published.state_ops()
+        return [*self._published.state_ops(), *self._resume_points.state_ops()]
 
     def check_ops(self) -> list[Op]:
-        """One Check per tier set that exists."""
-        return self._published.check_ops()
+        """One Check per tier set that exists, and one of the resume points if there are other groups."""
+        return [*self._published.check_ops(), *self._resume_points.check_ops()]
 
     def stored(
         self,
@@ -181,7 +190,7 @@ class EngineBlocks:
         chain = _Chain(engine_hashes, token_ids, block_size, ids)
         is_counted = not (self.expects_reports and parent is None)
         self._store(chain, parent, block_seed(lora_name, salt), tier, is_counted=is_counted)
-        return self._published.take_ops()
+        return self._take_ops()
 
     def stored_chunks(
         self,
@@ -227,7 +236,26 @@ class EngineBlocks:
             self.device_removals += len(engine_hashes)
         for engine_hash in engine_hashes:
             self._remove(engine_hash, tier)
-        return self._published.take_ops()
+        return self._take_ops()
+
+    def group_stored(
+        self, group: int, needed: int, engine_hashes: Sequence[EngineHash], *, is_root: bool
+    ) -> list[Op]:
+        """Count one reference to each block of another KV group; `needed` as in ResumePoints."""
+        if self._resume_points.stored_hashes >= self.max_known_blocks:
+            self.rejected_stores += 1
+            return []
+        may_be_report = self.expects_reports and is_root
+        if may_be_report and needed:
+            engine_hashes = engine_hashes[-needed:]
+        self._has_groups = True
+        self._resume_points.stored(group, needed, engine_hashes, again=may_be_report)
+        return self._resume_points.take_ops()
+
+    def group_removed(self, group: int, engine_hashes: Sequence[EngineHash]) -> list[Op]:
+        """Remove one reference from each block of another KV group; blocks without one are ignored."""
+        self.ignored_removals += self._resume_points.removed(group, engine_hashes)
+        return self._resume_points.take_ops()
 
     def cleared(self) -> list[Op]:
         """Remove all blocks from all tiers."""
@@ -236,6 +264,8 @@ class EngineBlocks:
         self._waiting.clear()
         self._uncounted.clear()
         self._published.clear()
+        self._resume_points.clear()
+        self._has_groups = False
         return self._published.take_ops()
 
     def forget_uncounted(self) -> None:
@@ -244,17 +274,23 @@ class EngineBlocks:
 
     def image(self) -> BlocksImage:
         """The present table, for `restore`; later changes do not alter it."""
-        return BlocksImage(self._known.copy(), self._held.copy())
+        return BlocksImage(self._known.copy(), self._held.copy(), self._resume_points.image())
 
     def restore(self, image: BlocksImage) -> None:
         """Take over a saved table; this one must be empty. `state_ops` has the resulting ops."""
-        self._known = image.known.copy()
+        self._known.update(image.known)
         for sequence, parent, tier in _references(self._known):
             self._published.add(sequence, parent, tier)
         self._published.take_ops()
         for engine_hash, held in image.held.items():
             self._held[engine_hash] = held
             self._waiting.setdefault(held.parent, set()).add(engine_hash)
+        self._resume_points.restore(image.groups)
+        self._has_groups = bool(image.groups)
+
+    def _take_ops(self) -> list[Op]:
+        ops = self._published.take_ops()
+        return [*ops, *self._resume_points.take_ops()] if self._has_groups else ops
 
     def _stored_again(self, engine_hashes: Sequence[EngineHash], tier: int) -> list[Op]:
         for engine_hash in engine_hashes:
@@ -307,6 +343,8 @@ class EngineBlocks:
         if engine_hash in self._held:
             self._drop_held(engine_hash)  # announced below another parent before: the known parent counts
         self._refer(engine_hash, _known(sequence, parent, seed), tier)
+        if self._has_groups:
+            self._resume_points.learned(engine_hash)
         self._name_waiting(engine_hash)
 
     def _refer(self, engine_hash: EngineHash, known: Known, tier: int, count: int = 1) -> None:
@@ -343,6 +381,8 @@ class EngineBlocks:
         self._known[engine_hash] = _known(sequence, place.sequence, place.seed)
         for tier, count in enumerate(held.refs):
             self._refer(engine_hash, self._known[engine_hash], tier, count)
+        if self._has_groups:
+            self._resume_points.learned(engine_hash)
 
     def _drop_held(self, engine_hash: EngineHash) -> None:
         held = self._held.pop(engine_hash)
@@ -376,6 +416,8 @@ class EngineBlocks:
         if any(refs):
             self._known[engine_hash] = Known(known.sequence, known.parent, known.seed, refs)
         else:
+            if self._has_groups:
+                self._resume_points.forgotten(engine_hash)
             del self._known[engine_hash]
             self.doubtful_removals += engine_hash in self._uncounted
             self._uncounted.discard(engine_hash)
@@ -391,6 +433,7 @@ class EngineBlocks:
         """Raise if an invariant is broken. Tests call this after every step."""
         named = [(sequence, tier) for sequence, _, tier in _references(self._known)]
         self._published.check(named)
+        self._resume_points.check()
         assert not self._known.keys() & self._held.keys(), "both known and held"
         entries: list[Known | Held] = [*self._known.values(), *self._held.values()]
         assert all(any(entry.refs) and min(entry.refs) >= 0 for entry in entries), "unreferenced"

@@ -1,8 +1,7 @@
 """The saved state of an agent: its bytes, and the file (docs/concepts/design.md#agent-state).
 
     magic │ u32 length, record │ u32 length, record │ … │ xxh3_128 of everything before
-            Header               RankHead, then its KnownRows and HeldRows …
-
+            Header
 Records are msgpack. Each is encoded in well under a millisecond, from an image that no longer changes, and
 other tasks run in between: so a large table never delays a heartbeat.
 
@@ -31,6 +30,7 @@ from xxhash import xxh3_128
 from kvrouter.core.wire.ops import UNREADABLE
 from kvrouter.errors import KvRouterError
 from kvrouter.worker.blocks.engine_blocks import BlocksImage, EngineHash, Held, Known
+from kvrouter.worker.blocks.resume_points import GroupImage
 
 MAGIC = b"kvrouter agent state\n"
 VERSION = 1
@@ -84,7 +84,15 @@ class HeldRows(Struct, frozen=True, array_like=True, tag=3):
     rows: Sequence[tuple[EngineHash, Held]]
 
 
-_Record: TypeAlias = Header | RankHead | KnownRows | HeldRows
+class GroupRows(Struct, frozen=True, array_like=True, tag=4):
+    """One of its KV groups besides the published one: some engine hashes, with their references."""
+
+    group: int
+    needed: int
+    rows: Sequence[tuple[EngineHash, int]]
+
+
+_Record: TypeAlias = Header | RankHead | KnownRows | HeldRows | GroupRows
 _encode = msgspec.msgpack.Encoder().encode
 _decode_record: msgspec.msgpack.Decoder[_Record] = msgspec.msgpack.Decoder(_Record)
 _V = TypeVar("_V")
@@ -148,6 +156,10 @@ def _records(state: AgentState) -> Iterator[_Record]:
             yield KnownRows(known)
         for held in _slices(rank.image.held):
             yield HeldRows(held)
+        for number, group in rank.image.groups.items():
+            yield GroupRows(number, group.needed, ())  # also a group without a block counts
+            for refs in _slices(group.refs):
+                yield GroupRows(number, group.needed, refs)
 
 
 def _slices(table: Mapping[EngineHash, _V]) -> Iterator[list[tuple[EngineHash, _V]]]:
@@ -176,6 +188,9 @@ def _gather(records: Sequence[_Record]) -> dict[int, RankState]:
                 image.known.update(record.rows)
             case HeldRows():
                 image.held.update(record.rows)
+            case GroupRows():
+                group = image.groups.setdefault(record.group, GroupImage(record.needed, {}))
+                group.refs.update(record.rows)
             case _:
                 raise DamagedStateError("it has two headers")
     return ranks

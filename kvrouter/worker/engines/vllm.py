@@ -9,10 +9,14 @@ Fields and meanings were observed on vLLM 0.32; later fields are ignored. A Bloc
 skipped: its blocks are missed, which is only an undercount. A removal that cannot be read makes the batch
 malformed, because blocks that no longer exist would stay published.
 
+A model with layers of several kinds has a KV group for each. The blocks of the first group with full
+attention are published. Another group tells where the engine can resume a prompt (docs/concepts/depth.md), if
+its rule is known here and its blocks have the same size.
+
 Three kinds of events are ignored, stores and removals alike, so that references stay in balance:
 
 - media that are not a tier;
-- all KV groups except the first one with full attention;
+- KV groups without a rule, and every other group outside the device;
 - `locality` REMOTE: other workers reach such a block as well, so it does not speak for this worker.
 
 A mocker imitates vLLM, so this module serves it, too.
@@ -33,6 +37,7 @@ from kvrouter.core.wire.ops import UNREADABLE
 from kvrouter.core.wire.values import MOST_BLOCK_SIZE, TokenId
 from kvrouter.errors import MalformedFrameError
 from kvrouter.worker.blocks.engine_blocks import BlockIds
+from kvrouter.worker.blocks.resume_points import ALL
 from kvrouter.worker.engines.adapter import Batch, Reasons, Sink
 from kvrouter.worker.engines.endpoints import endpoint_lacks, read_sources
 from kvrouter.worker.engines.facts import EngineFacts
@@ -54,6 +59,7 @@ TIER_OF_MEDIUM = {
     "STORAGE": "disk", "DISK": "disk",
 }  # fmt: skip
 _FULL_ATTENTION = {None, "full_attention", "mla_attention", "sink_full_attention"}
+_SLIDING_WINDOW = {"sliding_window", "sliding_window_mla"}
 _LOCAL = {None, "LOCAL", "local"}
 # LMCache 0.5.6: its server (multiprocess) announces chunks as CPU and removes them; inside vLLM it announces
 # them as cpu and never removes one.
@@ -233,23 +239,34 @@ class VllmAdapter:
     def __init__(self) -> None:
         self.skipped = Reasons()
         self.group: int | None = None
-        self._other_kinds: set[str] = set()
         # By KV group: the largest block on the device in this life of the engine.
         self._sizes: dict[int | None, int] = {}
+        # The size of the blocks of that group; 0 before its first store.
+        self._block_size = 0
+        # Other groups, with the reason why one is not followed; empty if it is.
+        self._others: dict[int, str] = {}
+        self._other_kinds: dict[int, str] = {}
 
     @property
     def notes(self) -> list[str]:
-        """Which KV group is followed, if there are several."""
-        if not self._other_kinds:
+        """Which KV groups are followed, if there are several."""
+        if not self._others:
             return []
-        others = ", ".join(sorted(self._other_kinds))
         if self.group is None:
+            others = ", ".join(self._other_kinds[number] for number in sorted(self._others))
             return [f"no overlap is known: no KV group with full attention so far, only {others}"]
-        return [f"of several KV groups, overlap counts group {self.group}, not {others}"]
+        followed = [f"group {self.group}"]
+        followed += [self._other_kinds[one] for one in sorted(self._others) if not self._others[one]]
+        ignored = [f"{self._other_kinds[one]}: {why}" for one, why in sorted(self._others.items()) if why]
+        notes = [f"overlap follows several KV groups: {', '.join(followed)}"] if len(followed) > 1 else []
+        if ignored:
+            notes.append(f"predictions may be too high: overlap does not follow {', '.join(ignored)}")
+        return notes
 
     def forget(self) -> None:
         # another life of the engine may have other KV groups
-        self.group = None
+        self.group, self._block_size = None, 0
+        self._others.clear()
         self._other_kinds.clear()
         self._sizes.clear()
 
@@ -259,6 +276,8 @@ class VllmAdapter:
     def publish(self, batch: Batch[Event], sink: Sink) -> None:
         for reason, times in batch.skipped.items():
             self.skipped.note(reason, times)
+        if not self._block_size:
+            self._find_group(batch.events)
         for event in batch.events:
             match event:
                 case BlockStored():
@@ -272,8 +291,10 @@ class VllmAdapter:
         tier = self._tier(event)
         if tier is None:
             return
-        if not self._is_followed(event, tier):
-            self.skipped.note(f"group of {word(event.kv_cache_spec_kind)}")
+        if event.group_idx is not None and event.group_idx != (self.group or 0):
+            self._store_other(event, event.group_idx, tier, sink)
+        elif self.group is None and event.kv_cache_spec_kind not in _FULL_ATTENTION:
+            self._store_other(event, event.group_idx or 0, tier, sink)
         elif not _is_whole(event):
             self.skipped.note("BlockStored whose tokens or extra keys do not fit its hashes")
         elif event.token_ids and tier != "device" and event.extra_keys is None:
@@ -302,14 +323,16 @@ class VllmAdapter:
         if tier is None:
             return
         # group 0 until a group is known, as for stores
-        if event.group_idx in {None, self.group or 0}:
+        if event.group_idx is None or event.group_idx == (self.group or 0):
             sink.removed(event.block_hashes, tier)
+        elif tier == "device" and not self._others.get(event.group_idx):
+            sink.group_removed(event.group_idx, event.block_hashes)
         else:
             self.skipped.note("removal in another group")
 
     def _tier(self, event: BlockStored | BlockRemoved) -> str | None:
         """The tier of the event's blocks; None, and counted as skipped, if they are not followed."""
-        tier = TIER_OF_MEDIUM.get(event.medium and event.medium.upper())
+        tier = _tier_of(event)
         if tier is None:
             self.skipped.note(f"medium {word(event.medium)}")
         elif event.locality not in _LOCAL:
@@ -317,18 +340,65 @@ class VllmAdapter:
             return None
         return tier
 
-    def _is_followed(self, event: BlockStored, tier: str) -> bool:
-        """Whether the event belongs to the KV group that counts: the first one with full attention."""
-        is_full = event.kv_cache_spec_kind in _FULL_ATTENTION
-        if event.group_idx is None:
-            return is_full
-        # only the device decides: events of offload tiers may lack the kind of their group
-        if self.group is None and is_full and tier == "device":
-            self.group = event.group_idx
-        is_followed = event.group_idx == (self.group or 0) and (is_full or self.group is not None)
-        if not is_followed and len(self._other_kinds) < _MAX_KINDS:
-            self._other_kinds.add(f"group {event.group_idx} ({word(event.kv_cache_spec_kind)})")
-        return is_followed
+    def _find_group(self, events: Sequence[Event]) -> None:
+        """Find the group whose blocks are published: the first one with full attention.
+
+        Before the events are applied: those of another group may come first.
+        """
+        for event in events:
+            # only the device decides: events of offload tiers may lack the kind of their group
+            if not isinstance(event, BlockStored) or _tier_of(event) != "device":
+                continue
+            if event.kv_cache_spec_kind in _FULL_ATTENTION and self.group in {None, event.group_idx}:
+                self.group, self._block_size = event.group_idx, event.block_size
+                return
+
+    def _store_other(self, event: BlockStored, number: int, tier: str, sink: Sink) -> None:
+        """A store in another group than the published one."""
+        if tier != "device":
+            self.skipped.note(f"group of {word(event.kv_cache_spec_kind)}")
+            return
+        if number not in self._others and len(self._others) < _MAX_KINDS:
+            self._others[number] = self._why_not_followed(event)
+            self._other_kinds[number] = f"group {number} ({_named(event)})"
+        needed = needed_blocks(event)
+        # a smaller block than the published ones is the filled part of a last block, which has no name there
+        is_whole = event.block_size == self._block_size or not self._block_size
+        if needed is not None and is_whole and self._others.get(number) == "":
+            is_root = event.parent_block_hash is None
+            sink.group_stored(number, needed, event.block_hashes, is_root=is_root)
+        else:
+            self.skipped.note(f"group of {word(event.kv_cache_spec_kind)}")
+
+    def _why_not_followed(self, event: BlockStored) -> str:
+        if needed_blocks(event) is None:
+            return "its rule is not known"
+        if self._block_size and event.block_size != self._block_size:
+            return f"its blocks have {event.block_size} tokens, not {self._block_size}"
+        return ""
+
+
+def _tier_of(event: BlockStored | BlockRemoved) -> str | None:
+    return TIER_OF_MEDIUM.get(event.medium and event.medium.upper())
+
+
+def needed_blocks(event: BlockStored) -> int | None:
+    """How many blocks the event's group must hold before a place, so that the engine can resume there.
+
+    ALL: every block from the root on. None: the rule of this kind of group is not known here. The rules are
+    those of vLLM 0.32 (`find_longest_cache_hit` of each class in single_type_kv_cache_manager.py).
+    """
+    window, size = event.kv_cache_spec_sliding_window, event.block_size
+    if event.kv_cache_spec_kind == "mamba":
+        return 1  # a state after the last token before the place
+    if event.kv_cache_spec_kind in _SLIDING_WINDOW and window and size:
+        return max(1, -(-(window - 1) // size))
+    return ALL if event.kv_cache_spec_kind in _FULL_ATTENTION - {None} else None
+
+
+def _named(event: BlockStored) -> str:
+    window = event.kv_cache_spec_sliding_window
+    return word(event.kv_cache_spec_kind) + (f" of {window} tokens" if window else "")
 
 
 def _store(event: BlockStored, tier: str, sink: Sink, *, is_part: bool) -> None:

@@ -2,8 +2,9 @@
 
 `resident`: events of 8 blocks applied to an index that holds millions, in its own process
 (scripts/kit/bench/resident.py); `overlap`: prompts of 562 blocks in 230 groups, each held by four of the
-targets, or a system prompt by all, or by each target to another depth; `decision`: Router.route and
-free, with requests in flight everywhere.
+targets, or a system prompt by all, or by each target to another depth; `with resume points`: the same where
+every target's engine has several KV groups and can resume behind its blocks, but for the last one in half of
+the cases; `decision`: Router.route and free, with requests in flight everywhere.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from kvrouter.core.native import versions
 from kvrouter.core.routing.cost import Prompt
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.tables.block_index import BlockIndex
-from kvrouter.core.wire.ids import RouterId
+from kvrouter.core.wire.hashes import Hashes, hashes_of
+from kvrouter.core.wire.ids import RouterId, Target
 from kvrouter.policies import PolicySettings, new_policy
 from scripts.kit.bench.hashes import built
 from scripts.kit.bench.index_fixtures import (
@@ -51,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = _flags(arguments)
     figures = {
         "overlap": [overlap(core, count) for core in built() for count in flags.targets],
+        "overlap with resume points": [
+            overlap(core, count, resumes=True) for core in built() for count in flags.targets
+        ],
         "decision": [decision(core, count) for core in built() for count in flags.targets],
         "resident": [resident(core, min(flags.blocks, MOST_BLOCKS[core]), 1000) for core in built()],
     }
@@ -64,11 +69,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def overlap(core: str, targets: int) -> Row:
+class _Resuming(BlockIndex):
+    """Each target can resume behind the blocks of every chain; of every second one, not behind the last."""
+
+    def store(self, target: Target, hashes: Hashes, tier: str = "device", parent: int | None = None) -> None:
+        super().store(target, hashes, tier, parent)
+        self.resume(target, hashes_of(hashes)[: -1 if self.counters.stored_blocks & 1 else None])
+
+
+def overlap(core: str, targets: int, *, resumes: bool = False) -> Row:
     """Look-ups in an index of 230 groups: of prompts held by few targets, and of one whose start all hold."""
     versions.choose(core)
     rng, names = random.Random(targets), new_targets(targets)
-    index = BlockIndex()
+    index = _Resuming() if resumes else BlockIndex()
     asked = cycle(hold_groups(index, names, rng))
     few = microseconds(lambda: index.overlap(next(asked)))
     common = random_hashes(rng, BLOCKS)

@@ -12,7 +12,7 @@ from kvrouter.core.feeds.buffers import (
     cost,
 )
 from kvrouter.core.wire.hashes import pack_hashes, unpack_hashes
-from kvrouter.core.wire.ops import AddRequest, Cleared, Decoded, Op, SnapshotChunk, Stored
+from kvrouter.core.wire.ops import AddRequest, Cleared, Decoded, Op, Resumable, SnapshotChunk, Stored
 
 
 def held(*frames: tuple[int, int]) -> HeldFrames:
@@ -119,6 +119,15 @@ def test_long_op_is_loaded_in_parts() -> None:
     assert [OP_HASHES, OP_HASHES, 3] == [len(part.hashes) // 8 for part in stored]
     assert hashes == [int(hash_) for part in stored for hash_ in unpack_hashes(part.hashes)]
     assert [(1, 77), (1, None), (1, None)] == [(part.tier, part.parent) for part in stored]
+
+
+def test_long_list_of_resume_points_is_loaded_in_parts() -> None:
+    """As long as a Stored may be."""
+    hashes = pack_hashes(range(OP_HASHES + 3))
+
+    parts = loaded(Resumable(hashes))
+
+    assert [Resumable(hashes[: OP_HASHES * 8]), Resumable(hashes[OP_HASHES * 8 :])] == parts
 
 
 def test_other_ops_are_loaded_whole() -> None:

@@ -13,11 +13,14 @@ from kvrouter.core.wire.ops import (
     AddRequest,
     ApproxEntry,
     Check,
+    CheckResumable,
     Cleared,
     Free,
     MarkPrefillCompleted,
+    NotResumable,
     Progress,
     Removed,
+    Resumable,
     Stored,
 )
 from tests.core.links import Room
@@ -107,6 +110,50 @@ def test_kv_check_compares_a_tier_set(kv: KvSink) -> None:
     assert not kv.agrees(Check(3, 67))
     assert not kv.agrees(Check(2, 66))
     assert kv.agrees(Check(0, 0, 2))
+
+
+def test_resume_points_limit_the_overlap(kv: KvSink, index: BlockIndex) -> None:
+    """From the first such op on, a block counts only up to the last resume point; Cleared ends it."""
+    kv.apply(Stored(0, None, pack_hashes(CHAIN)), 0.0)
+    assert {T1: 3} == index.overlap(CHAIN)
+
+    assert not kv.apply(Resumable(b""), 0.0)
+    assert {} == index.overlap(CHAIN)
+    assert not kv.apply(Resumable(pack_hashes([33, 22])), 0.0)
+    assert not kv.apply(NotResumable(pack_hashes([33])), 0.0)
+    assert {T1: 2} == index.overlap(CHAIN)
+
+    kv.apply(Cleared(), 0.0)
+    kv.apply(Stored(0, None, pack_hashes(CHAIN)), 0.0)
+    assert {T1: 3} == index.overlap(CHAIN)
+
+
+def test_resume_points_in_a_snapshot(kv: KvSink, index: BlockIndex) -> None:
+    """A snapshot replaces them, and a digest compares them."""
+    kv.apply(Resumable(pack_hashes([1, 2])), 0.0)
+
+    kv.begin_load()
+    for op in (Stored(0, None, pack_hashes(CHAIN)), Resumable(pack_hashes([22]))):
+        assert not kv.load(op, 0.0)
+    kv.finish_load()
+
+    assert {T1: 2} == index.overlap(CHAIN)
+    assert kv.agrees(CheckResumable(1, 22))
+    assert not kv.agrees(CheckResumable(1, 23))
+
+
+def test_digest_of_resume_points_that_nobody_stated(kv: KvSink) -> None:
+    """A source that states a digest of them has stated that there are some: the copy differs."""
+    assert not kv.agrees(CheckResumable(0, 0))
+
+
+def test_resume_points_have_the_capacity_as_bound(kv: KvSink, index: BlockIndex) -> None:
+    """No more are kept than the card has room for blocks, however often they are announced."""
+    for start in range(0, 1000, 10):
+        excess = kv.apply(Resumable(pack_hashes(range(start, start + 10))), 0.0)
+
+    assert "20 blocks" in excess
+    assert 20 == len(index)
 
 
 def test_snapshot_with_a_wider_tier_than_the_card(index: BlockIndex) -> None:

@@ -9,7 +9,17 @@ from kvrouter.core.feeds.reader import FeedReader
 from kvrouter.core.feeds.trust import BROKEN_RETRY_S, FeedState
 from kvrouter.core.fleet.following import MOST_LOADING, Following
 from kvrouter.core.wire.ids import WorkerId
-from kvrouter.core.wire.ops import VERSION, Check, Cleared, Frame, Op, SnapshotChunk, Stored, encode
+from kvrouter.core.wire.ops import (
+    VERSION,
+    Check,
+    CheckResumable,
+    Cleared,
+    Frame,
+    Op,
+    SnapshotChunk,
+    Stored,
+    encode,
+)
 from kvrouter.core.wire.senders import Feed, KvSource
 from tests.core.worlds import POOL
 
@@ -25,7 +35,7 @@ class Sink:
         """Taken."""
         return ""
 
-    def agrees(self, _check: Check) -> bool:
+    def agrees(self, _check: Check | CheckResumable) -> bool:
         """Never."""
         return False
 

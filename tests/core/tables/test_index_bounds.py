@@ -233,3 +233,20 @@ def _check(links: list[Link]) -> None:
             assert link.owner.forest.is_closed(held)
     for hash_ in links[0].owner.forest.hashes:
         assert sum(index.holds(link.target, hash_, "disk") for link in links) <= 2
+
+
+@pytest.mark.parametrize("full", ["refuse", "lru"])
+def test_resume_points_take_no_row(full: Literal["refuse", "lru"]) -> None:
+    """With a bound only those of blocks that are held are kept, and they leave with their blocks."""
+    index = BlockIndex(IndexBounds(max_blocks=3, full=full))
+    index.resume(T1, b"")
+    for root in (100, 200):
+        index.store(T1, [root, root + 1], "device")
+        index.resume(T1, [root, root + 1])
+        index.check()
+
+    assert 3 >= len(index)
+    assert {T1: 2 if full == "refuse" else 1} == index.overlap([100, 101])
+    assert {T1: 1 if full == "refuse" else 2} == index.overlap([200, 201])
+    assert index.agrees_on_resumable(T1, 4, 602)
+    assert not index.agrees_on_resumable(T1, 2, 201)

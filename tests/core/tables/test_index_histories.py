@@ -28,7 +28,8 @@ SIZE = 48
 targets = st.sampled_from(TARGETS)
 tiers = st.sampled_from(TIERS)
 nodes = st.integers(0, SIZE - 1)
-Load = tuple[Holding, list[set[int]]]
+Load = tuple[Holding, list[set[int]], list[set[int]]]
+"""Tier sets, and the resume points if there are any, as a set in a list."""
 
 
 class IndexHistory(RuleBasedStateMachine):
@@ -69,18 +70,33 @@ class IndexHistory(RuleBasedStateMachine):
     def drop(self, on: Target) -> None:
         """A worker leaves."""
         self.index.drop(on)
-        self.model.sets.pop(on, None)
+        self.model.drop(on)
+
+    @rule(on=targets, some=st.sets(nodes))
+    def resume(self, on: Target, some: set[int]) -> None:
+        """An engine of several KV groups can resume behind some blocks, held or not, in any order."""
+        hashes = [self.forest.hashes[node] for node in some]
+        self.index.resume(on, pack_hashes(hashes))
+        self.model.sets.setdefault(on, [set()])
+        self.model.resumable.setdefault(on, set()).update(hashes)
+
+    @rule(on=targets, some=st.sets(nodes))
+    def stop_resuming(self, on: Target, some: set[int]) -> None:
+        """It can no longer resume there."""
+        hashes = [self.forest.hashes[node] for node in some]
+        self.index.stop_resuming(on, pack_hashes(hashes))
+        self.model.resumable.get(on, set()).difference_update(hashes)
 
     @rule(tier_sets=st.integers(1, 3))
     def begin_load(self, tier_sets: int) -> None:
         """A snapshot begins."""
-        self.loads.append((self.index.begin_load(tier_sets), [set() for _ in range(tier_sets)]))
+        self.loads.append((self.index.begin_load(tier_sets), [set() for _ in range(tier_sets)], []))
 
     @precondition(lambda self: self.loads)
     @rule(data=st.data(), node=nodes)
     def load(self, data: st.DataObject, node: int) -> None:
         """A slice of the snapshot is loaded."""
-        holding, sets = self.loads[-1]
+        holding, sets, _ = self.loads[-1]
         tier = data.draw(st.sampled_from(TIERS[: len(sets)]))
         chain = self.forest.chain(node)
         self.index.load(holding, chain, tier)
@@ -88,12 +104,23 @@ class IndexHistory(RuleBasedStateMachine):
         assert self.index.loaded_holds(holding, chain[-1], tier)
 
     @precondition(lambda self: self.loads)
+    @rule(some=st.sets(nodes))
+    def load_resumable(self, some: set[int]) -> None:
+        """The snapshot names resume points."""
+        holding, _, points = self.loads[-1]
+        hashes = [self.forest.hashes[node] for node in some]
+        self.index.load_resumable(holding, hashes)
+        points[:] = [set(hashes).union(*points)]
+
+    @precondition(lambda self: self.loads)
     @rule(on=targets)
     def finish_load(self, on: Target) -> None:
         """The snapshot is complete."""
-        holding, sets = self.loads.pop(0)
+        holding, sets, points = self.loads.pop(0)
         self.index.finish_load(on, holding)
+        self.model.drop(on)
         self.model.sets[on] = sets
+        self.model.resumable.update({on: points[0]} if points else {})
 
     @precondition(lambda self: self.loads)
     @rule()
@@ -114,13 +141,16 @@ class IndexHistory(RuleBasedStateMachine):
         assert set(self.model.sets) == set(self.index.targets())
         for node in range(0, SIZE, 5):
             chain = self.forest.chain(node)
-            assert self.model.overlap_by_tier(chain) == self.index.overlap_by_tier(chain)
+            for most in (len(chain), len(chain) - 1):
+                assert self.model.overlap_by_tier(chain, most) == self.index.overlap_by_tier(chain, most)
         for target in TARGETS:
             self._agrees_on(target)
 
     def _agrees_on(self, target: Target) -> None:
         for tier in TIERS:
             assert self.model.digest(target, tier) == self.index.digest(target, tier)
+        points = self.model.resumable.get(target)
+        assert (None if points is None else digest_of(points)) == self.index.resumable_digest(target)
         sets = self.model.sets.get(target, [])
         assert all(self.forest.is_closed(held) for held in sets), "the test's own history is wrong"
         assert (len(sets[-1]) if sets else 0) == self.index.blocks(target)
@@ -129,7 +159,7 @@ class IndexHistory(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """When all targets are dropped and swept, no row is left."""
-        for holding, _ in self.loads:
+        for holding, *_ in self.loads:
             self.index.abandon_load(holding)
         for target in TARGETS:
             self.index.drop(target)

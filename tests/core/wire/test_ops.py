@@ -19,17 +19,20 @@ from kvrouter.core.wire.ops import (
     ApproxEntry,
     Bind,
     Check,
+    CheckResumable,
     Cleared,
     FirstByte,
     Frame,
     Free,
     MarkPrefillCompleted,
+    NotResumable,
     Op,
     PrefillSpeed,
     Progress,
     Removed,
     ReplayFrames,
     ReplayRequest,
+    Resumable,
     SentText,
     SnapshotChunk,
     Stored,
@@ -47,6 +50,9 @@ OPS: list[Op] = [
     Removed(2, HASHES),
     Cleared(),
     Check(3, 2**64 - 1, 2),
+    Resumable(HASHES),
+    NotResumable(HASHES),
+    CheckResumable(3, 2**64 - 1),
     AddRequest(7, "chatcmpl-é", "w1", 3, HASHES, 40, 1, 24, 5),
     MarkPrefillCompleted(7),
     Progress(7, 2),
@@ -74,6 +80,9 @@ ops = st.one_of(
     st.builds(Removed, tiers, packed),
     st.just(Cleared()),
     st.builds(Check, amounts, st.integers(0, 2**64 - 1), tiers),
+    st.builds(Resumable, packed),
+    st.builds(NotResumable, packed),
+    st.builds(CheckResumable, amounts, st.integers(0, 2**64 - 1)),
     st.builds(AddRequest, amounts, names, names, tiers, packed, amounts, amounts, amounts, amounts),
     st.builds(MarkPrefillCompleted, amounts),
     st.builds(Progress, amounts, amounts),
@@ -108,9 +117,9 @@ def test_the_wire_is_that_of_the_design() -> None:
     version, incarnation, seq, raw = msgpack.unpackb(REAL[0])
 
     assert (1, 1_700_000_000_000_000, 5) == (version, incarnation, seq)
-    assert [1, 1, 2, 3, 4, 16, 17, 19, 18, 20, 21, 22, 23, 24] == [op[0] for op in raw]
+    assert [1, 1, 2, 3, 4, 5, 6, 7, 16, 17, 19, 18, 20, 21, 22, 23, 24] == [op[0] for op in raw]
     assert [1, 1, 2**64 - 1, b"\x01" + bytes(7) + b"\xff" * 8] == raw[0]
-    assert [16, 7, "chatcmpl-é", "w1", 3, HASHES, 40, 1, 24, 5, False] == raw[5]
+    assert [16, 7, "chatcmpl-é", "w1", 3, HASHES, 40, 1, 24, 5, False] == raw[8]
 
 
 def test_streaming_reader_finds_the_same() -> None:

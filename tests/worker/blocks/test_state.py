@@ -45,6 +45,8 @@ def table() -> BlocksImage:
     blocks.stored([2**64 - 1, 4], [5, 6, 7, 8], block_size=2, ids=[(5, 6), None])
     blocks.stored([5, 6], [9, 10, 11, 12], block_size=2, parent=77, ids=[(1,), None])
     blocks.stored(range(100, 100 + ROWS_PER_RECORD), range(2 * ROWS_PER_RECORD), block_size=2)
+    blocks.group_stored(1, 2, [1, b"\xff" * 32, 1], is_root=True)
+    blocks.group_stored(2, 0, [], is_root=True)
     return blocks.image()
 
 
@@ -110,7 +112,7 @@ def test_pieces_are_small() -> None:
     """A record has at most a thousand rows, so other tasks run after each."""
     pieces = list(encode_state(STATE))
 
-    assert 1 + 1 + 2 * (1 + 2 + 1) == len(pieces)
+    assert 1 + 1 + 2 * (1 + 2 + 1 + 3) == len(pieces)
 
 
 @given(st.integers(0, len(DATA) - 1))

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from kvrouter.core.wire.hashes import multimodal_id
 from kvrouter.errors import MalformedFrameError
 from kvrouter.worker.blocks.engine_blocks import BlockIds, EngineHash
+from kvrouter.worker.blocks.resume_points import ALL
 from kvrouter.worker.engines.adapter import MAX_REASONS, Batch
 from kvrouter.worker.engines.vllm import (
     NO_REMOVALS,
     BlockStored,
     VllmAdapter,
     decode_batch,
+    needed_blocks,
     read_extra_keys,
 )
 
@@ -34,6 +36,12 @@ STORED = {
 }
 REMOVED = {"type": "BlockRemoved", "block_hashes": [7], "medium": "GPU"}
 CLEARED = {"type": "AllBlocksCleared"}
+
+
+FULL = {**STORED, "group_idx": 1, "kv_cache_spec_kind": "full_attention"}
+WINDOW = {
+    **STORED, "group_idx": 0, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 100,
+}  # fmt: skip
 
 
 class Ledger:
@@ -69,6 +77,14 @@ class Ledger:
 
     def removed(self, engine_hashes: Sequence[EngineHash], tier: str = "device") -> None:
         self.calls.append(("removed", [*engine_hashes], tier))
+
+    def group_stored(
+        self, group: int, needed: int, engine_hashes: Sequence[EngineHash], *, is_root: bool
+    ) -> None:
+        self.calls.append(("group_stored", group, needed, [*engine_hashes], is_root))
+
+    def group_removed(self, group: int, engine_hashes: Sequence[EngineHash]) -> None:
+        self.calls.append(("group_removed", group, [*engine_hashes]))
 
     def cleared(self) -> None:
         self.calls.append(("cleared",))
@@ -306,36 +322,66 @@ def test_nameless_lora() -> None:
 
 
 def test_groups() -> None:
-    """Of several KV groups the first with full attention counts."""
-    window = {**STORED, "group_idx": 0, "kv_cache_spec_kind": "sliding_window"}
-    full = {**STORED, "group_idx": 1, "kv_cache_spec_kind": "full_attention"}
-    other = {**STORED, "group_idx": 2, "kv_cache_spec_kind": "full_attention"}
-    removals = [{**REMOVED, "group_idx": group} for group in (0, 1)]
+    """Of several KV groups the first with full attention is published, others say where to resume."""
+    chunked = {**STORED, "group_idx": 3, "kv_cache_spec_kind": "chunked_local_attention"}
+    removals = [{**REMOVED, "group_idx": group} for group in range(4)]
 
-    calls, skipped = passed_on(window, full, other, *removals)
+    calls, skipped = passed_on(WINDOW, FULL, {**FULL, "group_idx": 2}, chunked, *removals)
 
-    assert ["stored", "removed"] == [entry[0] for entry in calls]
-    assert {
-        "group of sliding_window": 1,
-        "group of full_attention": 1,
-        "removal in another group": 1,
-    } == skipped
+    hashes, gone = STORED["block_hashes"], REMOVED["block_hashes"]
+    assert ("group_stored", 0, 50, hashes, True) == calls[0]
+    assert "stored" == calls[1][0]
+    assert ("group_stored", 2, ALL, hashes, True) == calls[2]
+    assert [("group_removed", 0, gone), ("removed", gone, "device"), ("group_removed", 2, gone)] == calls[3:]
+    assert {"group of chunked_local_attention": 1, "removal in another group": 1} == skipped
+
+
+@pytest.mark.parametrize(
+    ("kind", "window", "needed"),
+    [
+        ("sliding_window", 2, 1),
+        ("sliding_window", 65, 2),
+        ("sliding_window_mla", 66, 3),
+        ("sliding_window", None, None),
+        ("mamba", None, 1),
+        ("mla_attention", None, ALL),
+        ("chunked_local_attention", None, None),
+        (None, None, None),
+    ],
+)
+def test_needed_blocks(kind: str | None, window: int | None, needed: int | None) -> None:
+    """A window needs the blocks of all its tokens but the one to compute; a state needs one block."""
+    changes = {"kv_cache_spec_kind": kind, "kv_cache_spec_sliding_window": window, "block_size": 32}
+
+    assert needed == needed_blocks(stored(**changes))
+
+
+def test_group_with_other_block_size() -> None:
+    """Blocks of another size have engine hashes that no published block has: the group is not followed."""
+    halves = {**WINDOW, "block_size": 1}
+
+    calls, skipped = passed_on(halves, FULL, {**REMOVED, "group_idx": 0})
+
+    assert ["stored"] == [entry[0] for entry in calls]
+    assert {"group of sliding_window": 1, "removal in another group": 1} == skipped
 
 
 def test_groups_are_noted() -> None:
-    """The notes name the group that is followed, and the others."""
+    """The notes name the groups that are followed, and the others with what they cost."""
     adapter = VllmAdapter()
-    window = {**STORED, "group_idx": 0, "kv_cache_spec_kind": "sliding_window"}
-    full = {**STORED, "group_idx": 1, "kv_cache_spec_kind": "full_attention"}
+    chunked = {**STORED, "group_idx": 2, "kv_cache_spec_kind": "chunked_local_attention"}
 
-    adapter.publish(adapter.decode(pack(window)), Ledger())
+    adapter.publish(adapter.decode(pack(WINDOW)), Ledger())
     before = adapter.notes
-    adapter.publish(adapter.decode(pack(full)), Ledger())
+    adapter.publish(adapter.decode(pack(FULL, chunked)), Ledger())
 
+    window = "group 0 (sliding_window of 100 tokens)"
+    assert [f"no overlap is known: no KV group with full attention so far, only {window}"] == before
     assert [
-        "no overlap is known: no KV group with full attention so far, only group 0 (sliding_window)"
-    ] == before
-    assert ["of several KV groups, overlap counts group 1, not group 0 (sliding_window)"] == adapter.notes
+        f"overlap follows several KV groups: group 1, {window}",
+        "predictions may be too high: overlap does not follow group 2 (chunked_local_attention): "
+        "its rule is not known",
+    ] == adapter.notes
 
 
 def test_offloaded_blocks_decide_no_group() -> None:
