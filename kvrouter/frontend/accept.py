@@ -109,7 +109,8 @@ class Accept:
         prompts: tuple[Prompt, ...] = ()
         # A request in a mode without tokens is tokenized, too, if other requests of the pool are placed by
         # the tokens and blocks that its booking holds.
-        if asked.prompt is not None and (router.needs_tokens or policy.needs_tokens):
+        needs_tokens = router.needs_tokens or policy.needs_tokens
+        if asked.prompt is not None and needs_tokens and (parse is not None or _caches(router.pool)):
             try:
                 prompts = await self._prompts(router, asked, asked.prompt)
             except BadRequestError:
@@ -191,6 +192,11 @@ def _edited(body: bytes, large: LargeBody | None, asked: openai.CompletionReques
         return body
     edits = edits_of(asked)
     return apply(edits, body) if large is None else large.edited(edits)
+
+
+def _caches(pool: Pool) -> bool:
+    """Whether an engine may reuse what it computed. Those with bidirectional attention (BERT) cannot."""
+    return any(worker.card.prefix_caching is not False for worker in pool.workers.values())
 
 
 def _longest_context(pool: Pool) -> int:

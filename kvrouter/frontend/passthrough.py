@@ -1,4 +1,7 @@
-"""The engine routes that are passed on without reading their prompts: to a worker of the model, by load.
+"""The engine routes that are passed on: to a worker of the model, by load.
+
+Only the inputs of /v1/embeddings are read, as engines may cache them. Prompts of the others are made by
+the engine (pairs of a query and a document), or computed whole (vLLM reads no cache for outputs per token).
 
 Only the routes listed here are passed on. An engine's /metrics, /health and administration
 (/reset_prefix_cache, /sleep, LoRA loading, …) concern one engine, and must not be open to every client.
@@ -13,8 +16,10 @@ from typing import Any
 import msgspec
 
 from kvrouter.errors import BadRequestError
-from kvrouter.frontend.bodies.openai import CompletionRequest
+from kvrouter.frontend.bodies.large import LARGE_BYTES
+from kvrouter.frontend.bodies.openai import CompletionRequest, parse_completion
 from kvrouter.relay.request import Request
+from kvrouter.tokens.prompt import Prompt, TextPrompt, TokenPrompt
 
 POST_ROUTES = (
     "/v1/embeddings",
@@ -33,6 +38,11 @@ POST_ROUTES = (
     "/detokenize",
 )
 GET_ROUTES = ("/version",)
+EMBEDDINGS = "/v1/embeddings"
+# A shorter input shares no blocks whose reuse is worth asking an engine for its tokens. More inputs are a
+# batch of documents, which begin differently, and would be as many questions.
+_FEWEST_INPUT_BYTES = 512
+_MOST_INPUTS = 4
 
 # Parts of a form in which `model` and `stream` are searched: bounds the work for a hostile body.
 _MAX_PARTS = 64
@@ -53,6 +63,10 @@ class _Body(msgspec.Struct):
     stream: bool | None = None
     kvrouter: msgspec.Raw = _NULL
     vllm_xargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    input: msgspec.Raw = _NULL
+    truncate_prompt_tokens: msgspec.Raw = _NULL
+    path: str | None = None
+    """Of a body for /v1/route."""
 
 
 _BODY = msgspec.json.Decoder(_Body)
@@ -68,7 +82,7 @@ def is_json(request: Request) -> bool:
 
 
 def parse(request: Request, body: bytes) -> CompletionRequest:
-    """The model, from the body or else the query, and the overrides; nothing else is read.
+    """The model, from the body or else the query, the overrides, and inputs to embed; nothing else is read.
 
     Raises BadRequestError for invalid JSON. Invalid forms are left to the engine.
     """
@@ -77,16 +91,33 @@ def parse(request: Request, body: bytes) -> CompletionRequest:
         fields = _of_form(body, _BOUNDARY.search(request.headers["content-type"]))
     elif body and is_json(request):
         fields = _of_json(body)
+    embeds = EMBEDDINGS in {request.head.route, fields.path}
     return CompletionRequest(
         model=fields.model or request.in_query("model"),
         stream=bool(fields.stream),
-        prompt=None,
+        prompt=_inputs(fields) if embeds else None,
         cache_salt=None,
         session_id=None,
         n=1,
         kvrouter=_overrides(fields.kvrouter),
         engine_arguments=fields.vllm_xargs,
     )
+
+
+def _inputs(fields: _Body) -> Prompt | None:
+    """Texts or ids, as in a completion; None if they are not worth it, or have another form."""
+    given = bytes(fields.input)
+    is_cut = bytes(fields.truncate_prompt_tokens) != b"null"
+    if is_cut or not _FEWEST_INPUT_BYTES <= len(given) <= LARGE_BYTES:
+        return None
+    try:
+        prompt = parse_completion(b'{"prompt":%b}' % given).prompt
+    except BadRequestError:
+        return None  # the engine replies with the reason
+    match prompt:
+        case TextPrompt(texts=inputs) | TokenPrompt(token_ids=inputs) if len(inputs) <= _MOST_INPUTS:
+            return prompt
+    return None
 
 
 def _of_json(body: bytes) -> _Body:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from socket import gethostname
 
+from kvrouter.bus.addresses import reachable
 from kvrouter.config import CommonOptions, read_identifier, read_key
 from kvrouter.core.wire.values import url_error
 from kvrouter.errors import ConfigError
@@ -86,7 +88,7 @@ class CardSettings(Settings):
         "keep it across restarts",
         metavar="ID",
         read=read_identifier,
-        default_text="host and port of the engine",
+        default_text="host and port of the engine as frontends reach it",
         is_top=True,
     )
     model: str | None = setting(
@@ -139,15 +141,18 @@ class WorkerSettings(CommonOptions):
             )
         topic = events.kv_topic if topic is None else topic
         endpoints = read_endpoints(events.kv_events, events.kv_replay, topic, events.dp_size)
-        default_id = worker_id_of(engine.engine_url)
-        if problem := url_error(engine.advertise_url or engine.engine_url):
+        worker_id_of(engine.engine_url)  # it must be a URL, also if it does not name the worker
+        # Agents on several hosts may all have their engine on 127.0.0.1 or 0.0.0.0, and must not take each
+        # other's id. What replaces 0.0.0.0 in the URL is known only later, when NATS is reached.
+        advertised = engine.advertise_url or engine.engine_url
+        if problem := url_error(advertised):
             flag = "--advertise-url" if engine.advertise_url else "--engine-url"
             raise ConfigError(f"{flag}: {problem}")
         if engine.worker_tls_ca is not None:
             trusting(engine.worker_tls_ca)
         return AgentOptions(
             engine_url=engine.engine_url,
-            worker_id=card.worker_id or default_id,
+            worker_id=card.worker_id or worker_id_of(reachable(advertised, gethostname())),
             nats=self.nats,
             namespace=self.namespace,
             endpoints=endpoints,

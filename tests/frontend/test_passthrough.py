@@ -211,6 +211,37 @@ async def test_malformed(fleet_of: FleetOf, body: bytes) -> None:
         assert (400, "BadRequestError") == (response.status, response.json["error"]["type"])
 
 
+IDS = list(range(1000, 1200))
+EMBED_IDS = {"model": "m", "input": IDS}
+
+
+@pytest.mark.parametrize(
+    ("body", "caches", "overlap"),
+    [
+        (EMBED_IDS, True, 12),
+        ({**EMBED_IDS, "input": [IDS]}, None, 12),
+        (EMBED_IDS, False, 0),
+        ({**EMBED_IDS, "input": [IDS] * 5}, True, 0),
+        ({**EMBED_IDS, "input": IDS[:64]}, True, 0),
+        ({**EMBED_IDS, "truncate_prompt_tokens": 100}, True, 0),
+        ({**EMBED_IDS, "input": [{"image": "x" * 600}]}, True, 0),
+    ],
+    ids=["ids", "one list", "no cache", "many", "short", "cut", "odd"],
+)
+async def test_embeddings(fleet_of: FleetOf, body: dict[str, Any], caches: bool | None, overlap: int) -> None:
+    """Long inputs go where they were computed before, if an engine caches them; all others by load."""
+    flags = ("--router-mode", "kv", "--no-use-kv-events")
+    async with fleet_of(*flags, scripts=(OK, OK)) as fleet:
+        for worker in fleet.workers:
+            fleet.announce(worker, prefix_caching=caches)
+        workers = next(iter(fleet.frontend.replica.routers.values())).pool.workers
+        await until(lambda: {caches} == {each.card.prefix_caching for each in workers.values()}, "cards")
+        answers = [await fleet.ask(body, path="/v1/embeddings") for _ in range(4)]
+
+    assert {200} == {one.status for one in answers}
+    assert overlap == int(answers[-1].header("x-kvrouter-overlap-blocks") or 0)
+
+
 async def test_retry(fleet_of: FleetOf) -> None:
     """A worker that fails before its first byte is replaced, as with completions."""
     scripts = in_turn(says_and_resets(), says(answer(b"{}", 503)), OK)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvrouter.errors import ConfigError
+from kvrouter.worker import settings
 from kvrouter.worker.engines.facts import can_report
 from kvrouter.worker.options import AgentOptions, read_endpoints, worker_id_of
 from kvrouter.worker.settings import agent_options
@@ -36,6 +37,24 @@ def test_defaults() -> None:
 def test_worker_id(url: str, worker_id: str) -> None:
     """The default worker id contains only allowed characters."""
     assert worker_id == worker_id_of(url)
+
+
+@pytest.mark.parametrize(
+    ("flags", "worker_id"),
+    [
+        (("--engine-url", "http://0.0.0.0:8000"), "here-8000"),
+        (("--engine-url", "http://[::]:8000"), "here-8000"),
+        (("--advertise-url", "http://10.0.0.2:9000"), "10-0-0-2-9000"),
+        (("--advertise-url", "http://10.0.0.2:9000", "--worker-id", "mine"), "mine"),
+    ],
+)
+def test_worker_ids_of_several_hosts(
+    flags: tuple[str, ...], worker_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flags that are equal on all hosts make different workers, as long as others can reach them."""
+    monkeypatch.setattr(settings, "gethostname", lambda: "here")
+
+    assert worker_id == read(*flags).worker_id
 
 
 def test_bad_url() -> None:
