@@ -24,6 +24,7 @@ from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import PoolId
 from kvrouter.frontend.prompt_blocks import KINDS, Hashes, Kind, Naming, kind_of, named
 from kvrouter.tokens.id_comparison import PROBES
+from kvrouter.tokens.media import estimated_tokens
 from kvrouter.tokens.messages import without_media
 from kvrouter.tokens.prefix_tokens import Encoded
 from kvrouter.tokens.prompt import ChatPrompt, TextPrompt, has_media
@@ -183,10 +184,11 @@ class EngineBlocks:
             self.counters.not_asked += 1
             return None
         one = self._of(pool, card.url, kind)
-        outcome = ""
+        outcome, more = "", 0
         if isinstance(prompt, ChatPrompt) and has_media(prompt):
             # An engine would process the images for the length alone: it does not say where they are.
-            outcome, prompt = "way", replace(prompt, messages=without_media(prompt.messages))
+            outcome, more = "way", estimated_tokens(prompt.messages)
+            prompt = replace(prompt, messages=without_media(prompt.messages))
         bodies: list[bytes] = []
         try:
             bodies = tokenize_bodies(naming.model, prompt)
@@ -206,7 +208,7 @@ class EngineBlocks:
         one.answered()
         kept = prompt.kept_tokens
         parts = found if kept is None else [ids[kept] for ids in found]
-        return named([Encoded(ids, len(ids), media_outcome=outcome) for ids in parts], naming)
+        return named([Encoded(ids, len(ids) + more, media_outcome=outcome) for ids in parts], naming)
 
     async def _ids(self, url: str, bodies: list[bytes], pool: Pool) -> list[Sequence[int]]:
         """Raises EngineTokenizerError."""

@@ -28,6 +28,7 @@ from kvrouter.core.wire.hashes import block_seed, media_prompt_hashes, seeded_pr
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import PoolId
 from kvrouter.errors import BadRequestError
+from kvrouter.tokens.media import estimated_tokens
 from kvrouter.tokens.prefix_hashes import PrefixHashes
 from kvrouter.tokens.prefix_tokens import Encoded
 from kvrouter.tokens.prompt import ChatPrompt, Prompt, PromptEncoder, TextPrompt, TokenPrompt, has_media
@@ -170,9 +171,10 @@ class TextBlocks:
             found = text_blocks(prompt, naming.pool.block_size, lora_name=naming.lora_name, salt=naming.salt)
         except BadRequestError:
             return None  # malformed messages: the engine replies with the reason
-        if not has_media(prompt):
+        if not isinstance(prompt, ChatPrompt) or not has_media(prompt):
             return tuple(found)
-        return tuple(replace(each, media="way") for each in found)
+        more = estimated_tokens(prompt.messages)
+        return tuple(replace(each, isl=each.isl + more, media="way") for each in found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,14 @@ _FIELDS = frozenset({"type", "image_url", "uuid", "detail"})
 _MOST_WANTED = 8
 _MOST_WANTED_CHARACTERS = 16 << 20
 
+# Of media whose size is not known either: an image in LLaVA 1.5.
+_ANY_TOKENS = 576
+# Qwen2-VL's least and most.
+_LEAST_ESTIMATE, _MOST_ESTIMATE = 4, 16_384
+_PIXELS_PER_TOKEN = 28 * 28
+# Base64 in which most headers end: 30 µs to read.
+_HEADER_CHARACTERS = 1 << 14
+
 TokensOf: TypeAlias = Callable[[int, int], int]
 """The placeholder tokens of an image of this width and height."""
 
@@ -262,6 +270,24 @@ def expand(
     return expanded, spans
 
 
+def estimated_tokens(messages: Sequence[Message]) -> int:
+    """About how many tokens the media of a chat become that are not placed: what loads are compared by."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    media = [part for part in parts if isinstance(part, dict) and not is_text(part)]
+    return sum(_estimate(part) for part in media[:MOST_IMAGES] if not isinstance(part, ImagePlaceholder))
+
+
+def _estimate(part: Mapping[str, Any]) -> int:
+    given = part.get("image_url")
+    url = given.get("url") if isinstance(given, dict) else given
+    data = _data_of(url, _HEADER_CHARACTERS) if isinstance(url, str) else None
+    header = read_header(data) if data is not None else None
+    if header is None:
+        return _ANY_TOKENS
+    return min(max(header.width * header.height // _PIXELS_PER_TOKEN, _LEAST_ESTIMATE), _MOST_ESTIMATE)
+
+
 def image_identifier(data: bytes, header: ImageHeader, engine_model: str) -> str:
     """The name that vLLM's MultiModalHasher gives the bytes of an image, with the default BLAKE3."""
     digest = blake3(_framed(b"image") + b"\x03" + _framed(b"image"))
@@ -272,15 +298,21 @@ def image_identifier(data: bytes, header: ImageHeader, engine_model: str) -> str
     return digest.hexdigest()
 
 
-def _data_of(url: str) -> bytes | None:
-    """The bytes in a `data:` URL; None if they are not in base64."""
+def _data_of(url: str, most_characters: int | None = None) -> bytes | None:
+    """The bytes in a `data:` URL, or the first of them; None if it is another, or they are not in base64.
+
+    `most_characters`: a multiple of 4.
+    """
     comma = url.find(",", 0, 1024)
-    if comma < 0 or not url.endswith(";base64", 0, comma):
+    if url[:5].lower() != "data:" or comma < 0 or not url.endswith(";base64", 0, comma):
         return None
+    end = len(url) if most_characters is None else min(len(url), comma + 1 + most_characters)
     # in pieces: one call for a large image would keep the GIL, and with it the event loop, for its whole time
-    starts = range(comma + 1, len(url), _PIECE)
+    starts = range(comma + 1, end, _PIECE)
     try:
-        return b"".join(base64.b64decode(url[start : start + _PIECE], validate=True) for start in starts)
+        return b"".join(
+            base64.b64decode(url[start : min(start + _PIECE, end)], validate=True) for start in starts
+        )
     except ValueError:
         return None
 

@@ -18,7 +18,7 @@ from typing import Any, Self, TypeAlias, TypeGuard
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from kvrouter.tokens.media import Images, Outcome, VisionModel, expand
+from kvrouter.tokens.media import Images, Outcome, VisionModel, estimated_tokens, expand
 from kvrouter.tokens.messages import Message, is_text
 from kvrouter.tokens.prefix_tokens import CacheSettings, Encoded, PrefixStore
 from kvrouter.tokens.template import ChatTemplate
@@ -183,18 +183,27 @@ class PromptEncoder:
         return [Encoded(ids, len(ids)) for ids in _kept(prompt, [each.ids for each in encoded])]
 
     def _encode_media_now(self, tokenizer: Tokenizer, prompt: ChatPrompt, engine_model: str) -> list[Encoded]:
-        outcome: Outcome = "model"
-        if self.images is not None:
-            placed = self.images.place(prompt.messages, engine_model)
-            outcome = "options" if prompt.has_media_options or prompt.kept_tokens else placed.outcome
-        if self.images is not None and placed.images and outcome != "options":
-            (encoded,) = self._encode_now(tokenizer, replace(prompt, messages=placed.messages), False)
-            expanded = expand(encoded.ids, self.images.vision.image_token, placed.images)
-            if expanded is not None:
-                ids, spans = expanded
-                return [Encoded(ids, len(ids), None, spans, outcome)]
-            outcome = "template"
-        return [each._replace(media_outcome=outcome) for each in self._encode_now(tokenizer, prompt, False)]
+        if self.images is None:
+            return self._encode_in_part(tokenizer, prompt, "model")
+        placed = self.images.place(prompt.messages, engine_model)
+        if prompt.has_media_options or prompt.kept_tokens:
+            return self._encode_in_part(tokenizer, prompt, "options")
+        if not placed.images:
+            return self._encode_in_part(tokenizer, prompt, placed.outcome)
+        (encoded,) = self._encode_now(tokenizer, replace(prompt, messages=placed.messages), False)
+        expanded = expand(encoded.ids, self.images.vision.image_token, placed.images)
+        if expanded is None:
+            return self._encode_in_part(tokenizer, prompt, "template")
+        ids, spans = expanded
+        return [Encoded(ids, len(ids) + estimated_tokens(placed.messages), None, spans, placed.outcome)]
+
+    def _encode_in_part(self, tokenizer: Tokenizer, prompt: ChatPrompt, outcome: Outcome) -> list[Encoded]:
+        """With text in the places of all media; the length is estimated."""
+        more = estimated_tokens(prompt.messages)
+        return [
+            each._replace(isl=each.isl + more, media_outcome=outcome)
+            for each in self._encode_now(tokenizer, prompt, False)
+        ]
 
     def _render(self, prompt: ChatPrompt) -> str:
         assert self._template is not None, "encode_known checks it"

@@ -196,6 +196,29 @@ async def test_encoder_of_a_pool(tmp_path: Path) -> None:
         assert encoders.of(pool_of("qwen")).can_encode_text
 
 
+VLLM = {"engine": "vllm", "engine_version": "0.32.0+cpu", "tokenizer": "org/model"}
+
+
+@pytest.mark.parametrize(
+    ("cards", "name"),
+    [
+        ([VLLM], "org/model"),
+        ([VLLM, VLLM | {"engine_version": "1.0"}], "org/model"),
+        ([VLLM, VLLM | {"tokenizer": "/models/model"}], ""),
+        ([VLLM, VLLM | {"engine_version": "0.31.2"}], ""),
+        ([VLLM | {"engine_version": ""}], ""),
+        ([VLLM | {"engine": "sglang"}], ""),
+        ([VLLM | {"tokenizer": ""}], ""),
+        ([], ""),
+    ],
+)
+def test_engine_model(cards: list[dict[str, Any]], name: str) -> None:
+    """The name in the hashes of images, if all workers name their model alike and hash as vLLM 0.32."""
+    pool = new_pool(*(card(f"w{number}", **facts) for number, facts in enumerate(cards)))
+
+    assert name == Naming(pool, "m").engine_model()
+
+
 async def test_each_pool_has_its_own_tokenizer(fleet_of: FleetOf, tmp_path: Path) -> None:
     """With two models behind one frontend, a text is tokenized by the tokenizer of its model."""
     build_tiny_model(tmp_path / "tiny")

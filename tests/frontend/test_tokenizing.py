@@ -167,6 +167,23 @@ async def test_engines(fleet_of: FleetOf, model: Path, tokenizer: str) -> None:
         assert ("ready", []) == (ready["status"], ready["reasons"])
 
 
+async def test_engines_get_no_images(fleet_of: FleetOf, model: Path) -> None:
+    """They tokenize the text of a chat with images; overlap ends before the first, and decisions say so."""
+    url = "data:image/png;base64," + "iVBORw0KGgo" * 10_000
+    parts = [{"type": "text", "text": TEXT}, {"type": "image_url", "image_url": {"url": url}}]
+    chat = {"model": "m", "messages": [{"role": "user", "content": parts}]}
+    flags = ("--tokenizer", "remote", "--router-mode", "kv", "--no-use-kv-events")
+    async with fleet_of(*flags, scripts=(engine(model),)) as fleet:
+        await until(probed(fleet), "the engine is probed")
+        await fleet.ask(chat, path="/v1/chat/completions")
+
+        sent = asked(fleet, b"/tokenize")[-1].json["messages"][0]["content"]
+        assert [TEXT, "<media "] == [sent[0]["text"], sent[1]["text"][:7]]
+        (decision,) = (await fleet.get("/decisions?limit=1")).json["decisions"]
+        assert "way" == decision["media"]
+        assert decision["isl"] > 576, "the image counts in the load"
+
+
 def sglang(model: Path, *, takes_chats: bool) -> Script:
     """Answers /tokenize as SGLang does; since mid-2026 it also takes chats."""
     encoder = PromptEncoder.load(model)

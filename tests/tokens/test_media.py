@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 from kvrouter.core.wire.hashes import SEED as BLOCK_SEED
 from kvrouter.core.wire.hashes import block_hashes, media_prompt_hashes, sequence_hashes
 from kvrouter.tokens.image_headers import ImageHeader, read_header
-from kvrouter.tokens.media import MOST_IMAGES, Image, Images, VisionModel, expand, image_identifier
+from kvrouter.tokens.media import (
+    MOST_IMAGES,
+    Image,
+    Images,
+    VisionModel,
+    estimated_tokens,
+    expand,
+    image_identifier,
+)
 from kvrouter.tokens.messages import ImagePlaceholder, as_string
 from kvrouter.tokens.prompt import ChatPrompt, PromptEncoder
 from kvrouter.tokens.template import ChatTemplate
@@ -344,6 +352,34 @@ async def test_not_exact(
     assert found is not None
     assert [outcome] == [each.media_outcome for each in found]
     assert not found[0].media
+
+
+@pytest.mark.parametrize(
+    ("media", "tokens"),
+    [
+        (part("large.png"), 1200 * 900 // 784),
+        (part("rgb.png"), 7),
+        (part("grey.png") | {"image_url": {"url": url_of("grey.png") + "=" * 40_000}}, 576),
+        ({"type": "image_url", "image_url": {"url": "https://x/y.png"}}, 576),
+        ({"type": "input_audio"}, 576),
+        (ImagePlaceholder("<i>"), 0),
+        ({"type": "text", "text": "a"}, 0),
+    ],
+)
+def test_estimates(media: dict[str, Any], tokens: int) -> None:
+    """Media that are not placed count by their pixels if these are known, else like an image of LLaVA."""
+    assert tokens == estimated_tokens([user(media), {"role": "user", "content": "text"}])
+
+
+async def test_a_prompt_that_is_known_in_part(encoder: PromptEncoder) -> None:
+    """The tokens of its other images are estimated, so that they count in the load."""
+    address = {"type": "image_url", "image_url": {"url": "https://x/y.png"}}
+
+    found = await encoder.encode_known(ChatPrompt([user(part("rgb.png"), address)]), engine_model=MODEL)
+
+    assert found is not None
+    assert [("url", 576)] == [(each.media_outcome, each.isl - len(each.ids)) for each in found]
+    assert [8] == [end - start for each in found for start, end, _ in each.media]
 
 
 async def test_models_without_images(tiny: Path) -> None:
