@@ -11,14 +11,15 @@ from kvrouter.core.routing.filters import FilterSettings
 from kvrouter.core.routing.policy import AUTO
 from kvrouter.core.tables.text_index import TextIndexSettings
 from kvrouter.errors import ConfigError
-from kvrouter.frontend.settings import RuleOptions, parse_options
+from kvrouter.frontend.settings import COMMAND, RuleOptions, parse_options
 from kvrouter.policies import POLICIES, PolicySettings, new_policy
 from kvrouter.policies.kv import Kv
 from kvrouter.policies.kv_score import KvScore
 from kvrouter.policies.prefix_affinity import PrefixAffinity
 from kvrouter.policies.scored import Scored
 from kvrouter.policies.two_stage import TwoStage
-from kvrouter.settings.read import PageAsked
+from kvrouter.settings.read import PageAsked, load
+from kvrouter.settings.reload import read_again
 from tests.policies.test_endpoint_picker import HEIMDALL
 
 
@@ -115,6 +116,21 @@ def test_token_of_a_file_is_not_shown(heimdall: str, monkeypatch: pytest.MonkeyP
     assert "hf_secret" not in f"{page.value} {options.policy_notes} {options}"
     monkeypatch.setenv("HF_TOKEN", "own")
     assert "own" == parse_options([heimdall]).tokens.hub_token
+
+
+def test_changed_indexer_config(tmp_path: Path) -> None:
+    """A reload uses the file's weights, and names what of its indexerConfig needs a restart."""
+    file = tmp_path / "h.yaml"
+    file.write_text(HEIMDALL)
+    loaded = load(COMMAND, [f"--router-config={file}"], {})
+    changed = HEIMDALL.replace("workersCount: 8", "workersCount: 9").replace("hf_secret", "hf_other")
+    file.write_text(changed.replace("weight: 3", "weight: 5"))
+
+    later, changes = read_again(loaded)
+
+    assert {"tokenizer-workers": "8 → 9", "hf-token": "changed"} == changes.needs_restart
+    assert later.settings.policy.scored is not None
+    assert [2, 2, 5] == [one.weight for one in later.settings.policy.scored.scorers]
 
 
 def test_impossible_value_of_indexer_config(tmp_path: Path) -> None:

@@ -179,9 +179,10 @@ def test_counters() -> None:
     assert 0 < index.size_bytes() - empty < 4000
 
 
-@pytest.mark.parametrize("full", ["refuse", "lru"])
 @pytest.mark.parametrize("tier_sets", [1, 2])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    ("seed", "full"), [*((seed, "refuse") for seed in range(6)), *((seed, "lru") for seed in range(2))]
+)
 def test_bounded_feeds(seed: int, tier_sets: int, full: Literal["refuse", "lru"]) -> None:
     """Three targets and a bounded index: its blocks are theirs and prefix-closed, and no feed is flagged.
 
