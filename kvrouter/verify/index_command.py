@@ -115,17 +115,20 @@ async def diff(
 
     Looks until none is left or the time is up. Raises VerifyError.
     """
-    end, missing = time.monotonic() + timeout_s, (None, None)
-    while True:
-        one, two = await asyncio.gather(_all_blocks(first, workers), _all_blocks(second, workers))
-        now = (one - two, two - one)
-        only_one, only_two = (
-            found if before is None else found & before for found, before in zip(now, missing, strict=True)
-        )
-        if not (only_one or only_two) or time.monotonic() >= end:
-            return only_one, only_two
-        missing = only_one, only_two  # type: ignore[assignment]
+    end = time.monotonic() + timeout_s
+    only_first, only_second = await _differences(first, second, workers)
+    while (only_first or only_second) and time.monotonic() < end:
         await asyncio.sleep(_LOOK_EVERY_S)
+        now = await _differences(first, second, workers)
+        only_first, only_second = only_first & now[0], only_second & now[1]
+    return only_first, only_second
+
+
+async def _differences(
+    first: ReplicaIndex, second: ReplicaIndex, workers: Sequence[str]
+) -> tuple[set[Block], set[Block]]:
+    one, two = await asyncio.gather(_all_blocks(first, workers), _all_blocks(second, workers))
+    return one - two, two - one
 
 
 async def _all_blocks(replica: ReplicaIndex, workers: Sequence[str]) -> set[Block]:
