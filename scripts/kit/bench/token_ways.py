@@ -1,6 +1,6 @@
 """Token ids by this process against token ids by an engine's `/tokenize`, at several concurrencies.
 
-Measured for three APIs, from the body's bytes to the ids: it is parsed, and converted to a chat, as in a frontend.
+Measured for three APIs, from the bytes of a body to the ids: with parsing and conversion, as in a frontend.
 
 The engine is one mocker, a process of its own: it tokenizes in threads, as vLLM does, and does nothing else.
 """
