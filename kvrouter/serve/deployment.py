@@ -294,7 +294,11 @@ async def _with_cached_tokens(http: EngineHttp, facts: EngineFacts) -> EngineFac
     """The facts, with CACHED_TOKENS_UNKNOWN among the lacks if answers omit the cached tokens."""
     # asked with one real completion, and so only of versions whose answer proves something
     version = re.match(r"v?(\d+)\.(\d+)", facts.version)
-    if facts.kind == "sglang" or not version or (int(version[1]), int(version[2])) < _ALWAYS_COUNTS:
+    if (
+        facts.kind not in {"vllm", "mocker"}
+        or not version
+        or (int(version[1]), int(version[2])) < _ALWAYS_COUNTS
+    ):
         return facts
     if await http.reports_cached_tokens(facts.models.served_names[0]) is not False:
         return facts

@@ -29,9 +29,10 @@ from kvrouter.worker.engines.facts import EngineFacts, build_card, can_report, w
 from kvrouter.worker.engines.http import EngineError, EngineHttp, Models
 from kvrouter.worker.engines.metrics import RankLoad, Scrape
 from kvrouter.worker.options import AgentOptions
+from kvrouter.worker.polled_events import PolledEvents
 from kvrouter.worker.publisher import KvPublisher, ReplayAnswers
-from kvrouter.worker.rank import EngineRank
-from kvrouter.worker.zmq.sockets import EngineEvents
+from kvrouter.worker.rank import EngineRank, RankEvents
+from kvrouter.worker.zmq.sockets import EngineEvents, EventEndpoints
 
 log = structlog.get_logger()
 
@@ -51,7 +52,7 @@ async def serve(options: AgentOptions, stop: asyncio.Event, duty: Duty | None = 
         await serve_engine(options, bus, events, duty or Duty(stop))
 
 
-async def serve_engine(options: AgentOptions, bus: Bus, events: Sequence[EngineEvents], duty: Duty) -> None:
+async def serve_engine(options: AgentOptions, bus: Bus, events: Sequence[RankEvents], duty: Duty) -> None:
     """Run an agent on an open bus and open event sockets, in which events wait until the engine is known."""
     started_us = time.time_ns() // 1000
     async with contextlib.AsyncExitStack() as stack:
@@ -66,7 +67,7 @@ async def serve_engine(options: AgentOptions, bus: Bus, events: Sequence[EngineE
         for each, settled in zip(events, found.endpoints, strict=False):
             each.learn_replay(settled.replay)
         reported = found.endpoints[len(events) :]
-        more = [await stack.enter_async_context(EngineEvents.open(each)) for each in reported]
+        more = [await _open_events(stack, engine, each) for each in reported]
         options, events = found, [*events, *more]
         file = None
         if options.state_file is not None:
@@ -78,6 +79,15 @@ async def serve_engine(options: AgentOptions, bus: Bus, events: Sequence[EngineE
         await agent.run(file)
 
 
+async def _open_events(
+    stack: contextlib.AsyncExitStack, engine: EngineHttp, endpoints: EventEndpoints
+) -> RankEvents:
+    """The events at endpoints that the engine reports: a path of its own, or sockets."""
+    if endpoints.events.startswith("http"):
+        return PolledEvents(engine)
+    return await stack.enter_async_context(EngineEvents.open(endpoints))
+
+
 class Agent:
     """The agent of an engine that is known."""
 
@@ -87,7 +97,7 @@ class Agent:
         bus: BusPart,
         engine: EngineHttp,
         facts: EngineFacts,
-        events: Sequence[EngineEvents],
+        events: Sequence[RankEvents],
         *,
         duty: Duty,
         started_us: int,
@@ -225,7 +235,7 @@ class Agent:
             notes=sorted({note for notes in self._notes() for note in notes}),
         )
 
-    def _notes(self) -> Iterator[list[str]]:
+    def _notes(self) -> Iterator[Sequence[str]]:
         for rank, events in zip(self._ranks, self._events, strict=True):
             yield rank.notes
             yield events.notes
@@ -281,7 +291,8 @@ class Agent:
             )
         log.info("engine.up", url=self._options.engine_url)
         self._note(facts)
-        self._restart_events(self._ranks)
+        # not those that have seen the new process begin: some events can be read only once
+        self._restart_events([rank for rank in self._ranks if not rank.is_settled])
         self._announcer.update(self._card())
         self._is_down = False
         self._announce_state()

@@ -27,7 +27,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import structlog
 
@@ -38,7 +39,6 @@ from kvrouter.worker.engines.adapter import Adapter, Batch, Reasons
 from kvrouter.worker.engines.vllm import VllmAdapter
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.zmq.ordering import Action, Apply, Continued, EngineStream, Lost, Restarted, digest_of
-from kvrouter.worker.zmq.sockets import EngineEvents
 
 log = structlog.get_logger()
 
@@ -53,6 +53,24 @@ CHUNKS = (
     "adapter: hits that only LMCache has for other prompts are not predicted"
 )
 TABLE_FULL = "the agent's table is full: further blocks are not indexed"
+
+
+class RankEvents(Protocol):
+    """Where a rank's batches come from: EngineEvents (ZMQ), PolledEvents (HTTP)."""
+
+    stream: EngineStream
+    # Set once it is known where the engine's history begins, and that history has been passed on.
+    settled: asyncio.Event
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What an operator should know about the source."""
+        ...
+
+    def learn_replay(self, endpoint: str | None) -> None: ...
+    def resume(self, seq: int, digest: bytes, *, was_complete: bool) -> None: ...
+    def restart(self) -> None: ...
+    async def run(self, on_action: Callable[[Action], None]) -> None: ...
 
 
 class EngineRank:
@@ -184,7 +202,7 @@ class EngineRank:
         )
         return RankState(head, blocks.image())
 
-    async def follow(self, events: EngineEvents) -> None:
+    async def follow(self, events: RankEvents) -> None:
         """Apply the rank's events. An error in them stops only this rank, and only for READ_AGAIN_S."""
         while True:
             try:
@@ -201,7 +219,7 @@ class EngineRank:
         await is_answering.wait()  # a replica that misses the first frame must be able to request it
         await self.publisher.run()
 
-    async def read_again(self, events: EngineEvents) -> None:
+    async def read_again(self, events: RankEvents) -> None:
         """Read the history again after events that could not be followed."""
         clock, pause_s, read_at = asyncio.get_running_loop().time, READ_AGAIN_S, float("-inf")
         while True:

@@ -14,6 +14,7 @@ from kvrouter.worker.engines.adapter import Adapter
 from kvrouter.worker.engines.facts import EngineFacts
 from kvrouter.worker.engines.http import EngineError, EngineHttp, Models
 from kvrouter.worker.engines.sglang import SglangAdapter, learn_sglang
+from kvrouter.worker.engines.tensorrt import OWNER, TensorrtAdapter, learn_tensorrt
 from kvrouter.worker.engines.vllm import VllmAdapter, learn_vllm
 from kvrouter.worker.options import AgentOptions
 
@@ -31,7 +32,12 @@ class Kind(NamedTuple):
 
 
 _VLLM = Kind(learn_vllm, VllmAdapter)
-KINDS: Mapping[str, Kind] = {"vllm": _VLLM, "sglang": Kind(learn_sglang, SglangAdapter), "mocker": _VLLM}
+KINDS: Mapping[str, Kind] = {
+    "vllm": _VLLM,
+    "sglang": Kind(learn_sglang, SglangAdapter),
+    OWNER: Kind(learn_tensorrt, TensorrtAdapter),
+    "mocker": _VLLM,
+}
 
 
 def new_adapter(kind: str) -> Adapter[Any]:

@@ -119,7 +119,7 @@ def can_report(options: AgentOptions, version: str, kind: str = "vllm") -> bool 
 
     None if the version cannot be read: then its events decide.
     """
-    if not options.kv_repair or kind == "sglang":
+    if not options.kv_repair or kind not in {"vllm", "mocker"}:
         return False
     numbers = re.match(r"v?(\d+)\.(\d+)", version)
     return (int(numbers[1]), int(numbers[2])) >= _FIRST_TO_REPORT if numbers else None

@@ -107,6 +107,7 @@ class EngineHttp:
 
     def __init__(self, session: aiohttp.ClientSession, extra_metrics: Mapping[str, str]) -> None:
         self.health_path = "health"
+        self.metrics_path = "metrics"
         self._extra_metrics = extra_metrics
         self._session = session
 
@@ -147,7 +148,7 @@ class EngineHttp:
 
     async def scrape(self) -> Scrape:
         """The engine's metrics. Raises EngineError."""
-        text = (await self._get("metrics")).decode(errors="replace")
+        text = (await self._get(self.metrics_path)).decode(errors="replace")
         try:
             return read_metrics(text, self._extra_metrics)
         except ValueError as error:
@@ -167,6 +168,13 @@ class EngineHttp:
         status, body = await self._answer("GET", path)
         if status == 404:
             return None
+        if status != 200:
+            raise EngineError(f"/{path} answered {status}")
+        return body
+
+    async def take(self, path: str) -> bytes:
+        """What the engine returns once, and then no more, by a POST. Raises EngineError."""
+        status, body = await self._answer("POST", path)
         if status != 200:
             raise EngineError(f"/{path} answered {status}")
         return body

@@ -35,6 +35,7 @@ _LOADS = {
     "sglang:num_running_reqs": "running",
     "sglang:num_queue_reqs": "waiting",
     "sglang:token_usage": "kv_usage",
+    "trtllm_kv_cache_utilization": "kv_usage",
 }
 _GAUGES = {
     "process_start_time_seconds": "started_s",
