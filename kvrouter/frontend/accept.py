@@ -90,10 +90,11 @@ class Accept:
         asked = passthrough.parse(request, readable) if parse is None else parse(readable)
         router = self._pools.router_for(asked.model)
         if isinstance(asked, responses.ResponseRequest):
-            of_responses, before = asked, self._response_before(asked, router)
+            before = self._response_before(asked, router)
             if before is not None:
                 parse = partial(responses.parse, history=before.chat)
                 asked = parse(readable)
+            of_responses = asked
         if large is not None and large.runs and parse is not None:
             asked = await large.with_ids(asked, parse, _longest_context(router.pool))
         overrides = self._overrides(request, asked)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvrouter.frontend.agent_headers import read_sessions
 from kvrouter.tokens.tiny import build_tiny_model
 from tests.e2e.fleet import Fleet, running_fleet, until
 
@@ -26,13 +28,16 @@ ROUNDS = 3
 
 
 async def ask(fleet: Fleet, replica: int, said: str, headers: Mapping[str, str]) -> str:
-    """The worker that answered a prompt that no engine knows, once every replica knows that it ended."""
+    """The worker that answered a prompt that no engine knows, once all replicas know session and end."""
     body: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": said * 20}]}
     url = fleet.frontends[replica].url + "/v1/chat/completions"
     async with fleet.http.post(url, json={**body, "max_tokens": 2}, headers=headers) as response:
         assert 200 == response.status, await response.text()
-    pools = [frontend.replica.router_for("tiny").pool for frontend in fleet.frontends]
-    await until(lambda: not any(pool.active.owners() for pool in pools))
+    session, _ = read_sessions(headers)
+    routers = [frontend.replica.router_for("tiny") for frontend in fleet.frontends]
+    now = asyncio.get_running_loop().time
+    await until(lambda: all(router.tables.sessions.target_of(session, now()) for router in routers))
+    await until(lambda: not any(router.pool.active.owners() for router in routers))
     return response.headers["x-kvrouter-worker"]
 
 
@@ -49,8 +54,9 @@ async def test_children_run_where_their_parents_ran(nats_url: str, tmp_path: Pat
                 )
                 root = await ask(fleet, 0, f"{name} {number} begins. ", mine)
                 assert root == await ask(fleet, 1, f"{number} {name} is a child. ", theirs)
-                assert root == await ask(fleet, 0, f"again {name} {number}. ", mine)
+                assert root == await ask(fleet, 1, f"again {name} {number}. ", mine)
         async with fleet.http.get(fleet.frontends[1].admin_url + "/decisions") as response:
-            newest = (await response.json())["decisions"][0]
+            decisions = (await response.json())["decisions"]
 
-    assert ("opencode-2-child", "opencode-2-s") == (newest["session"], newest["parent_session"])
+    shown = [(one["session"], one["parent_session"]) for one in decisions[:2]]
+    assert [("opencode-2-s", ""), ("opencode-2-child", "opencode-2-s")] == shown
