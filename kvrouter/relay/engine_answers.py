@@ -76,7 +76,7 @@ def has_failed(text: bytes) -> bool:
 
 def is_role_only(text: bytes) -> bool:
     """Whether a stream so far is the one event that names the role of a chat's answer, without output."""
-    return text.find(b'"role"') >= 0 and text.count(b"data:") == 1 and _OUTPUT.search(text) is None
+    return text.count(b"data:") == 1 and text.find(b'"role"') >= 0 and _OUTPUT.search(text) is None
 
 
 def find_usage(tail: bytes) -> Usage:

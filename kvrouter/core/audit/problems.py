@@ -188,8 +188,9 @@ def _blocks(count: int) -> str:
 
 
 def _why_inexact(worker: Worker, record: WorkerRecord) -> str:
-    if worker.card.notes:
-        return f"its notes say what is not predicted exactly ({'; '.join(worker.card.notes[:_MOST_NOTES])})"
+    # notes that state a cost say what is predicted, or not
+    if notes := [note for note in worker.card.notes if "predict" in note][:_MOST_NOTES]:
+        return f"its notes say what is not predicted exactly ({'; '.join(notes)})"
     if all(miss <= 0 for miss in record.misses):
         return (
             "it has blocks that its events do not name in time. Look at the lag in /workers; without one, a "

@@ -239,10 +239,10 @@ class VllmAdapter:
     def __init__(self) -> None:
         self.skipped = Reasons()
         self.group: int | None = None
-        # By KV group: the largest block on the device in this life of the engine.
-        self._sizes: dict[int | None, int] = {}
         # The size of the blocks of that group; 0 before its first store.
         self._block_size = 0
+        # By KV group: the largest block on the device in this life of the engine.
+        self._sizes: dict[int | None, int] = {}
         # Other groups, with the reason why one is not followed; empty if it is.
         self._others: dict[int, str] = {}
         self._other_kinds: dict[int, str] = {}

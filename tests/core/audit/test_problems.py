@@ -165,13 +165,15 @@ def test_remedy(pool: Pool, case: str) -> None:
 
 def test_notes_explain() -> None:
     """What the card says is not predicted exactly is the first thing to look at."""
-    pool = new_pool(card(notes=("pages are pairs",)))
+    pool = new_pool(card(notes=("follows two groups", "pages are pairs: predicted too high")))
     pool.index.store(T1, chain_from(1, 10))
     stories = answers(Usage(100, 48), 4, LEAST), answers(Usage(100, 16), 4, LEAST)
 
     (problem,) = found(pool, *stories)
 
-    assert problem.text.endswith("its notes say what is not predicted exactly (pages are pairs)")
+    assert problem.text.endswith(
+        "its notes say what is not predicted exactly (pages are pairs: predicted too high)"
+    )
 
 
 def test_one_block_that_is_never_cached(pool: Pool) -> None:
