@@ -305,7 +305,8 @@ class KvRouter(HandFed):
             naming = Naming(pool, asked.model, about.get("lora_name"), about.get("salt"))
             prompts = await self._ways.hashes(asked.prompt, naming)
             about.setdefault("text", plain_text(asked.prompt))
-        return self._placed(_request_of(prompts, about), asked.stream, exclude)
+        request = _request_of(prompts, about, reads_cache=asked.reads_cache)
+        return self._placed(request, asked.stream, exclude)
 
     def _placed(self, asked: RouteRequest, streamed: bool, exclude: Collection[str]) -> PlacedRequest:
         now = self._tend()
@@ -380,7 +381,7 @@ async def _ended(task: asyncio.Task[None]) -> None:
         await task
 
 
-def _request_of(prompts: tuple[Prompt, ...], about: About) -> RouteRequest:
+def _request_of(prompts: tuple[Prompt, ...], about: About, *, reads_cache: bool = True) -> RouteRequest:
     """Raises ConfigError."""
     _check_amounts(overlap_weight=about.get("overlap_weight"), temperature=about.get("temperature"))
     return RouteRequest(
@@ -394,6 +395,7 @@ def _request_of(prompts: tuple[Prompt, ...], about: About) -> RouteRequest:
         wanted=parse_wanted(about["target"]) if "target" in about else None,
         priority=about.get("priority", 0),
         mode=_mode_of(about),
+        reads_cache=reads_cache,
     )
 
 

@@ -130,6 +130,7 @@ class Accept:
             asked.priority if overrides.priority is None else overrides.priority,
             overrides.parent_session,
             mode,
+            reads_cache=asked.reads_cache,
         )
         sent, response = _edited(body, large, asked), None
         if of_responses is not None:

@@ -79,8 +79,12 @@ def check_answer(
         is_single=traits.is_single,
         is_firm=is_firm and audit.is_firm(pool.id, choice.target),
         is_estimate=any(prompt.is_estimate for prompt in route.prompts),
+        is_one_less=pool.reuses_one_less(choice.target.worker_id),
     )
     router.predictions.observe(prediction, usage)
+    is_one_less = router.predictions.reuses_one_less(choice.target.worker_id)
+    if is_one_less is not None:
+        pool.reuse_one_less(choice.target.worker_id, is_one_less)
     # The first block of a served request must appear in the worker's events.
     if names_blocks and traits.kind is not None and pool.settings.use_kv_events:
         worker = pool.workers.get(placement.target.worker_id)

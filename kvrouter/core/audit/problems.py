@@ -34,7 +34,7 @@ _CONVERSION = "the engine converts them to chats in another way than vLLM 0.32, 
 _MOST_NOTES = 3
 _RULE = (
     "reports always {blocks} less than predicted: the engine computes that much again by a rule of its own "
-    "(speculative decoding with EAGLE or MTP drops the last cached block). Its events are right, so nothing "
+    "(one block, as with EAGLE and MTP, would be learnt). Its events are right, so nothing "
     "needs a restart; every prediction for it is {blocks} too high"
 )
 _TOKENIZER = (

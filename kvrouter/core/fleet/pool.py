@@ -113,6 +113,7 @@ class Pool:
         self.approx = ApproxIndex(self.assumed, settings.ttl_s)
         self.active = BookingTable(settings.placement_secret)
         self._roster = Roster()  # `targets` in columns
+        self._one_less: set[WorkerId] = set()
 
     # Workers
 
@@ -126,6 +127,8 @@ class Pool:
         changed = False
         if beat.card is not None and (worker is None or worker.card != beat.card):
             before = worker.targets() if worker is not None else []
+            if beat.card.speculates != (worker is not None and worker.card.speculates):
+                self.reuse_one_less(worker_id, beat.card.speculates)
             worker = self.workers[worker_id] = Worker(beat.card)
             self.ranks += beat.card.ranks - len(before)
             self._forget_assumed(before, worker.targets())
@@ -156,6 +159,7 @@ class Pool:
         if worker is None:
             return []
         self.ranks -= worker.card.ranks
+        self._one_less.discard(worker_id)
         self._forget_blocks(worker)
         self._choose_targets()
         return worker.targets()
@@ -175,6 +179,19 @@ class Pool:
         for worker_id in gone:
             self.remove(worker_id)
         return list(gone)
+
+    def reuse_one_less(self, worker_id: WorkerId, is_so: bool) -> None:
+        """Whether the worker's engine computes again the last block that it could reuse (EAGLE, MTP).
+
+        Its card tells, and then its answers.
+        """
+        if is_so:
+            self._one_less.add(worker_id)
+        else:
+            self._one_less.discard(worker_id)
+
+    def reuses_one_less(self, worker_id: WorkerId) -> bool:
+        return worker_id in self._one_less
 
     def unreachable(self, worker_id: WorkerId) -> None:
         """The worker's HTTP port refuses connections: remove it if it is silent."""
@@ -318,6 +335,7 @@ class Pool:
             block_size=self.block_size,
             inflight_overlap=self.settings.inflight_overlap,
             with_prefills=with_prefills,
+            one_less=self._one_less,
         )
         if not exclude and request.lora_name is None:
             return formed

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar, overload
 
 from msgspec import Struct
@@ -355,10 +355,12 @@ def form_candidates(
     block_size: int,
     inflight_overlap: bool,
     with_prefills: bool = True,
+    one_less: Collection[WorkerId] = (),
 ) -> Candidates:
     """A candidate for each target of the roster, in its order.
 
-    `with_prefills`: whether it may be asked for seconds of prefill.
+    `with_prefills`: whether it may be asked for seconds of prefill. `one_less`: workers that compute the last
+    block again that they could reuse.
     """
     # copies, in the order of the roster: bookings that follow do not change this decision's columns
     charged, blocks, requests = active.lined_up()
@@ -369,7 +371,13 @@ def form_candidates(
             none, none, none, none, none, charged, blocks, requests, heads, context, began, roster.beats(),
         )  # fmt: skip
         return Candidates(roster, columns, {}, block_size)
-    found = [_find(prompt, index, active, block_size) for prompt in request.prompts]
+    found = [
+        _find(prompt, index, active, block_size)
+        if request.reads_cache
+        else (prompt, {}, active.depths(prompt.hashes))
+        for prompt in request.prompts
+    ]
+    reuses_in_flight = inflight_overlap and request.reads_cache
     count = len(roster.targets)
     own_blocks = _all_blocks(request, block_size) if count else 0
     columns = _Columns(
@@ -379,7 +387,9 @@ def form_candidates(
     # most fleets have one tier: the general way costs a call per target
     reckon = _reckon_tiers if index.has_wider_tiers else _reckon_device
     for prompt, cached, in_flight in found:
-        reused = _reused(in_flight, roster, block_size) if in_flight and inflight_overlap else {}
+        reused = _reused(in_flight, roster, block_size) if in_flight and reuses_in_flight else {}
+        if one_less:
+            _take_one(one_less, cached, reused, max(0, prompt.isl - 1) // block_size)
         columns.deepest = reckon(columns, roster, prompt.isl, block_size, cached, reused)
     for target, held in _held_in_flight(found).items():  # these blocks are active there already: no new load
         place = roster.places.get(target)
@@ -407,6 +417,18 @@ def _reused(in_flight: dict[Target, int], roster: Roster, block_size: int) -> di
         and roster.workers[place].card.block_size == block_size
         and roster.workers[place].card.prefix_caching is not False
     }
+
+
+def _take_one(one_less: Collection[WorkerId], cached: Cached, reused: dict[Target, int], most: int) -> None:
+    """Lower the depths of these workers by one: by what they could reuse, not by what they hold."""
+    for target in [target for target in cached if target.worker_id in one_less]:
+        depth = cached[target]
+        if isinstance(depth, int):
+            cached[target] = max(0, min(depth, most) - 1)
+        else:
+            cached[target] = [max(0, min(one, most) - 1) for one in depth]
+    for target in [target for target in reused if target.worker_id in one_less]:
+        reused[target] = max(0, min(reused[target], most) - 1)
 
 
 def _reckon_device(  # noqa: PLR0917  # on the hot path: keywords cost

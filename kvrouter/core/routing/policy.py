@@ -59,6 +59,8 @@ class RouteRequest(Struct, frozen=True, gc=False):
     """For custom policies: requests per second, over all replicas."""
     doubt: str = ""
     """For custom policies: why predicted seconds should not be compared; empty if they may be."""
+    reads_cache: bool = True
+    """False if the engine computes the whole prompt, cached or not: no target has an overlap."""
 
     @property
     def isl(self) -> int:

@@ -74,6 +74,8 @@ class Prediction(Struct, frozen=True, gc=False):
     # The prompt was tokenized in part or not at all: its length is a guess, the engine may have more of it
     # than can be predicted, and a few blocks of text may be less than one block of tokens.
     is_estimate: bool = False
+    # Its engine is taken for one that reuses one block less than it could: `blocks` has that taken off.
+    is_one_less: bool = False
 
 
 class Alarm:
@@ -155,6 +157,8 @@ class WorkerRecord:
     inexact: Alarm = field(default_factory=_nearly_always)
     # by how many tokens each of the last predictions was too high; below 0 too low
     misses: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    # the engine had exactly one block less than it could reuse: no problem, but EAGLE or MTP
+    one_less: Alarm = field(default_factory=_nearly_always)
     # (engine's, frontend's) prompt tokens, and (engine's, predicted) cached tokens, when they last differed
     last_lengths: tuple[int, int] = (0, 0)
     last_cached: tuple[int, int] = (0, 0)
@@ -193,6 +197,13 @@ class PredictionTable:
             _count(record, prediction, cached_tokens)
             if prediction.is_firm and not prediction.in_flight:
                 _note_cached(record, prediction, cached_tokens)
+
+    def reuses_one_less(self, worker_id: WorkerId) -> bool | None:
+        """Whether a worker's engine reuses one block less than it could; None: too few answers to know."""
+        record = self.records.get(worker_id)
+        if record is None or record.one_less.total < LEAST:
+            return None
+        return record.one_less.is_raised
 
     def expect(self, target: Target, kind: Kind, hashes: Sequence[int], now: float) -> None:
         """A request with these blocks was served: the target's events must name the first of them.
@@ -279,7 +290,11 @@ def _note_cached(record: WorkerRecord, prediction: Prediction, cached_tokens: in
     error = prediction.blocks * prediction.block_size - cached_tokens
     # an estimate may be lower than the truth for a good reason, so a higher report proves nothing
     has_more = prediction.is_estimate and error < 0
-    if not has_more:
+    # the rule of the engine is learnt from these; a wrong guess of it is no wrong prediction
+    other_rule = -prediction.block_size if prediction.is_one_less else prediction.block_size
+    if prediction.blocks + prediction.is_one_less > 1 and not prediction.is_estimate:
+        record.one_less.note(error == (0 if prediction.is_one_less else prediction.block_size))
+    if not has_more and error != other_rule:
         record.inexact.note(error != 0)
         record.misses.append(error)
     if prediction.blocks >= (SURE_BLOCKS if prediction.is_estimate else 1):

@@ -73,6 +73,8 @@ class Card(Struct, frozen=True, kw_only=True):
     prefix_caching: bool | None = None
     # start of the engine's process; 0: not reported. Another start is another, empty cache
     engine_started_at_us: Number = 0
+    # whether the engine decodes speculatively: with EAGLE or MTP it reuses one block less than it holds
+    speculates: bool = False
     # the directory or hub id of the engine's model, as the engine names it
     tokenizer: Line = ""
 

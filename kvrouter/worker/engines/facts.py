@@ -88,6 +88,7 @@ def build_card(
         repairs_by_report=repairs_by_report,
         notes=tuple(note[:MOST_TEXT_CHARACTERS] for note in notes)[:MOST_NAMES],
         prefix_caching=scrape.has_prefix_caching,
+        speculates=scrape.speculates,
         engine_started_at_us=min(round(scrape.started_s * 1e6), MOST_NUMBER),
         tokenizer=facts.tokenizer if facts.tokenizer.isprintable() and len(facts.tokenizer) <= 1024 else "",
     )

@@ -63,7 +63,10 @@ _NIXL = "vllm:nixl_"
 # Adapters as labels. The value is a time: of several samples the newest counts.
 _LORAS = "vllm:lora_requests_info"
 
-_WANTED = (*_LOADS, *_GAUGES, *_LABELS, _LORAS, _SLEEP, _NIXL)
+# Present from the start if speculative decoding is on, with any method.
+_DRAFTS = "vllm:spec_decode_num_drafts_total"
+
+_WANTED = (*_LOADS, *_GAUGES, *_LABELS, _LORAS, _SLEEP, _NIXL, _DRAFTS)
 
 # The largest value of each number that is not an amount. A value out of range counts as not reported.
 _MOST = {"kv_usage": MOST_SHARE, "block_size": MOST_BLOCK_SIZE}
@@ -106,7 +109,8 @@ class Scrape:
     """An engine's metrics at one time. 0 means unknown; `started_s` is its start in seconds since the epoch.
 
     `has_prefix_caching` is None if the engine does not report it. `is_asleep`: it serves nothing now, and its
-    cache is empty. `is_half`: it has a connector to the other half of a prefill/decode pair.
+    cache is empty. `is_half`: it has a connector to the other half of a prefill/decode pair. `speculates`: it
+    decodes speculatively.
     """
 
     loads: Mapping[int, RankLoad] = field(default_factory=dict)
@@ -118,6 +122,7 @@ class Scrape:
     max_loras: int = 0
     is_asleep: bool = False
     is_half: bool = False
+    speculates: bool = False
 
     def or_else(self, known: Scrape) -> Scrape:
         """The same scrape, with `known` in place of each value that it lacks."""
@@ -172,7 +177,7 @@ class _Reading:
         # By rank. A sample without a rank (None) holds for all ranks.
         self._metrics: defaultdict[int | None, dict[str, float]] = defaultdict(dict)
         self._loras: dict[int | None, Sample] = {}
-        self._is_asleep = self._is_half = False
+        self._is_asleep = self._is_half = self._speculates = False
 
     def take(self, sample: Sample) -> None:
         for name, series in self._extra.items():
@@ -195,6 +200,8 @@ class _Reading:
             self._is_asleep |= sample.value == 0
         elif sample.name.startswith(_NIXL):
             self._is_half = True
+        elif sample.name == _DRAFTS:
+            self._speculates = True
 
     def _take_loras(self, sample: Sample) -> None:
         rank = _rank_named(sample)
@@ -206,7 +213,7 @@ class _Reading:
         named = {*self._loads, *self._metrics, *self._loras}
         ranks = sorted(rank for rank in named if rank is not None) or ([0] if named else [])
         found = _scrape({rank: self._load(rank) for rank in ranks}, self._values, self._has_prefix_caching)
-        return replace(found, is_asleep=self._is_asleep, is_half=self._is_half)
+        return replace(found, is_asleep=self._is_asleep, is_half=self._is_half, speculates=self._speculates)
 
     def _load(self, rank: int) -> RankLoad:
         values, loras = self._loads.get(rank, {}), self._loras.get(rank, self._loras.get(None))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.routing.candidates import Candidates
@@ -55,6 +56,53 @@ def test_amounts_are_those_of_the_design(
         assert min(max(tiers, default=0), overlap.widest_blocks) == one.indexed_blocks
     assert [cost(weight, one.prefill_blocks, one.decode_blocks) for one in found] == found.costs(weight)
     assert [one.requests for one in found] == found.requests()
+
+
+@given(st.tuples(depths, depths, depths), st.tuples(depths, depths, depths), depths)
+def test_one_block_less(cached: tuple[int, ...], booked: tuple[int, ...], host: int) -> None:
+    """Of what it could reuse, at most the blocks before the last token, w1 computes the last one again."""
+    pool = filled_pool(cached, booked, host)
+    before = [*pool.candidates(request(prompt(CHAIN, isl=160)))]
+    pool.reuse_one_less(W1, True)
+
+    w1, *others = pool.candidates(request(prompt(CHAIN, isl=160)))
+
+    assert max(0, before[0].overlap_blocks - 1) == w1.overlap_blocks
+    assert max(0, before[0].widest_blocks - 1) == w1.widest_blocks
+    assert w1.own_prefill_tokens >= 160 - 16 * w1.widest_blocks
+    assert [(one.overlap_blocks, one.prefill_tokens) for one in before[1:]] == [
+        (one.overlap_blocks, one.prefill_tokens) for one in others
+    ]
+
+
+def test_one_block_less_by_card() -> None:
+    """A card that says that its engine speculates decides, until the answers or another card do."""
+    pool = new_pool(card("w1", speculates=True))
+    pool.index.store(T1, CHAIN[:4])
+    overlaps = []
+
+    for is_so in (None, False):
+        if is_so is not None:
+            pool.reuse_one_less(W1, is_so)
+        overlaps.append(pool.candidates(request(prompt(CHAIN)))[0].overlap_blocks)
+    for speculates in (True, False, True):  # the first is the same card as before, but for its adapters
+        pool.update(W1, worker_beat(card("w1", speculates=speculates, lora_names=("a",))))
+        overlaps.append(pool.candidates(request(prompt(CHAIN)))[0].overlap_blocks)
+
+    assert [3, 4, 4, 4, 3] == overlaps
+
+
+@given(st.tuples(depths, depths, depths), st.tuples(depths, depths, depths), depths)
+def test_requests_that_read_no_cache(cached: tuple[int, ...], booked: tuple[int, ...], host: int) -> None:
+    """They compute every token everywhere; blocks in flight are still shared."""
+    pool = filled_pool(cached, booked, host)
+
+    found = pool.candidates(replace(request(prompt(CHAIN, isl=165)), reads_cache=False))
+
+    for place, one in enumerate(found):
+        assert (0, 0, 0) == (one.overlap_blocks, one.widest_blocks, one.indexed_blocks)
+        assert 165 == one.own_prefill_tokens
+        assert 10 - booked[place] == one.own_decode_blocks
 
 
 def test_looked_at_one_by_one_or_all_at_once() -> None:

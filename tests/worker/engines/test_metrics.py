@@ -36,6 +36,14 @@ def test_read_metrics() -> None:
     ) == read_metrics(TEXT)
 
 
+def test_speculative_decoding() -> None:
+    """An engine that speculates has these counters from its start on."""
+    counter = 'vllm:spec_decode_num_drafts_total{engine="0",model_name="tiny"} 0.0\n'
+
+    assert read_metrics(TEXT + counter).speculates
+    assert not read_metrics(TEXT).speculates
+
+
 def test_host_blocks() -> None:
     """A host tier's capacity is read if the engine reports it."""
     scrape = read_metrics(
