@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from kvrouter.core.tables.predictions import Kind
 from kvrouter.mocker.engine import EngineConfig
 from kvrouter.tokens.tiny import build_tiny_model
 from kvrouter.worker.options import worker_id_of
+from scripts.kit.images import cached_tokens, requests
 from tests.e2e.fleet import Fleet, running_fleet, until
 
 IMAGES = {
@@ -23,13 +25,20 @@ IMAGES = {
 TEXT = "What is it that can be seen in the picture, and what is it not? " * 8
 
 
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small model that reads images."""
+    path = tmp_path_factory.mktemp("model") / "tiny-vl"
+    build_tiny_model(path, images=True)
+    return path
+
+
 @pytest.fixture
-async def fleet(nats_url: str, tmp_path: Path) -> AsyncIterator[Fleet]:
+async def fleet(nats_url: str, reader: Path) -> AsyncIterator[Fleet]:
     """Two frontends in mode kv with two mockers of a model that reads images."""
-    build_tiny_model(tmp_path / "tiny-vl", images=True)
     engine = EngineConfig(num_blocks=2048 + 1)
     async with running_fleet(
-        nats_url, uuid.uuid4().hex, mockers=2, model_path=tmp_path / "tiny-vl", engine=engine
+        nats_url, uuid.uuid4().hex, mockers=2, model_path=reader, engine=engine
     ) as running:
         yield running
 
@@ -51,10 +60,8 @@ async def asked(fleet: Fleet, number: int, path: str, **body: Any) -> tuple[int,
         answer = await http.json()
         assert 200 == http.status, answer
         usage, headers = answer["usage"], http.headers
-    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
-    cached = usage.get("cache_read_input_tokens", details.get("cached_tokens"))
     await _until_indexed(fleet)
-    return cached or 0, 16 * int(headers["x-kvrouter-overlap-blocks"]), headers["x-kvrouter-worker"]
+    return cached_tokens(usage), 16 * int(headers["x-kvrouter-overlap-blocks"]), headers["x-kvrouter-worker"]
 
 
 async def _until_indexed(fleet: Fleet) -> None:
@@ -113,10 +120,29 @@ async def test_conversation(fleet: Fleet) -> None:
     assert all(ours == theirs for record in records for ours, theirs in [record.last_lengths])
 
 
-async def test_engines_tell_the_number_of_tokens(nats_url: str, tmp_path: Path) -> None:
+async def test_the_script(fleet: Fleet) -> None:
+    """What scripts/kit/images.py sends: all are found again, with the overlap that the engine has."""
+    some = {name: IMAGES[name] for name in ("lossy-alpha.webp", "palette.gif")}
+    turns = [
+        (request.kind, *await asked(fleet, 0, request.path, **request.body)) for request in requests(some)
+    ]
+
+    assert [predicted for _, _, predicted, _ in turns] == [cached for _, cached, _, _ in turns]
+    # of each pair, and of each conversation, all but the first; the two APIs send the same chat
+    assert {
+        "image": 2,
+        "conversation": 3,
+        "messages": 1,
+        "responses": 2,
+        "uuid": 1,
+        "uuid without image": 1,
+        "salt": 1,
+    } == {kind: sum(one == kind and cached > 128 for one, cached, _, _ in turns) for kind, *_ in turns}
+
+
+async def test_engines_tell_the_number_of_tokens(nats_url: str, reader: Path, tmp_path: Path) -> None:
     """Of another kind of model the first request with an image ends before it; later ones know its tokens."""
-    build_tiny_model(tmp_path / "engine", images=True)
-    build_tiny_model(tmp_path / "here", images=True)
+    shutil.copytree(reader, tmp_path / "here")
     config = tmp_path / "here" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text("utf-8")) | {"model_type": "other"}), "utf-8")
     body = {"messages": [user(shown("large.png"))], "max_tokens": 2}
@@ -125,7 +151,7 @@ async def test_engines_tell_the_number_of_tokens(nats_url: str, tmp_path: Path) 
         uuid.uuid4().hex,
         frontends=1,
         mockers=1,
-        engine_model=tmp_path / "engine",
+        engine_model=reader,
         flags=["--model-path", str(tmp_path / "here")],
     ) as fleet:
         tokens = fleet.frontends[0].tokens
