@@ -82,6 +82,7 @@ async def test_dry_run_of_an_ordinary_request(fleet_of: FleetOf) -> None:
         not_dry = await fleet.ask(None, "x-kvrouter-dry-run: false")
 
         assert by_header["dry_run"] is in_body["dry_run"] is True
+        assert (0.0, 0.0) == (by_header["unseen_bookings"], by_header["part"])
         assert {8.0} == {row["terms"]["cost"] for row in by_header["candidates"]}
         assert {16.0} == {row["terms"]["cost"] for row in in_body["candidates"]}
         assert (200, 1) == (not_dry.status, len(fleet.requests))
