@@ -189,20 +189,20 @@ class TensorrtAdapter:
                 self._stored(data, sink)
             case _Removed():
                 for tier in _TIER_OF_LEVEL.values():  # the event does not name the level
-                    sink.removed(data.block_hashes, tier)
+                    sink.removed([_u64(one) for one in data.block_hashes], tier)
             case _Updated(cache_level=_Change(old_value=old, new_value=new)):
                 if new in _TIER_OF_LEVEL:
-                    sink.stored([data.block_hash], (), tier=_TIER_OF_LEVEL[new])
+                    sink.stored([_u64(data.block_hash)], (), tier=_TIER_OF_LEVEL[new])
                 if old in _TIER_OF_LEVEL:
-                    sink.removed([data.block_hash], _TIER_OF_LEVEL[old])
+                    sink.removed([_u64(data.block_hash)], _TIER_OF_LEVEL[old])
 
     def _stored(self, data: _Stored, sink: Sink) -> None:
-        parent = data.parent_hash
+        parent = None if data.parent_hash is None else _u64(data.parent_hash)
         salt = data.blocks[0].cache_salt if data.blocks else None
         self._block_size = max(self._block_size, *(len(block.tokens) for block in data.blocks), 0)
         for (tier, size, has_name), group in groupby(data.blocks, self._place):
             blocks = list(group)
-            hashes = [block.block_hash for block in blocks]
+            hashes = [_u64(block.block_hash) for block in blocks]
             if tier is None:
                 self.skipped.note(f"cache level {word(blocks[0].cache_level)}")
             else:
@@ -215,6 +215,11 @@ class TensorrtAdapter:
         size = len(block.tokens)
         has_name = block.can_be_named and size == self._block_size
         return _TIER_OF_LEVEL.get(block.cache_level), size, has_name
+
+
+def _u64(number: int) -> int:
+    """An engine's hash in 64 bits: JSON's numbers have no bound, a saved state has."""
+    return number & (2**64 - 1)
 
 
 def _skip_reason(payload: bytes, error: Exception) -> str:

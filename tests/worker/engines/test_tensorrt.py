@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvrouter.core.wire.hashes import block_hashes, block_seed, seeded_block_hashes, sequence_hashes
 from kvrouter.core.wire.ops import decode_frame
@@ -175,3 +178,37 @@ def test_answer() -> None:
     for body in (b"{}", b"[1]", b'[{"event_id": -1}]', b""):
         with pytest.raises(EngineError, match="TensorRT-LLM's format"):
             read_answer(body)
+
+
+FIELDS = [
+    "event_id",
+    "data",
+    "type",
+    "parent_hash",
+    "blocks",
+    "block_hash",
+    "tokens",
+    "token_id",
+    "cache_level",
+]
+VALUES = st.recursive(
+    st.one_of(st.none(), st.integers(-5, 2**70), st.text(max_size=3), st.sampled_from(["stored", "removed"])),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(FIELDS), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from([ALL, moved(1, 0, 1), removed(1)]), st.sampled_from(FIELDS), VALUES, st.integers(0, 200)
+)
+def test_damaged_events(event: dict[str, Any], name: str, value: object, cut: int) -> None:
+    """Any damage is counted or malformed; the table keeps its invariants, and good events are applied."""
+    bench = Bench()
+    with contextlib.suppress(MalformedFrameError):
+        bench.receive({**event, name: value})
+    with contextlib.suppress(MalformedFrameError):
+        bench.adapter.decode(json.dumps({"event_id": 1, "data": event}).encode()[:cut])
+    bench.receive(removed(0, 1, 2), removed(0, 1, 2), ALL)
+
+    assert bench.receive()[0] <= set(NAMES)
