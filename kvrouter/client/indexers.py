@@ -24,9 +24,9 @@ from kvrouter.core.fleet.replica import ReplicaSettings
 from kvrouter.core.fleet.router import Router
 from kvrouter.core.tables.approx import DEFAULT_TTL_S, ApproxIndex
 from kvrouter.core.tables.block_index import BlockIndex
-from kvrouter.core.wire.hashes import prompt_hashes
+from kvrouter.core.wire.hashes import prompt_hashes, sequence_hashes
 from kvrouter.core.wire.heartbeats import Card
-from kvrouter.core.wire.ids import Target, WorkerId
+from kvrouter.core.wire.ids import BlockHash, Target, WorkerId
 from kvrouter.core.wire.values import MOST_RANKS
 from kvrouter.errors import ConfigError
 from kvrouter.policies.baseline import Random
@@ -95,11 +95,15 @@ class KvIndexer(HandFed):
         self, tokens: Sequence[int], lora_name: str | None = None, salt: str | None = None
     ) -> dict[Target, int]:
         """The same for each `(worker_id, rank)`."""
+        return self._matches(_chain(tokens, self.block_size, lora_name, salt))
+
+    def find_matches_by_hashes(self, hashes: Sequence[BlockHash]) -> dict[Target, int]:
+        """The same for the prompt's block hashes (`block_hashes`)."""
+        return self._matches(sequence_hashes(hashes))
+
+    def _matches(self, chain: Sequence[int]) -> dict[Target, int]:
         router = self._replica.routers.get(self._pool)
-        if router is None:
-            return {}
-        chain = _chain(tokens, self.block_size, lora_name, salt)
-        return deepest_first(router.pool.index.overlap(chain))
+        return {} if router is None else deepest_first(router.pool.index.overlap(chain))
 
     def _check_size(self, router: Router) -> None:
         sizes = {worker.card.block_size for worker in router.pool.workers.values()}

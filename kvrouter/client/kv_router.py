@@ -127,7 +127,7 @@ class KvRouter(HandFed):
     async def connect(
         nats: NatsOptions | str,
         namespace: str,
-        model: str,
+        model: str | None,
         *,
         policy: NewPolicy = "kv",
         settings: PolicySettings | None = None,
@@ -141,7 +141,7 @@ class KvRouter(HandFed):
         tokens: TokenOptions | None = None,
         worker_tls_ca: Path | None = None,
     ) -> AsyncIterator[KvRouter]:
-        """A router for a model of a namespace, once its workers are known.
+        """A router for a model of a namespace, once its workers are known; None: of the only one served.
 
         It joins the frontends as one more replica: with `replica_sync` it publishes its bookings and
         receives theirs. At the end it leaves. `tokens`: how `route_body` tokenizes; None: as a frontend
@@ -167,6 +167,16 @@ class KvRouter(HandFed):
         # Looked up each time: the replica drops a pool without workers, and makes a new router with the next
         # worker.
         return self._replica.router(self._pool)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of one block; 0 before the first worker."""
+        return self._router.pool.block_size
+
+    @property
+    def model(self) -> str:
+        """The model's name; empty if workers are added by hand."""
+        return self._router.pool.model
 
     # Workers, by hand
 

@@ -24,6 +24,8 @@ from kvrouter.bus import NatsOptions
 from kvrouter.bus.embedded import DEFAULT_URL
 from kvrouter.client.kv_router import About, KvRouter, NewPolicy, PlacedRequest
 from kvrouter.client.membership import READY_TIMEOUT_S
+from kvrouter.core.routing.policy import OverlapWeight
+from kvrouter.core.tables.approx import DEFAULT_TTL_S
 from kvrouter.errors import (
     BadRequestError,
     ConfigError,
@@ -45,6 +47,7 @@ _PROGRESS_CHUNKS = 32
 class Client:
     """Use with `async with`, which waits until the model's workers are known.
 
+    `model` None: the only one that is served; then `model` has its name.
     `headers` are sent with each request, such as an API key. `worker_tls_ca`: authorities to trust behind
     https:// URLs of workers, in addition to the system's. The other settings are those of
     `KvRouter.connect`. Raises NoWorkersError if no worker serves the model within `ready_timeout_s`.
@@ -53,7 +56,7 @@ class Client:
     def __init__(
         self,
         namespace: str,
-        model: str,
+        model: str | None,
         *,
         nats: NatsOptions | str | None = None,
         headers: Mapping[str, str] | None = None,
@@ -62,7 +65,10 @@ class Client:
         idle_timeout_s: float = 300.0,
         ready_timeout_s: float = READY_TIMEOUT_S,
         policy: NewPolicy = "kv",
+        overlap_weight: OverlapWeight | None = None,
+        temperature: float = 0.0,
         use_kv_events: bool = True,
+        ttl_s: float = DEFAULT_TTL_S,
         replica_sync: bool = False,
         tokens: TokenOptions | None = None,
     ) -> None:
@@ -78,7 +84,10 @@ class Client:
             namespace,
             model,
             policy=policy,
+            overlap_weight=overlap_weight,
+            temperature=temperature,
             use_kv_events=use_kv_events,
+            ttl_s=ttl_s,
             replica_sync=replica_sync,
             ready_timeout_s=ready_timeout_s,
             tokens=tokens,
@@ -97,6 +106,7 @@ class Client:
             session = aiohttp.ClientSession(timeout=timeout, connector=connector)
             self._http = await stack.enter_async_context(session)
             self._router = router
+            self.model = self.model or router.model
             self._open = stack.pop_all()
         return self
 
@@ -109,9 +119,14 @@ class Client:
         """Workers that take requests now."""
         return self._opened().worker_ids()
 
-    def generate(self, request: Mapping[str, Any]) -> Answers:
+    @property
+    def router(self) -> KvRouter:
+        """The router that places the requests."""
+        return self._opened()
+
+    def generate(self, request: Mapping[str, Any], **about: Unpack[About]) -> Answers:
         """The worker that `policy` chooses: by default where the prompt is cached and load is low."""
-        return self._send(request)
+        return self._send(request, **about)
 
     def random(self, request: Mapping[str, Any]) -> Answers:
         """Any worker, all equally likely."""

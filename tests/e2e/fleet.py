@@ -66,6 +66,7 @@ async def running_fleet(
     engine: EngineConfig | None = None,
     host_blocks: int = 0,
     max_num_queued_reqs: int | None = None,
+    model_name: str = "tiny",
 ) -> AsyncIterator[Fleet]:
     """Start everything; yields when every frontend is ready and sees every worker and every peer.
 
@@ -75,7 +76,7 @@ async def running_fleet(
         engine = engine or EngineConfig(num_blocks=2048 + 1, host_blocks=host_blocks)
         config = MockerConfig(
             engine=engine,
-            model_name="tiny",
+            model_name=model_name,
             model_path=model_path or engine_model,
             speedup=20.0,
             max_num_queued_reqs=max_num_queued_reqs,
