@@ -17,7 +17,8 @@ PAGE = ROOT / "docs" / "coverage.md"
 MISSING = {
     "time between tokens in `/metrics`",
     "the documents' Python names",
-    "the flags say so (the documents' Python names)",
+    "overrides in `nvext`",
+    "the same as flags",
     "weights found by a command",
     "analysis of a trace",
     "weights of the whole fleet at run time",
