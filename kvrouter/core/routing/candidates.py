@@ -390,7 +390,7 @@ def form_candidates(
         reused = _reused(in_flight, roster, block_size) if in_flight and reuses_in_flight else {}
         if one_less:
             most = max(0, prompt.isl - 1) // block_size
-            _take_one(one_less, index, prompt.hashes, cached, reused, most)
+            _take_one(one_less, cached, reused, most)
         columns.deepest = reckon(columns, roster, prompt.isl, block_size, cached, reused)
     for target, held in _held_in_flight(found).items():  # these blocks are active there already: no new load
         place = roster.places.get(target)
@@ -420,22 +420,14 @@ def _reused(in_flight: dict[Target, int], roster: Roster, block_size: int) -> di
     }
 
 
-def _take_one(  # noqa: PLR0917
-    one_less: Collection[WorkerId],
-    index: BlockIndex,
-    hashes: Sequence[int],
-    cached: Cached,
-    reused: dict[Target, int],
-    most: int,
-) -> None:
+def _take_one(one_less: Collection[WorkerId], cached: Cached, reused: dict[Target, int], most: int) -> None:
     """Lower the depths of these workers by one: by what they could reuse, not by what they hold."""
     for target in [target for target in cached if target.worker_id in one_less]:
         depth = cached[target]
         if isinstance(depth, int):
-            cached[target] = index.one_less(target, hashes, min(depth, most))
+            cached[target] = max(0, min(depth, most) - 1)
         else:
-            device, *wider = (min(one, most) for one in depth)
-            cached[target] = [index.one_less(target, hashes, device), *(max(0, one - 1) for one in wider)]
+            cached[target] = [max(0, min(one, most) - 1) for one in depth]
     for target in [target for target in reused if target.worker_id in one_less]:
         reused[target] = max(0, min(reused[target], most) - 1)
 

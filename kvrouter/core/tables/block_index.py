@@ -221,22 +221,6 @@ class BlockIndex:
             return {owner: depth for owner, depth in found.items() if isinstance(owner, Target)}
         return cast("dict[Target, int]", found)
 
-    def one_less(self, target: Target, hashes: Hashes, depth: int) -> int:
-        """Of a depth that `overlap` gave: where an engine resumes that drops the last block that it holds.
-
-        With resume points it drops the block first, and then goes up from there: behind a point that is not
-        the last block held it resumes all the same.
-        """
-        holding, listed = self._holdings.get(target), hashes_of(hashes)
-        if holding is None or holding.resumable is None or not depth:
-            return max(0, depth - 1)
-        if depth < len(listed) and self._table.holds(holding.sets[0].slot, listed[depth]):
-            return depth
-        depth -= 1
-        while depth and not self._table.holds(holding.resumable.slot, listed[depth - 1]):
-            depth -= 1
-        return depth
-
     def overlap_by_tier(self, hashes: Hashes, most: int = sys.maxsize) -> dict[Target, list[int]]:
         """The same per tier set, narrowest first: `{target: [device, device∪host, …]}`."""
         found: dict[Target, list[int]] = {}

@@ -62,7 +62,7 @@ class Prediction:
         for name, index in self._indexes.items():
             depth = min(most, index.overlap(chain, most).get(TARGET, 0))
             if self._one_less and name == "all groups":
-                depth = index.one_less(TARGET, chain, depth)
+                depth = max(0, depth - 1)
             taken = depth * self.block_size
             result = "exact" if taken == cached_tokens else "over" if taken > cached_tokens else "under"
             self.tally[f"{name}: {result}"] += 1

@@ -25,20 +25,6 @@ def sweep_all(index: BlockIndex) -> None:
         pass
 
 
-def test_one_block_less() -> None:
-    """EAGLE drops the last block held; with resume points it goes up to the next one from there."""
-    index = BlockIndex()
-    index.store(T1, CHAIN)
-    assert [0, 0, 3] == [index.one_less(T1, CHAIN, depth) for depth in (0, 1, 4)]
-
-    index.resume(T1, [CHAIN[0], CHAIN[2], CHAIN[3]])
-
-    assert 3 == index.one_less(T1, CHAIN, 4)
-    assert 3 == index.one_less(T1, CHAIN, 3), "block 4 is the one that is dropped"
-    index.remove(T1, CHAIN[3:])
-    assert 1 == index.one_less(T1, CHAIN, 3)
-
-
 def test_overlap_is_the_gapless_prefix(index: BlockIndex) -> None:
     """Each target's leading blocks count; a target with none is absent."""
     index.store(T1, CHAIN[:3])
