@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from kvrouter.core.feeds.trust import FeedState
 from kvrouter.core.fleet.replica import Replica
@@ -226,7 +227,7 @@ def _differences_of_overlap(
 
 def _told(booking: Booking) -> str:
     """All fields; packed hashes equal those of a list."""
-    return repr(replace(booking, hashes=list(booking.hashes)))
+    return repr(replace(booking, hashes=list(booking.hashes), sent_at=0.0))
 
 
 def _leaks(replica: Replica, world: World) -> Iterator[str]:
