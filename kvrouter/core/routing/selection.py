@@ -83,7 +83,7 @@ class Selection:
     def _applies(self, filter_: Filter, request: RouteRequest) -> bool:
         if not filter_.only_if_preferred:
             return True
-        return self.policy.prefers_sessions and bool(request.session or request.parent_session)
+        return bool(request.session or request.parent_session) and self.policy.prefers_sessions
 
     def choose(self, request: RouteRequest, eligible: Candidates, moment: Moment) -> list[Candidate]:
         """The pick, then the candidates to try if it fails. `eligible` must not be empty."""
