@@ -301,6 +301,8 @@ def _log_start(options: FrontendOptions, member: _Member) -> None:
     for model, encoder in (encoders.by_name or {"": encoders.default}).items():
         path = options.tokens.model_paths.get(model, options.tokens.model_path)
         _warn_of_missing_tokenizer(options, encoder, path)
+    for note in options.dynamo.notes():
+        log.info("compat.not_needed", why=note)
     for note in options.policy_notes:
         log.info("frontend.router_config", note=note)
     # a custom policy is not made here: its constructor runs once for each pool

@@ -17,6 +17,7 @@ from kvrouter.core.tables.sessions import DEFAULT_TTL_S
 from kvrouter.core.tables.text_index import TextIndexSettings
 from kvrouter.core.wire.values import url_error
 from kvrouter.errors import ConfigError
+from kvrouter.frontend.dynamo_flags import DynamoOptions
 from kvrouter.policies import CUSTOM, SERVED_MODES, PolicySettings
 from kvrouter.policies.files import PolicyFiles
 from kvrouter.policies.two_stage import read_header_name
@@ -409,6 +410,7 @@ class FrontendOptions(CommonOptions):
     )
     process: ProcessOptions = field(default_factory=ProcessOptions)
     tls: TlsOptions = field(default_factory=TlsOptions)
+    dynamo: DynamoOptions = field(default_factory=DynamoOptions)
 
     def checked(self) -> Self:
         # One late heartbeat must not look like a lost worker.
