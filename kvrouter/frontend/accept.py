@@ -27,6 +27,7 @@ from kvrouter.frontend.kept_responses import (
     KeptResponses,
     NewResponse,
     new_response_id,
+    session_of,
 )
 from kvrouter.frontend.overrides import (
     DIRECT,
@@ -90,7 +91,7 @@ class Accept:
         asked = passthrough.parse(request, readable) if parse is None else parse(readable)
         router = self._pools.router_for(asked.model)
         if isinstance(asked, responses.ResponseRequest):
-            before = self._response_before(asked, router)
+            before = self._response_before(asked, router, received_at)
             if before is not None:
                 parse = partial(responses.parse, history=before.chat)
                 asked = parse(readable)
@@ -151,9 +152,16 @@ class Accept:
             policy.reads_ends,
         )
 
-    def _response_before(self, asked: responses.ResponseRequest, router: Router) -> KeptResponse | None:
-        """The response that a request of_responses, if it is known here and its target is live."""
-        found = self.kept.find(asked.previous_id) if asked.previous_id is not None else None
+    def _response_before(
+        self, asked: responses.ResponseRequest, router: Router, now: float
+    ) -> KeptResponse | None:
+        """The response that a request continues, if it is known and its target is live."""
+        if asked.previous_id is None:
+            return None
+        found = self.kept.find(asked.previous_id)
+        if found is None:
+            target = router.tables.sessions.target_of(session_of(asked.previous_id), now)
+            found = KeptResponse.elsewhere(target) if target is not None else None
         return found if found is not None and found.target in router.pool.targets else None
 
     def _overrides(self, request: Request, asked: openai.CompletionRequest) -> Overrides:

@@ -34,6 +34,7 @@ from kvrouter.frontend.bodies.apis import Api
 from kvrouter.frontend.bodies.edits import with_report_mode
 from kvrouter.frontend.decision_views import DecisionViews
 from kvrouter.frontend.hung_engines import HungEngines, Probe, Running
+from kvrouter.frontend.kept_responses import session_of
 from kvrouter.frontend.operators import Gate
 from kvrouter.frontend.prediction_checks import check_answer
 from kvrouter.frontend.rules import record_outcome
@@ -260,6 +261,8 @@ class Completions:
         """Check the prediction by the answer's usage; keep what a later request may continue."""
         if work.response is not None:
             self._accept.kept.keep(work.response, placement.target, responses.find_answer(tail))
+            work.router.bind(session_of(work.response.id), placement.target, self._now())
+            self._publishing.flush_soon()
         if work.traits is not None:
             usage, now = work.api.find_usage(tail), self._now()
             check_answer(

@@ -1,6 +1,7 @@
 """Where the responses are that `previous_response_id` may name, and the chats that led to them.
 
-Only the engine that made a response keeps it, so its successor must go there.
+Only the engine that made a response keeps it, so its successor must go there. The chats stay with the replica
+that saw them; where a response is, all replicas know for a while (`session_of`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ class KeptResponse(Struct, frozen=True):
     target: Target
     size_bytes: int
     """Of JSON, for the whole chat, though chats share their beginnings: so the sum is a bound."""
+
+    @classmethod
+    def elsewhere(cls, target: Target) -> KeptResponse:
+        """A response that another replica saw."""
+        return cls(None, target, _MESSAGE_BYTES)
 
     @property
     def wanted(self) -> Wanted:
@@ -80,6 +86,11 @@ class KeptResponses:
         self.held_bytes += kept.size_bytes - (replaced.size_bytes if replaced is not None else 0)
         while len(self._kept) > self._most or self.held_bytes > self._max_bytes:
             self.held_bytes -= self._kept.pop(next(iter(self._kept))).size_bytes
+
+
+def session_of(response_id: str) -> str:
+    """By this session replicas tell each other where a response is. No client's header has a line feed."""
+    return f"response\n{response_id}"
 
 
 def new_response_id() -> str:

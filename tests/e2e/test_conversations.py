@@ -149,7 +149,7 @@ async def _until_indexed(fleet: Fleet, prompt_tokens: int) -> None:
 
 @pytest.mark.parametrize("streams", [False, True])
 async def test_previous_response(fleet: Fleet, streams: bool) -> None:
-    """A chat that names the response before goes on where it is kept, at the replica that saw it."""
+    """A chat that names the response before goes on where it is kept, at any replica."""
     turns: list[Turn] = []
     asked: Any = {"model": "tiny", "max_output_tokens": 8, "stream": streams}
     async with openai_at(fleet.frontends[0].url) as client:
@@ -167,6 +167,9 @@ async def test_previous_response(fleet: Fleet, streams: bool) -> None:
     assert [turn.cached_tokens for turn in turns] == [turn.overlap_tokens for turn in turns]
     assert turns[-1].cached_tokens > 80
     async with openai_at(fleet.frontends[1].url) as client:
+        # placed where it is kept, though this replica does not know the chat
+        raw = await client.responses.with_raw_response.create(**{**asked, "input": "hi", "stream": False})
+        assert turns[-1].headers["x-kvrouter-worker"] == raw.headers["x-kvrouter-worker"]
         with pytest.raises(openai.NotFoundError, match="resp_unknown"):
             await client.responses.create(model="tiny", input="hi", previous_response_id="resp_unknown")
 

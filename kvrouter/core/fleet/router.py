@@ -475,13 +475,17 @@ class Router:
         if self.circuits is not None:
             self.circuits.sent(target, now)
         if request.session and selection.keeps_sessions:
-            sessions = self.tables.sessions
-            sessions.bind(request.session, target, now)
-            self._publish(Bind(request.session, target.worker_id, target.rank, round(sessions.ttl_s * 1000)))
+            self.bind(request.session, target, now)
         if not own.streamed:
             seconds = self.tables.rates.seconds(target, own.charged_tokens)
             if seconds is not None:
                 self._predict(now + seconds, number)
+
+    def bind(self, session: str, target: Target, now: float) -> None:
+        """The target has served the session just now: tell the peers, too."""
+        sessions = self.tables.sessions
+        sessions.bind(session, target, now)
+        self._publish(Bind(session, target.worker_id, target.rank, round(sessions.ttl_s * 1000)))
 
     def _predict(self, at: float, number: int) -> None:
         """Record when the request's prefill should be over."""
