@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
+import hypothesis
 import pytest
 import uvloop
 
@@ -21,6 +22,10 @@ from tests.containers import container_url, docker_answers
 from tests.frontend.fleet import FleetOf, running_fleet
 
 _START_TIMEOUT_S = 10.0
+
+# No test is timed: a shared machine may take any time for an example.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 def pytest_asyncio_loop_factories(
