@@ -52,6 +52,7 @@ async def opened(
             fleet.announce(worker, ranks=ranks, rank_header="X-data-parallel-rank" if ranks > 1 else "")
 
     await fleet.bus.subscribe(fleet.subjects.hello, announce)
+    announce()  # as an agent does: the client may have said hello before the subscription was at the server
     settings.setdefault("tokens", TokenOptions(way="local"))  # or it would ask the scripts for token ids
     namespace = fleet.subjects.live.split(".")[1]
     async with Client(namespace, "m", nats=nats_url, ready_timeout_s=5, **settings) as client:
