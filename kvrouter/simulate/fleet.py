@@ -39,6 +39,8 @@ class Run:
     """When the first token came, in virtual time."""
     end_s: list[float] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
+    """Of each prompt, the most tokens that any engine held when it was placed."""
     deepest: Counter[WorkerId] = field(default_factory=Counter)
     """The largest number of requests in flight on each worker; 0 if it got none."""
 
@@ -50,6 +52,7 @@ class Run:
             self.first_s[first:],
             self.end_s[first:],
             self.cached[first:],
+            self.held[first:],
             self.deepest,
         )
 
@@ -101,6 +104,11 @@ class Run:
     def hit_rate(self) -> float:
         """The fraction of prompt tokens that were cached."""
         return self.cached_tokens / self.prompt_tokens
+
+    @property
+    def held_rate(self) -> float:
+        """The fraction of prompt tokens that would have been cached, had each gone where most of it was."""
+        return sum(self.held) / self.prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,9 +244,10 @@ class Fleet:
         self.placer.join(target, engine, card_of(name, self._kind.card, self._labels.get(name, {})))
 
     def _arrive(self, number: int, arrival: Arrival, now: float) -> None:
-        target = self.placer.place(number, arrival, now)
+        target, held_tokens = self.placer.place(number, arrival, now)
         self._flights[number] = target
         self.record.targets.append(target)
+        self.record.held.append(held_tokens)
         self._depths[target] += 1
         deepest, worker = self.record.deepest, target.worker_id
         deepest[worker] = max(deepest[worker], self._depths[target])

@@ -43,6 +43,8 @@ class Measures:
     """The share of the requests within the SLO."""
     cached: float
     """The share of the prompt tokens that were cached."""
+    held: float
+    """The share that was cached on the engine with most of each prompt."""
     achievable: float
     """The share that one endless cache, shared by all engines, would have had."""
     pooled: float
@@ -64,6 +66,7 @@ def measure(run: Run, slo: Slo, achievable: Achievable) -> Measures:
         **_times("e2e", e2e),
         goodput=within / max(1, len(ttft)),
         cached=run.hit_rate,
+        held=run.held_rate,
         achievable=achievable.endless / run.prompt_tokens,
         pooled=achievable.pooled / run.prompt_tokens,
         busiest=max(counted.values()) * len(run.deepest) / len(run.targets),

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
@@ -28,6 +28,13 @@ from kvrouter.simulate.reference_engine import ReferenceEngine
 _POOL = PoolId("simulated")
 
 
+class Placement(NamedTuple):
+    """Where a request goes, and the most of its prompt that any engine held then, in tokens."""
+
+    target: Target
+    held_tokens: int
+
+
 class Placer(Protocol):
     """Chooses a target for each request, and is called with everything a router would learn."""
 
@@ -37,7 +44,7 @@ class Placer(Protocol):
         ...
 
     def join(self, target: Target, engine: SimulatedEngine, card: Card) -> None: ...
-    def place(self, number: int, arrival: Arrival, now: float) -> Target: ...
+    def place(self, number: int, arrival: Arrival, now: float) -> Placement: ...
     def began(self, number: int, now: float) -> None: ...
     def ended(self, number: int, now: float, output_tokens: int | None) -> None:
         """The answer is complete; None: its client has left."""
@@ -118,14 +125,16 @@ class Replicas:
         for replica in self._replicas:
             replica.router.pool.update(target.worker_id, _beat(_load(engine), card))
 
-    def place(self, number: int, arrival: Arrival, now: float) -> Target:
+    def place(self, number: int, arrival: Arrival, now: float) -> Placement:
         replicas = self._replicas
         replica = self._entrance.choice(replicas) if len(replicas) > 1 else replicas[0]
         prompt = Prompt(arrival.hashes, arrival.prompt_tokens)
+        reuse = replica.router.reuse
+        before = reuse.best
         placed = replica.router.route(RouteRequest(f"r{number}", (prompt,), text=arrival.text), now)
         self._bookings[number] = (replica, placed.key)
         self._publish(replica, now)
-        return placed.target
+        return Placement(placed.target, arrival.prompt_tokens - (reuse.best - before))
 
     def began(self, number: int, now: float) -> None:
         replica, key = self._bookings[number]
@@ -200,11 +209,12 @@ class Oracle:
         assert isinstance(engine, ReferenceEngine), "only this engine predicts"
         self._engines[target] = engine
 
-    def place(self, _number: int, arrival: Arrival, now: float) -> Target:
+    def place(self, _number: int, arrival: Arrival, now: float) -> Placement:
         predicted = {name: engine.predicted_ttft_s(arrival, now) for name, engine in self._engines.items()}
         edge = min(predicted.values()) * (1 + 1e-9) + 1e-12
         best = [target for target, seconds in predicted.items() if seconds <= edge]
-        return best[int(self._chance() * len(best))]
+        held = max(engine.held_tokens(arrival) for engine in self._engines.values())
+        return Placement(best[int(self._chance() * len(best))], held)
 
     def began(self, number: int, now: float) -> None: ...
     def ended(self, number: int, now: float, output_tokens: int | None) -> None: ...

@@ -311,6 +311,10 @@ class ReferenceEngine:
                 return depth
         return most
 
+    def held_tokens(self, work: Arrival) -> int:
+        """Tokens of the prompt that are cached here."""
+        return self._computed_depth(work.hashes, work.prompt_tokens) * self.model.block_size
+
     def predicted_ttft_s(self, work: Arrival, now: float) -> float:
         """When the first token of a request that arrives now would come, if nothing else arrives."""
         model, sequences = self.model, len(self._decoding)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -31,6 +31,13 @@ _COLUMNS: dict[str, Callable[[Run], str]] = {
 _PIPE_WIDTH = 120
 
 _DEFAULT_MODE = "kv"
+
+
+class Cached(NamedTuple):
+    """Shares of the prompt tokens of a run: cached, and cached on the engine with most of each prompt."""
+
+    real: float
+    held: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +66,8 @@ def show(runs: Mapping[str, Run], possible: Possible, *, left_out: int) -> None:
     for mode, run in runs.items():
         table.add_row(mode, *(value(run) for value in _COLUMNS.values()))
     console.print(table)
-    console.print(cached_line({mode: run.hit_rate for mode, run in runs.items()}, possible), highlight=False)
+    shares = {mode: Cached(run.hit_rate, run.held_rate) for mode, run in runs.items()}
+    console.print(cached_line(shares, possible), highlight=False)
     if left_out:
         console.print(f"left out: {left_out} requests longer than --max-model-len")
 
@@ -83,17 +91,17 @@ def show_compared(compared: Sequence[Compared], *, seeds: int) -> None:
             table.add_row(row.mode, *(value(row) for value in _COMPARED.values()))
         console.print(_title(one, seeds), style="bold", highlight=False)
         console.print(table)
-        cached = {row.mode: row.mean.cached for row in one.rows}
+        cached = {row.mode: Cached(row.mean.cached, row.mean.held) for row in one.rows}
         mean = one.rows[0].mean
         console.print(cached_line(cached, Possible(mean.achievable, mean.pooled)), highlight=False)
 
 
-def cached_line(shares: Mapping[str, float], possible: Possible) -> str:
-    """`cached: kv 14.8% of 18.3% possible (one pooled cache 17.9%); round-robin 8.3%`, by mode."""
+def cached_line(shares: Mapping[str, Cached], possible: Possible) -> str:
+    """`cached: kv 14.8% of 18.3% possible (best engines 15.2%, ...); round-robin 8.3%`, by mode."""
     first, *others = sorted(shares, key=lambda mode: mode.partition(":")[0] != _DEFAULT_MODE)
-    rest = "".join(f"; {mode} {shares[mode]:.1%}" for mode in others)
-    bounds = f"{possible.endless:.1%} possible (one pooled cache {possible.pooled:.1%})"
-    return f"cached: {first} {shares[first]:.1%} of {bounds}{rest}"
+    rest = "".join(f"; {mode} {shares[mode].real:.1%}" for mode in others)
+    bounds = f"best engines {shares[first].held:.1%}, one pooled cache {possible.pooled:.1%}"
+    return f"cached: {first} {shares[first].real:.1%} of {possible.endless:.1%} possible ({bounds}){rest}"
 
 
 def write_compared(path: Path, compared: Sequence[Compared], *, seeds: int) -> None:
@@ -179,6 +187,7 @@ def _figures(run: Run) -> dict[str, Any]:
         "prompt_tokens": run.prompt_tokens,
         "cached_tokens": run.cached_tokens,
         "cached_token_rate": run.hit_rate,
+        "best_engines_rate": run.held_rate,
         "ttft_s": asdict(run.ttft),
         "latency_s": asdict(run.latency),
         "requests_by_worker": _by_worker(run),

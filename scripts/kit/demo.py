@@ -192,7 +192,8 @@ def _caption(count: int) -> str:
         f" replicas in turn to 4 simulated engines of {NUM_BLOCKS:,} blocks. Scaled alike for both: one hash"
         f" id = {TOKENS_PER_ID} tokens instead of {TRACE_ID_TOKENS}, outputs ÷ {OUTPUT_DIVISOR}, arrivals"
         f" in {scaling.duration_s:.0f} s (the trace's 3 s steps spread evenly). Caches cold at each start."
-        " Possible: what one endless cache, shared by all engines, would have; pooled: one of their size."
+        " Possible: what one endless cache, shared by all engines, would have; pooled: one of their size;"
+        " best engines: if each request had gone where most of its prompt was cached."
     )
 
 

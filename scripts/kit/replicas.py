@@ -26,6 +26,9 @@ class View:
     in_flight: int
     active_blocks: int
     charged_prefill_tokens: int
+    prompt_tokens: int
+    held_tokens: int
+    """Of `prompt_tokens`: held by the target with most of each prompt when it was routed."""
 
     @property
     def bookings_left(self) -> int:
@@ -53,6 +56,7 @@ class Replica:
 
 def _view(body: dict[str, Any]) -> View:
     targets: list[dict[str, Any]] = body["targets"]
+    cached = [pool["cached"] for pool in body["pools"]]
     owners = [owner for pool in body["bookings"] for owner in pool["owners"].items()]
     return View(
         router_id=body["router_id"],
@@ -63,6 +67,8 @@ def _view(body: dict[str, Any]) -> View:
         in_flight=sum(target["requests_in_flight"] for target in targets),
         active_blocks=sum(target["active_blocks"] for target in targets),
         charged_prefill_tokens=sum(target["charged_prefill_tokens"] for target in targets),
+        prompt_tokens=sum(one["prompt_tokens"] for one in cached),
+        held_tokens=round(sum(one["prompt_tokens"] * one.get("best", 0.0) for one in cached)),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvrouter.simulate.report import Possible, cached_line
+from kvrouter.simulate.report import Cached, Possible, cached_line
 from scripts.kit.figures import BUSY_LIMIT, Figures
 from scripts.kit.load import Outcome
 from scripts.kit.replicas import View, disagreements
@@ -29,6 +29,12 @@ class ModeResult:
     views: list[View]
     machine_busy: float | None
     failed: list[Outcome]
+
+    @property
+    def cached(self) -> Cached:
+        """Shares of the prompt tokens."""
+        routed = max(1, sum(view.prompt_tokens for view in self.views))
+        return Cached(self.figures.cached_token_rate, sum(view.held_tokens for view in self.views) / routed)
 
     def problems(self) -> list[str]:
         """Reasons why this run failed."""
@@ -81,7 +87,7 @@ def show(console: Console, plain: ModeResult, kv: ModeResult, possible: Possible
     """Print the table, the warnings, and the failures or the verdict."""
     console.print()
     console.print(_table(plain, kv, caption))
-    cached = {result.mode: result.figures.cached_token_rate for result in (plain, kv)}
+    cached = {result.mode: result.cached for result in (plain, kv)}
     console.print(cached_line(cached, possible), highlight=False)
     for warning in plain.warnings() + kv.warnings():
         console.print(f"[yellow]warning:[/] {warning}")

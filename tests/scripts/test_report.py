@@ -21,7 +21,7 @@ from scripts.kit.replicas import View, _view, disagreements
 from scripts.kit.report import ModeResult, problems, show, write_json
 from scripts.kit.script import new_console
 
-GOOD_VIEW = View("r0", ("r1",), 4, {"w1/0": (10, "ab"), "w2/0": (7, "cd")}, {}, 0, 0, 0)
+GOOD_VIEW = View("r0", ("r1",), 4, {"w1/0": (10, "ab"), "w2/0": (7, "cd")}, {}, 0, 0, 0, 1000, 300)
 
 
 def outcome(number: int, cached_tokens: int = 0, **more: Any) -> Outcome:
@@ -82,11 +82,12 @@ def test_view_of_workers() -> None:
         "router_id": "r0",
         "namespace_peers": ["r1"],
         "targets": [target, {**target, "worker_id": "w2", "events": "recovering"}],
+        "pools": [{"cached": {"prompt_tokens": 0}}, {"cached": {"prompt_tokens": 90, "best": 0.5}}],
         "bookings": [{"pool": "p", "owners": {"r0": {"count": 2}, "r1": {"count": 0}}}],
     }
     index = {"w1/0": (10, "ab"), "w2/0": (10, "ab")}
 
-    assert View("r0", ("r1",), 1, index, {"r0": 2}, 2, 10, 160) == _view(body)
+    assert View("r0", ("r1",), 1, index, {"r0": 2}, 2, 10, 160, 90, 45) == _view(body)
 
 
 def test_agreement() -> None:
@@ -131,7 +132,10 @@ def test_passed() -> None:
 
     assert [] == problems(plain, kv)
     assert all(part in text for part in ("10.0%", "20.0%", "+100%", "0/0", "equal", "50%", "the caption"))
-    assert "cached: kv 20.0% of 90.0% possible (one pooled cache 85.0%); round-robin 10.0%" in text
+    assert (
+        "cached: kv 20.0% of 90.0% possible (best engines 30.0%, one pooled cache 85.0%); round-robin 10.0%"
+        in text
+    )
     assert "passed: kv cached 2.0× as much, TTFT p50 +0%; replicas agree, no bookings left" in text
     assert "failed" not in text
     assert "warning" not in text
