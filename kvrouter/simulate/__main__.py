@@ -12,7 +12,7 @@ from rich.progress import Progress
 from kvrouter.errors import ConfigError, KvRouterError
 from kvrouter.policies import CUSTOM
 from kvrouter.settings.read import Loaded, run
-from kvrouter.simulate import workloads
+from kvrouter.simulate import generated
 from kvrouter.simulate.cells import Cell, policy_of
 from kvrouter.simulate.compare import compare
 from kvrouter.simulate.engines import Arrival
@@ -21,6 +21,7 @@ from kvrouter.simulate.placement import Replicas
 from kvrouter.simulate.report import Possible, show, show_compared, write_compared, write_json
 from kvrouter.simulate.settings import COMMAND, Engines, Options, SimulateSettings
 from kvrouter.simulate.traces import TraceRequest, named_blocks, read_mooncake, scaled, spread
+from kvrouter.simulate.workloads import text_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,7 +82,7 @@ def cells_of(engines: Engines, requests: Sequence[TraceRequest]) -> Iterator[Cel
         for cache in engines.caches:
             for load, pace in speeds or [(None, pace) for pace in engines.paces]:
                 yield Cell(
-                    workloads.named(name, requests),
+                    generated.named(name, requests, engines.stages),
                     cache,
                     load=load,
                     pace=pace,
@@ -120,7 +121,7 @@ def to_arrivals(requests: Sequence[TraceRequest], options: Options) -> Iterator[
         if request.prompt_tokens >= options.engine.max_model_len:
             continue
         hashes = named_blocks(request, tokens_per_id=tokens_per_id, block_size=block_size)
-        text = workloads.text_of(hashes)
+        text = text_of(hashes)
         yield Arrival(request.arrival_s, hashes, request.prompt_tokens, max(1, request.output_tokens), text)
 
 

@@ -15,6 +15,7 @@ from functools import cache, cached_property
 
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy
 from kvrouter.core.routing.policy import AUTO
+from kvrouter.errors import ConfigError
 from kvrouter.policies import CUSTOM, PolicySettings, new_policy
 from kvrouter.simulate.agenda import Agenda
 from kvrouter.simulate.engines import Arrival
@@ -62,7 +63,10 @@ class Cell:
 
     @cached_property
     def offered_pace(self) -> float:
-        """How many times faster than their own pace requests come."""
+        """How many times faster than their own pace requests come. Raises ConfigError."""
+        if self.load is not None and any(one.after for one in self.workload.draw(0)):
+            name = self.workload.name
+            raise ConfigError(f"--load: requests of {name} wait for answers, so it has no load: use --pace")
         return self.pace if self.load is None else self.load * self.saturation
 
     @property
@@ -86,7 +90,7 @@ class Cell:
     def measured_saturation(self) -> float:
         """Measure what `saturation` keeps."""
         drawn = self.workload.draw(0)
-        at_once = [replace(one, at=0.0) for one in drawn]
+        at_once = [replace(one, at=0.0, after=()) for one in drawn]
         run = self._fleet(lambda _agenda: Oracle(random.Random(0).random)).run(at_once)
         counted = int(_COUNTED * len(drawn))
         span_s = drawn[-1].at - drawn[0].at

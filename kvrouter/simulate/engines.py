@@ -16,7 +16,8 @@ from kvrouter.mocker.events import BlockRemoved, BlockStored
 class Arrival:
     """One request. `hashes` are the sequence hashes of the prompt's full blocks.
 
-    `leaves_after_s`: the client leaves then, if the answer is not complete.
+    `leaves_after_s`: the client leaves then, if the answer is not complete. `after`: the numbers of requests
+    that must have ended; `at` are then the seconds since the last of these ends.
     """
 
     at: float
@@ -25,6 +26,8 @@ class Arrival:
     output_tokens: int
     text: str = ""
     leaves_after_s: float = math.inf
+    after: tuple[int, ...] = ()
+    session: str = ""
 
 
 class Listener(Protocol):

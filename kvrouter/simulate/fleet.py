@@ -37,6 +37,8 @@ class Run:
     targets: list[Target] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)
     """When the first token came, in virtual time."""
+    sent_s: list[float] = field(default_factory=list)
+    """When the request came."""
     end_s: list[float] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
@@ -50,6 +52,7 @@ class Run:
             self.arrivals[first:],
             self.targets[first:],
             self.first_s[first:],
+            self.sent_s[first:],
             self.end_s[first:],
             self.cached[first:],
             self.held[first:],
@@ -64,12 +67,12 @@ class Run:
     @property
     def ttft_s(self) -> list[float]:
         """The times to first token of the completed requests."""
-        return [self.first_s[number] - self.arrivals[number].at for number in self.completed]
+        return [self.first_s[number] - self.sent_s[number] for number in self.completed]
 
     @property
     def latency_s(self) -> list[float]:
         """The times to the last token of the completed requests."""
-        return [self.end_s[number] - self.arrivals[number].at for number in self.completed]
+        return [self.end_s[number] - self.sent_s[number] for number in self.completed]
 
     @property
     def itl_s(self) -> list[float]:
@@ -193,6 +196,10 @@ class Fleet:
         self._flights: dict[int, Target] = {}
         self._depths: Counter[Target] = Counter()
         self._done = 0
+        self._unplaced = 0
+        # Of requests that wait for others: how many of these have not ended, and who waits for each.
+        self._awaited: dict[int, int] = {}
+        self._followers: dict[int, list[int]] = {}
         for number, speed in enumerate(speeds, start=1):
             self._join(f"w{number}", speed)
         for name, at in (joins or {}).items():
@@ -203,15 +210,20 @@ class Fleet:
         count, record = len(arrivals), self.record
         record.arrivals, record.cached = arrivals, [0] * count
         record.first_s, record.end_s = [math.nan] * count, [math.nan] * count
+        record.sent_s, record.held = [math.nan] * count, [0] * count
+        record.targets = [Target(WorkerId(""))] * count
+        self._unplaced = count
         self._on_done = on_done
         for number, arrival in enumerate(arrivals):
-            self._agenda.at(arrival.at, partial(self._arrive, number, arrival))
-        end = max(arrival.at for arrival in arrivals)
-        for beat in range(1, int(end / BEAT_S) + 2):
-            self._agenda.at(beat * BEAT_S, lambda _now: self.placer.report(self.engines))
-        refresh_s = self.placer.refresh_s
-        for turn in range(int(end / refresh_s) + 1 if refresh_s else 0):
-            self._agenda.at(turn * refresh_s, lambda _now: self.placer.refresh())
+            if arrival.after:
+                self._awaited[number] = len(arrival.after)
+                for other in arrival.after:
+                    self._followers.setdefault(other, []).append(number)
+            else:
+                self._agenda.at(arrival.at, partial(self._arrive, number, arrival))
+        self._repeat(BEAT_S, BEAT_S, lambda: self.placer.report(self.engines))
+        if self.placer.refresh_s:
+            self._repeat(0.0, self.placer.refresh_s, self.placer.refresh)
         self._agenda.run()
         assert not self._flights, "every request was answered"
         return record
@@ -229,9 +241,24 @@ class Fleet:
             self.record.end_s[number] = now
             self._leave(number, now, self.record.arrivals[number].output_tokens)
 
+    def _repeat(self, first: float, every_s: float, act: Callable[[], None]) -> None:
+        """Call `act` until all requests are placed: later on it would change nothing."""
+
+        def again(now: float) -> None:
+            act()
+            if self._unplaced:
+                self._agenda.at(now + every_s, again)
+
+        self._agenda.at(first, again)
+
     def _leave(self, number: int, now: float, output_tokens: int | None) -> None:
         self._depths[self._flights.pop(number)] -= 1
         self.placer.ended(number, now, output_tokens)
+        for follower in self._followers.pop(number, ()):
+            self._awaited[follower] -= 1
+            if not self._awaited[follower]:
+                arrival = self.record.arrivals[follower]
+                self._agenda.at(now + arrival.at, partial(self._arrive, follower, arrival))
         self._done += 1
         if self._on_done is not None:
             self._on_done(self._done)
@@ -246,10 +273,11 @@ class Fleet:
     def _arrive(self, number: int, arrival: Arrival, now: float) -> None:
         target, held_tokens = self.placer.place(number, arrival, now)
         self._flights[number] = target
-        self.record.targets.append(target)
-        self.record.held.append(held_tokens)
+        self._unplaced -= 1
+        record = self.record
+        record.targets[number], record.held[number], record.sent_s[number] = target, held_tokens, now
         self._depths[target] += 1
-        deepest, worker = self.record.deepest, target.worker_id
+        deepest, worker = record.deepest, target.worker_id
         deepest[worker] = max(deepest[worker], self._depths[target])
         engine = self.engines[target]
         before = engine.due

@@ -131,7 +131,9 @@ class Replicas:
         prompt = Prompt(arrival.hashes, arrival.prompt_tokens)
         reuse = replica.router.reuse
         before = reuse.best
-        placed = replica.router.route(RouteRequest(f"r{number}", (prompt,), text=arrival.text), now)
+        placed = replica.router.route(
+            RouteRequest(f"r{number}", (prompt,), text=arrival.text, session=arrival.session), now
+        )
         self._bookings[number] = (replica, placed.key)
         self._publish(replica, now)
         return Placement(placed.target, arrival.prompt_tokens - (reuse.best - before))

@@ -32,6 +32,10 @@ _PIPE_WIDTH = 120
 
 _DEFAULT_MODE = "kv"
 
+# Moreh, "Prefix cache-aware routing" (Heimdall), experimental result: 8 pods of two MI250, Qwen3-32B.
+HEIMDALL_RANDOM_S = (4.464611, 9.292547, 17.961767)
+HEIMDALL_PREFIX_AWARE_S = (0.217383, 0.718785, 1.106871)
+
 
 class Cached(NamedTuple):
     """Shares of the prompt tokens of a run: cached, and cached on the engine with most of each prompt."""
@@ -94,6 +98,32 @@ def show_compared(compared: Sequence[Compared], *, seeds: int) -> None:
         cached = {row.mode: Cached(row.mean.cached, row.mean.held) for row in one.rows}
         mean = one.rows[0].mean
         console.print(cached_line(cached, Possible(mean.achievable, mean.pooled)), highlight=False)
+        if one.cell.workload.name == "heimdall":
+            console.print(_beside_published(one))
+
+
+def _beside_published(compared: Compared) -> Table:
+    """TTFT of random and of the other modes beside Heimdall's own, and how many times less it is."""
+    table = Table(title="TTFT ms, p50 / p75 / p90", box=SIMPLE, pad_edge=False)
+    for name in ("", "p50", "p75", "p90", "random / it"):
+        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+    ours = {
+        row.mode: (row.mean.ttft_p50_s, row.mean.ttft_p75_s, row.mean.ttft_p90_s) for row in compared.rows
+    }
+    random = ours.pop("random", None)
+    groups = [("published", HEIMDALL_RANDOM_S, {"prefix cache-aware": HEIMDALL_PREFIX_AWARE_S})]
+    if random is not None:
+        groups.append(("here", random, ours))
+    for where, base, others in groups:
+        table.add_row(f"{where}: random", *_ms_of(base), "")
+        for mode, times in others.items():
+            ratios = " / ".join(f"{one / other:.1f}×" for one, other in zip(base, times, strict=True))
+            table.add_row(f"{where}: {mode}", *_ms_of(times), ratios)
+    return table
+
+
+def _ms_of(times_s: Sequence[float]) -> list[str]:
+    return [f"{1000 * value:,.0f}" for value in times_s]
 
 
 def cached_line(shares: Mapping[str, Cached], possible: Possible) -> str:

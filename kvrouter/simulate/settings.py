@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from kvrouter.core.routing.policy import AUTO
 from kvrouter.errors import ConfigError
@@ -13,6 +13,7 @@ from kvrouter.mocker.engine import EngineConfig, speed_up
 from kvrouter.policies import CUSTOM, SERVED_MODES, PolicySettings
 from kvrouter.policies.files import PolicyFiles
 from kvrouter.settings.declare import Command, Settings, did_you_mean, number, setting
+from kvrouter.simulate.generated import STAGED, WORKLOADS, Stage, stages_of, workload_name
 from kvrouter.simulate.measures import Slo
 from kvrouter.simulate.placement import Sync
 from kvrouter.simulate.step_model import ORDERS, STEP_MODELS, StepModel
@@ -21,7 +22,6 @@ from kvrouter.simulate.traces import CONVERSATION_EXCERPT, SHORT_EXCERPT, TRACE_
 DEFAULT_MODES = ("round-robin", "kv")
 MOCKER = "mocker"
 TRACE = "trace"
-WORKLOADS = (TRACE, "docs", "hot", "hot-3", "hot-10", "hot-40", "zero", "groups", "siblings")
 _UNSERVED = "direct"  # needs a header in each request, which a trace does not have
 
 
@@ -33,6 +33,7 @@ class Engines:
     workers: int
     speeds: tuple[float, ...]
     workloads: tuple[str, ...]
+    stages: tuple[Stage, ...]
     caches: tuple[float, ...]
     loads: tuple[float, ...]
     """Shares of saturation; empty: `paces`."""
@@ -73,6 +74,11 @@ def mode_name(text: str) -> str:
         raise ValueError(f"must be one of {', '.join(_MODES)}{did_you_mean(name, _MODES)}")
     if weight and weight != AUTO:
         _above(weight, least=0)
+    return text
+
+
+def _workload(text: str) -> str:
+    workload_name(text)
     return text
 
 
@@ -122,9 +128,24 @@ class MockerEngines(Settings):
 class StepModelEngines(Settings):
     heading = "With another --timing: cells with the oracle, over seeds"
 
-    workload: tuple[
-        Literal["trace", "docs", "hot", "hot-3", "hot-10", "hot-40", "zero", "groups", "siblings"], ...
-    ] = setting((), "what is asked", default_text=TRACE, is_top=True)
+    workload: tuple[str, ...] = setting(
+        (),
+        f"what is asked: {', '.join(WORKLOADS)} (docs/simulate.md)",
+        metavar="NAME[:KEY=N,...]",
+        read=_workload,
+        is_repeated=True,
+        default_text=TRACE,
+        is_top=True,
+    )
+    stages: tuple[Stage, ...] = setting(
+        (),
+        f"rates of {', '.join(STAGED)}, requests/s for seconds; ! first: warm-up",
+        metavar="RxS!,RxS",
+        read=stages_of,
+        text=lambda stages: ",".join(str(stage) for stage in stages),
+        is_repeated=False,
+        default_text="their own",
+    )
     load: tuple[float, ...] = _numbers("shares of the measured saturation", "L,L", is_top=True)
     pace: tuple[float, ...] = _numbers("instead of --load: times the workload's own pace", "P,P")
     cache: tuple[float, ...] = _numbers(
@@ -147,7 +168,7 @@ class StepModelEngines(Settings):
 
     def given(self) -> list[str]:
         """What only step models have, as flags."""
-        names = ("workload", "cache", "load", "pace", "speeds")
+        names = ("workload", "stages", "cache", "load", "pace", "speeds")
         return [f"--{name}" for name in names if getattr(self, name)]
 
 
@@ -235,6 +256,7 @@ class SimulateSettings(Settings):
             workers=self.workers,
             speeds=given.speeds or (1.0,),
             workloads=given.workload or (TRACE,),
+            stages=given.stages,
             caches=given.cache or (1.0,),
             loads=given.load,
             paces=given.pace or (1.0,),

@@ -17,7 +17,7 @@ from kvrouter.policies import CUSTOM, PolicySettings
 from kvrouter.policies.guarded import GuardedPolicy
 from kvrouter.policies.importing import GuardedPolicies, guarded
 from kvrouter.policies.kv import Kv
-from kvrouter.simulate import workloads
+from kvrouter.simulate import generated, workloads
 from kvrouter.simulate.cells import Cell
 from kvrouter.simulate.fleet import Fleet, Run, reference_kind
 from kvrouter.simulate.placement import Replicas
@@ -67,7 +67,7 @@ def example() -> Policy:
     return policy
 
 
-DOCS, HOT = workloads.docs(600, 200), workloads.hot(1, count=300)
+DOCS, HOT = generated.docs(600, 200), generated.hot(1, count=300)
 
 
 def served(
@@ -111,7 +111,7 @@ def test_a_hot_prefix_needs_copies() -> None:
 def test_what_a_custom_policy_sees() -> None:
     """Times on the router's clock, what was learnt, and the prefill that is left, in tokens and seconds."""
     policy = Watched()
-    served(GuardedPolicy(policy, "watched"), workloads.docs(300, 100))
+    served(GuardedPolicy(policy, "watched"), generated.docs(300, 100))
 
     times = [request.now for request, _ in policy.seen]
     request, _ = policy.seen[-1]
@@ -137,7 +137,7 @@ def test_what_a_custom_policy_sees() -> None:
 
 def test_ends() -> None:
     """With first byte, seconds and output tokens; a client that leaves has no known output."""
-    policy, workload = Watched(), workloads.docs(300, 100)
+    policy, workload = Watched(), generated.docs(300, 100)
     run = served(GuardedPolicy(policy, "watched"), workload, leaving=0.3)
 
     whole = [one for one in policy.ends if one[2] is not None]
@@ -186,7 +186,7 @@ def test_an_end_hook_of_four_arguments() -> None:
 
 def test_it_is_ahead_of_the_published_formula() -> None:
     """As `--router-policy auto_policy:Auto` of the simulator."""
-    cell = Cell(workloads.docs(600, 200), cache=0.5, load=0.7, workers=4)
+    cell = Cell(generated.docs(600, 200), cache=0.5, load=0.7, workers=4)
 
     own = cell.measure(CUSTOM, PolicySettings(custom=GuardedPolicies("Auto", example)), 0)
     published = cell.measure("kv", PolicySettings(overlap_weight=1.0), 0)

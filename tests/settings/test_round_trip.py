@@ -36,8 +36,10 @@ SAMPLES = {
     "session-header": ["x-a"],
     "speeds": ["1", "1,0.5"],
     "stage-one": ["hash", "round-robin", "header:x-a"],
+    "stages": ["3x20", "46x25!,0x60,3x20"],
     "sync-ms": ["0.5", "2.5"],
     "url": ["nats://127.0.0.1:1", "nats://127.0.0.1:65535"],
+    "workload": ["zero", "hot:prefixes=3"],
     "worker-id": ["w", "w-1_2"],
 }
 """Texts for settings with readers of their own."""

@@ -6,7 +6,7 @@ Virtual time and fixed seeds: a run comes out the same each time. The oracle kno
 from __future__ import annotations
 
 from kvrouter.policies import PolicySettings
-from kvrouter.simulate import traces, workloads
+from kvrouter.simulate import generated, traces, workloads
 from kvrouter.simulate.cells import ORACLE, Cell
 from kvrouter.simulate.measures import Measures
 from kvrouter.simulate.step_model import REFERENCE, SHORTEST
@@ -22,7 +22,7 @@ def run(cell: Cell, mode: str = AUTO) -> Measures:
 
 def hot(prefixes: int, **facts: int) -> Cell:
     """Requests that share 4,096 tokens with many others, at 60 a second."""
-    return Cell(workloads.hot(prefixes, count=1200), cache=3.0, **facts)  # type: ignore[arg-type]
+    return Cell(generated.hot(prefixes, count=1200), cache=3.0, **facts)  # type: ignore[arg-type]
 
 
 def test_overload_is_decided_better_than_greedily() -> None:
@@ -100,7 +100,7 @@ def test_clients_that_leave() -> None:
 
 def test_bursts_of_siblings_share_where_it_pays() -> None:
     """Through four replicas at once: a burst waits less than where the fewest requests are."""
-    cell = Cell(workloads.siblings(100), cache=3.0, replicas=4)
+    cell = Cell(generated.siblings(100), cache=3.0, replicas=4)
     auto, least = run(cell), run(cell, LEAST_LOADED)
 
     assert auto.ttft_p90_s < 0.9 * least.ttft_p90_s

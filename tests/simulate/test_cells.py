@@ -11,7 +11,7 @@ import pytest
 
 from kvrouter.core.wire.ids import Target, WorkerId
 from kvrouter.policies import PolicySettings, new_policy
-from kvrouter.simulate import workloads
+from kvrouter.simulate import generated, workloads
 from kvrouter.simulate.agenda import Agenda
 from kvrouter.simulate.cells import ORACLE, Cell
 from kvrouter.simulate.compare import compare
@@ -109,8 +109,8 @@ def test_late_kv_events() -> None:
 
 def test_warm_up_is_not_measured() -> None:
     """Only requests after it count."""
-    run = Cell(workloads.groups(), 2.0, workers=8).run("round-robin", DEFAULTS, 0)
-    warm_up = workloads.groups().warm_up
+    run = Cell(generated.short_groups(), 2.0, workers=8).run("round-robin", DEFAULTS, 0)
+    warm_up = generated.short_groups().warm_up
 
     assert len(run.targets) - warm_up == len(run.after(warm_up).ttft_s)
 

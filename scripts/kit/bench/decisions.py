@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvrouter.policies import PolicySettings
-from kvrouter.simulate import workloads
+from kvrouter.simulate import generated, workloads
 from kvrouter.simulate.cells import Cell
 from kvrouter.simulate.compare import Compared, Row, compare
 from kvrouter.simulate.placement import Sync
@@ -50,10 +50,10 @@ def groups() -> dict[str, Group]:
     trace = read_mooncake(CONVERSATION_EXCERPT)
     base = Cell(workloads.trace(trace), 0.25, load=0.7)
     conversation = _grid(base, CACHES, LOADS)
-    docs = _grid(replace(base, workload=workloads.docs()), CACHES, LOADS)
+    docs = _grid(replace(base, workload=generated.docs()), CACHES, LOADS)
     others = ("kv-score", "scored", "prefix-affinity", "p2c", "round-robin", "random")
     large = replace(base, model=LARGE_STEPS, workers=8)
-    hot = [replace(base, workload=workloads.hot(count), cache=3.0, load=None) for count in (1, 3, 10, 40)]
+    hot = [replace(base, workload=generated.hot(count), cache=3.0, load=None) for count in (1, 3, 10, 40)]
     zero = [replace(base, workload=workloads.zero(trace), cache=1.0, load=load) for load in LOADS]
     return {
         "conversation": Group("conversation trace", (*KV, "sticky", "least-loaded"), conversation),
@@ -110,12 +110,12 @@ def _odd(base: Cell) -> list[Cell]:
 
 
 def _groups(base: Cell) -> list[Cell]:
-    cell = replace(base, workload=workloads.groups(), model=H100, workers=8, cache=1.4, load=None)
+    cell = replace(base, workload=generated.short_groups(), model=H100, workers=8, cache=1.4, load=None)
     return _with_replicas([cell])
 
 
 def _siblings(base: Cell) -> list[Cell]:
-    cells = [replace(base, workload=workloads.siblings(), cache=1.0, load=load) for load in LOADS]
+    cells = [replace(base, workload=generated.siblings(), cache=1.0, load=load) for load in LOADS]
     return _with_replicas(cells)
 
 

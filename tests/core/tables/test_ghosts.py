@@ -11,7 +11,7 @@ import pytest
 from kvrouter.core.tables.ghosts import LEAST_POOLED, MOST_SAMPLED, Ghosts
 from kvrouter.core.wire.hashes import sequence_hashes
 from kvrouter.core.wire.ids import BlockHash
-from kvrouter.simulate import traces, workloads
+from kvrouter.simulate import generated, traces, workloads
 
 
 def _chain(blocks: Iterable[int]) -> list[int]:
@@ -40,7 +40,7 @@ class _Whole:
 _EXCERPT = traces.read_mooncake(traces.CONVERSATION_EXCERPT)
 _STREAMS = {
     "conversation": workloads.trace(_EXCERPT),
-    "docs": workloads.docs(),
+    "docs": generated.docs(),
     "zero": workloads.zero(_EXCERPT),
 }
 
