@@ -93,8 +93,8 @@ class Kv(BuiltInPolicy):
         Without copies, all requests of a hot prefix queue at the targets that hold it: there each one is a
         little cheaper, and no single request gains by a second copy.
         """
-        block = candidates.deepest_block(request)
-        wanted = moment.tables.shares.share(block) * len(candidates) if block is not None else 0.0
+        hashes, depth = candidates.held_of(request)
+        wanted = moment.tables.shares.share(hashes[depth - 1]) * len(candidates) if depth else 0.0
         if wanted <= 1:
             return None
         ties = candidates.next_copies(costs, wanted)

@@ -55,6 +55,16 @@ def test_ten_hot_prefixes_are_balanced() -> None:
     assert run(hot(10)).busiest < 1.5
 
 
+def test_agents_with_one_system_prompt_use_all_engines() -> None:
+    """Few of their requests end with the system prompt, but all begin with it."""
+    cell = Cell(generated.agents(40), cache=1.0, workers=8)
+    oracle, auto = run(cell, ORACLE), run(cell)
+
+    assert auto.busiest < 1.6 < oracle.busiest
+    assert auto.ttft_p90_s < oracle.ttft_p90_s
+    assert auto.itl_p90_s < 0.8 * oracle.itl_p90_s
+
+
 def test_four_replicas_decide_as_an_oracle_would() -> None:
     """Each learns from the first bytes of all of them."""
     cell = Cell(TRACE, cache=0.5, load=0.6, replicas=4)

@@ -122,6 +122,19 @@ def test_named_blocks() -> None:
 # --- step models ---
 
 
+def test_published_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """Heimdall's own figures stand beside ours, with how many times less than random's each is."""
+    flags = ["--timing", "h100", "--workload", "heimdall", "--stages", "46x1!,3x10", "--workers", "2"]
+
+    assert 0 == main([*flags, "--router-mode", "random", "--router-mode", "kv:auto"])
+
+    printed = capsys.readouterr().out
+    published = next(line for line in printed.splitlines() if "published: prefix cache-aware" in line)
+    assert ["217", "719", "1,107", "20.5×", "/", "12.9×", "/", "16.2×"] == published.split()[3:]
+    assert "here: random" in printed
+    assert "here: kv:auto" in printed
+
+
 def test_compared_under_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every cell has a table with the oracle first; the file has all figures."""
     file = tmp_path / "figures.json"

@@ -259,7 +259,7 @@ class Router:
             )
         choice = best[0]
         if policy.compares_seconds:
-            self.tables.shares.count(candidates.deepest_block(request))
+            self.tables.shares.count(*candidates.held_of(request))
         booking = self._book(request, choice, now)
         if request.prompts and not (exclude or prefer):  # a retry is the same request
             self._count_reuse(request, choice, candidates)

@@ -274,15 +274,15 @@ class Candidates(Sequence[Candidate]):
     def _picked(self, column: array[Number]) -> array[Number]:
         return array(column.typecode, [column[place] for place in self._places])
 
-    def deepest_block(self, request: RouteRequest) -> int | None:
-        """The last block of the prompt that any target of the pool holds.
+    def held_of(self, request: RouteRequest) -> tuple[Sequence[int], int]:
+        """The prompt's blocks, and how many of them, from the first on, any target of the pool holds.
 
-        None if no target holds any, or if there are several prompts: their overlaps are added up.
+        None if there are several prompts: their overlaps are added up.
         """
         deepest, prompts = self._columns.deepest, request.prompts
         if not deepest or len(prompts) != 1 or deepest > len(prompts[0].hashes):
-            return None
-        return prompts[0].hashes[deepest - 1]
+            return (), 0
+        return prompts[0].hashes, deepest
 
     def deepest_blocks(self) -> int:
         """The most blocks of the prompt that any target of the pool holds."""

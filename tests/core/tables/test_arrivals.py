@@ -24,24 +24,34 @@ def test_the_rate_follows_arrivals() -> None:
 def test_a_share_is_of_recent_requests() -> None:
     """A third of a hundred requests; nothing before the second one."""
     shares = PrefixShares()
-    shares.count(7)
+    shares.count([7], 1)
     assert 0.0 == shares.share(7)
 
     for number in range(99):
-        shares.count(7 if number % 3 == 0 else 1000 + number)
+        shares.count([7 if number % 3 == 0 else 1000 + number], 1)
 
     assert 0.34 == pytest.approx(shares.share(7))
     assert 0.0 == shares.share(1001)
 
 
-@given(st.lists(st.one_of(st.none(), st.integers(0, 40)), max_size=400))
-def test_counts_are_bounded(blocks: list[int | None]) -> None:
+def test_a_prefix_has_the_share_of_all_that_begin_with_it() -> None:
+    """Of 300 requests all begin with block 7; for most, some target holds more."""
+    shares = PrefixShares()
+    for number in range(300):
+        shares.count([7, 100 + number % 10], 1 if number % 10 == 0 else 2)
+
+    assert 0.8 < shares.share(7) <= 1.0
+    assert 0.1 == pytest.approx(shares.share(103), abs=0.02)
+
+
+@given(st.lists(st.lists(st.integers(0, 40), max_size=4, unique=True), max_size=400))
+def test_counts_are_bounded(prompts: list[list[int]]) -> None:
     """At most as many as requests are remembered, each at least 1, and no share above 1."""
     shares = PrefixShares(most=32)
 
-    for block in blocks:
-        shares.count(block)
+    for hashes in prompts:
+        shares.count(hashes, len(hashes))
 
         assert len(shares._counts) <= 33
         assert all(count >= 1 for count in shares._counts.values())
-        assert sum(shares._counts.values()) <= shares._total + 1e-9
+        assert all(shares.share(block) <= 1 for block in shares._counts)
