@@ -11,8 +11,8 @@ FADES_S = 30.0
 TOGETHER_S = 0.1
 # A share is taken of at least this many requests: the first ones say little.
 FEWEST = 32
-# Walking a chain of 2,000 blocks takes 40 µs. A prime, so that no turn of clients is walked always or never.
-_WALKED_EVERY = 7
+# Walking 2,000 blocks takes 40 µs. A prime: of clients that take turns, none is walked always, or never.
+_WALKED_EVERY = 31
 
 
 class Arrivals:
@@ -38,7 +38,7 @@ class PrefixShares:
 
         chain of a request   ■ ■ ■ ■ ■ ■ □ □      ■ held by some target
                                  │     └ counted: its deepest
-                                 └ counted for one request in 7, as 7: the deepest of other requests
+                                 └ counted for one request in 31, as 31: the deepest of other requests
 
     So a system prompt has the share of all that begins with it, also of those that hold more of their own.
     Invariant: at most `most` counts, of at least 1 each.

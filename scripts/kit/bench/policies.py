@@ -109,7 +109,7 @@ def measure(count: int, options: Options) -> list[Figure]:
         selection = Selection(policy, new_filters(FilterSettings()))
         tables = new_tables(pool, asked, rng)
         for _ in range(HOT_REQUESTS if mode == HOT else 0):
-            tables.shares.count(pool.candidates(asked).deepest_block(asked))
+            tables.shares.count(*pool.candidates(asked).held_of(asked))
         act = partial(decide, selection, pool, shown(asked, selection), tables, rng)
         figures.append(figure(mode, count, act, options))
     return figures
