@@ -17,7 +17,6 @@ PAGE = ROOT / "docs" / "coverage.md"
 MISSING = {
     "time between tokens in `/metrics`",
     "the documents' Python names",
-    "overrides in `nvext`",
     "the same as flags",
     "weights found by a command",
     "analysis of a trace",

@@ -166,9 +166,10 @@ class Accept:
 
     def _overrides(self, request: Request, asked: openai.CompletionRequest) -> Overrides:
         names_none = self._dialect.headers.isdisjoint(request.headers)
-        if names_none and asked.kvrouter is None and not asked.session_id:
+        if names_none and asked.kvrouter is None and not asked.session_id and asked.nvext is None:
             return NO_OVERRIDES  # most requests
-        return read_overrides(request.headers, asked.kvrouter, asked.session_id, self._dialect)
+        nvext = asked.nvext.overrides() if asked.nvext is not None else {}
+        return read_overrides(request.headers, asked.kvrouter, asked.session_id, self._dialect, nvext)
 
     async def _prompts(
         self, router: Router, asked: openai.CompletionRequest, prompt: texts.Prompt
@@ -198,7 +199,7 @@ def _with_id(
 
 
 def _edited(body: bytes, large: LargeBody | None, asked: openai.CompletionRequest) -> bytes:
-    if asked.kvrouter is None and asked.engine_arguments is UNSET:
+    if asked.kvrouter is None and asked.engine_arguments is UNSET and asked.nvext is None:
         return body
     edits = edits_of(asked)
     return apply(edits, body) if large is None else large.edited(edits)

@@ -1,4 +1,4 @@
-"""Routing settings that one request brings: headers, and a `kvrouter` object in its JSON body.
+"""Routing settings that one request brings: headers, a `kvrouter` object in its JSON body, or `nvext`.
 
     x-kvrouter-mode            {"mode": …}            one of the modes
     x-kvrouter-overlap-weight  {"overlap_weight": …}  a number of at least 0, or auto
@@ -8,7 +8,8 @@
     x-kvrouter-priority                               lower goes first, as in vLLM; wins over `priority`
     x-session-id               {"session": …}         the session's name; also `session_id`, agents' headers
 
-Headers win over the object: gateways in front of kvrouter set headers. A wrong value is a 400.
+Headers win over the object, and it over `nvext` (bodies/nvext.py): gateways in front of kvrouter set headers.
+A wrong value is a 400.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ class Overrides:
 
 
 NO_OVERRIDES = Overrides()
+NO_NVEXT: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +101,20 @@ class _Given:
 
 
 def read_overrides(
-    headers: Mapping[str, str], body: Mapping[str, Any] | None, session_id: str | None, dialect: Dialect
+    headers: Mapping[str, str],
+    body: Mapping[str, Any] | None,
+    session_id: str | None,
+    dialect: Dialect,
+    nvext: Mapping[str, Any] = NO_NVEXT,
 ) -> Overrides:
-    """Read all settings. Raises BadRequestError, which names the field and its valid values."""
+    """Read all settings; `nvext`: those of bodies/nvext.py.
+
+    Raises BadRequestError, which names the field and its valid values.
+    """
     places = dialect.places
+    of_nvext = {field: _Given(value, f"nvext.{field}", "`nvext`") for field, value in nvext.items()}
     # Headers last: they win.
-    given = {**_in_body(body or {}, places), **_in_headers(headers, places)}
+    given = {**of_nvext, **_in_body(body or {}, places), **_in_headers(headers, places)}
     if session_id and "session" not in given:
         given["session"] = _Given(session_id, "session_id", "`session_id`")
     readers = _READERS | {"mode": lambda one: _mode(one, dialect)}

@@ -1,6 +1,7 @@
 """What is changed in a client's body before a worker gets it. Every value that stays keeps its bytes.
 
-    `kvrouter`                                the client's overrides: removed
+    `kvrouter`, `nvext`                       the client's overrides: removed
+    `cache_salt`                              that of `nvext`, if the body has none
     `vllm_xargs.kv_cache_report_mode`         removed from what clients send
                                               set to "full" for a partial rank
     `request_id` of /v1/responses             added, so that the response's id is known
@@ -13,6 +14,7 @@ agent learns the blocks whose events it missed (docs/concepts/design.md#agent-st
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TypeAlias
 
 import msgspec
@@ -26,6 +28,7 @@ Edit: TypeAlias = Callable[[bytes], bytes]
 _ARGUMENTS = "vllm_xargs"
 _MODE = "kv_cache_report_mode"
 _FULL = Raw(b'"full"')
+_NULL = Raw(b"null")
 _ASKING = b'{"vllm_xargs":{"kv_cache_report_mode":"full"}'
 
 # Values stay bytes: numbers beyond 64 bits, escapes and 1.50 reach the engine as the client wrote them.
@@ -37,6 +40,8 @@ def edits_of(request: CompletionRequest) -> list[Edit]:
     edits: list[Edit] = []
     if request.kvrouter is not None:
         edits.append(without_overrides)
+    if request.nvext is not None:
+        edits.append(partial(without_nvext, salt=request.nvext.cache_salt))
     if _names_mode(request.engine_arguments):
         edits.append(without_report_mode)
     return edits
@@ -52,6 +57,15 @@ def without_overrides(body: bytes) -> bytes:
     """The JSON body without its `kvrouter` object. Raises BadRequestError."""
     fields = _fields(body)
     del fields["kvrouter"]
+    return msgspec.json.encode(fields)
+
+
+def without_nvext(body: bytes, *, salt: str | None) -> bytes:
+    """The JSON body without its `nvext` object, whose salt becomes the body's. Raises BadRequestError."""
+    fields = _fields(body)
+    del fields["nvext"]
+    if salt and bytes(fields.get("cache_salt", _NULL)) in {b"null", b'""'}:
+        fields["cache_salt"] = Raw(msgspec.json.encode(salt))
     return msgspec.json.encode(fields)
 
 

@@ -17,7 +17,14 @@ import msgspec
 from kvrouter.core.tables.predictions import Usage
 from kvrouter.core.wire.values import valid_unicode
 from kvrouter.errors import BadRequestError, KvRouterError
-from kvrouter.frontend.bodies.openai import CompletionRequest, decode, template_variables
+from kvrouter.frontend.bodies.nvext import Nvext
+from kvrouter.frontend.bodies.openai import (
+    CompletionRequest,
+    decode,
+    priority_of,
+    salt_of,
+    template_variables,
+)
 from kvrouter.relay.engine_answers import last_number
 from kvrouter.tokens.messages import BILLING_HEADER, Message
 from kvrouter.tokens.prompt import ChatPrompt
@@ -85,6 +92,7 @@ class _Fields(msgspec.Struct):
     session_id: str | None = None
     cache_salt: str | None = None
     kvrouter: dict[str, Any] | None = None
+    nvext: Nvext | None = None
     vllm_xargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -148,10 +156,12 @@ def _request(fields: _Fields, prompt: ChatPrompt | None) -> CompletionRequest:
         model=fields.model,
         stream=bool(fields.stream),
         prompt=prompt,
-        cache_salt=fields.cache_salt or None,
+        cache_salt=salt_of(fields.cache_salt, fields.nvext),
         session_id=fields.session_id or None,
         n=1,
         kvrouter=fields.kvrouter,
+        nvext=fields.nvext,
+        priority=priority_of(None, fields.nvext),
         engine_arguments=fields.vllm_xargs,
     )
 

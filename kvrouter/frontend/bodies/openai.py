@@ -14,6 +14,7 @@ import msgspec
 
 from kvrouter.core.wire.values import TokenId, valid_unicode
 from kvrouter.errors import BadRequestError, KvRouterError
+from kvrouter.frontend.bodies.nvext import Nvext
 from kvrouter.relay.answer import Answer, error_headers
 from kvrouter.tokens.prompt import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 
@@ -37,6 +38,8 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     """Number of choices to generate."""
     kvrouter: dict[str, Any] | None = None
     """Overrides for the router (overrides.py). They are removed before the engine gets the body."""
+    nvext: Nvext | None = None
+    """The same, from Dynamo's clients."""
     reads_cache: bool = True
     """False for requests for the prompt's logprobs: vLLM then computes the whole prompt, cached or not."""
     is_beam_search: bool = False
@@ -59,6 +62,7 @@ class _Common(msgspec.Struct):
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
     kvrouter: dict[str, Any] | None = None
+    nvext: Nvext | None = None
     prompt_logprobs: Any = None
     echo: Any = None
     use_beam_search: Any = None
@@ -151,15 +155,28 @@ def _request(body: _Common, prompt: Prompt | None) -> CompletionRequest:
         model=body.model,
         stream=bool(body.stream),
         prompt=prompt,
-        cache_salt=body.cache_salt or None,
+        cache_salt=salt_of(body.cache_salt, body.nvext),
         session_id=body.session_id or None,
         n=max(1, body.n or 1),
         kvrouter=body.kvrouter,
+        nvext=body.nvext,
         reads_cache=body.prompt_logprobs is None and not _echoes_logprobs(body),
         is_beam_search=bool(body.use_beam_search),
-        priority=body.priority or 0,
+        priority=priority_of(body.priority, body.nvext),
         engine_arguments=body.vllm_xargs,
     )
+
+
+def salt_of(own: str | None, nvext: Nvext | None) -> str | None:
+    """The salt of the body, or of its `nvext`."""
+    return own or (nvext.cache_salt if nvext is not None else None) or None
+
+
+def priority_of(own: int | None, nvext: Nvext | None) -> int:
+    """The priority of the body, or of its `nvext`: lower values go first."""
+    if own is None and nvext is not None:
+        own = nvext.priority
+    return own or 0
 
 
 def _echoes_logprobs(body: _Common) -> bool:

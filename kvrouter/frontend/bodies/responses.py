@@ -17,7 +17,15 @@ import msgspec
 from kvrouter.core.tables.predictions import Usage
 from kvrouter.core.wire.values import valid_unicode
 from kvrouter.errors import BadRequestError, KvRouterError
-from kvrouter.frontend.bodies.openai import CompletionRequest, decode, error_body, template_variables
+from kvrouter.frontend.bodies.nvext import Nvext
+from kvrouter.frontend.bodies.openai import (
+    CompletionRequest,
+    decode,
+    error_body,
+    priority_of,
+    salt_of,
+    template_variables,
+)
 from kvrouter.relay.engine_answers import last_number
 from kvrouter.tokens.messages import Message
 from kvrouter.tokens.prompt import ChatPrompt
@@ -56,6 +64,7 @@ class _Fields(msgspec.Struct):
     session_id: str | None = None
     cache_salt: str | None = None
     kvrouter: dict[str, Any] | None = None
+    nvext: Nvext | None = None
     priority: int | None = None
     previous_response_id: str | None = None
     request_id: str | None = None
@@ -151,11 +160,12 @@ def _request(fields: _Fields, prompt: ChatPrompt | None) -> ResponseRequest:
         model=fields.model,
         stream=bool(fields.stream),
         prompt=prompt,
-        cache_salt=fields.cache_salt or None,
+        cache_salt=salt_of(fields.cache_salt, fields.nvext),
         session_id=fields.session_id or None,
         n=1,
         kvrouter=fields.kvrouter,
-        priority=max(-(2**31), min(2**31 - 1, fields.priority or 0)),
+        nvext=fields.nvext,
+        priority=max(-(2**31), min(2**31 - 1, priority_of(fields.priority, fields.nvext))),
         engine_arguments=fields.vllm_xargs,
         previous_id=fields.previous_response_id,
         own_id=fields.request_id,
