@@ -269,6 +269,7 @@ def _target(pool: Pool, worker: Worker, target: Target, reader: FeedReader | Non
         "device_blocks": count,
         "digest": f"{digest:016x}",  # hex: many JSON parsers round integers above 2**53
         "tiers": list(tier_sets(pool, worker, target)),
+        "resume_points": _resume_points(pool, target),
         "truncated": pool.index.is_truncated(target),
         "capacity_blocks": worker.capacity_blocks,
         "charged_prefill_tokens": pool.active.charged_tokens(target),
@@ -296,6 +297,12 @@ def tier_sets(pool: Pool, worker: Worker, target: Target) -> Iterator[dict[str, 
     for tier in TIERS[: worker.tier_sets()]:
         held = max(held, pool.index.digest(target, tier), key=lambda set_: set_[0])
         yield {"tier": tier, "blocks": held[0], "digest": f"{held[1]:016x}"}
+
+
+def _resume_points(pool: Pool, target: Target) -> dict[str, Any] | None:
+    """The blocks behind which an engine with several KV groups can resume; None: behind each block."""
+    digest = pool.index.resumable_digest(target)
+    return None if digest is None else {"blocks": digest[0], "digest": f"{digest[1]:016x}"}
 
 
 def _feed(source: Feed, reader: FeedReader) -> dict[str, Any]:

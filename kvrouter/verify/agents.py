@@ -24,6 +24,7 @@ from kvrouter.core.wire.ids import WorkerId
 from kvrouter.core.wire.ops import (
     VERSION,
     Check,
+    CheckResumable,
     Decoded,
     ReplayRequest,
     SnapshotChunk,
@@ -153,7 +154,7 @@ class RankFeed:
             sent = f"{frame.incarnation}:{frame.seq}"
             raise AgentError(f"sent frame {sent} instead of the requested one")
         for op in frame.ops:
-            if not self.blocks.apply(op) and isinstance(op, Check):
+            if not self.blocks.apply(op) and isinstance(op, Check | CheckResumable):
                 self.bad_digest = f"as of frame {frame.incarnation}:{frame.seq}"
         self._seq = frame.seq
         self._next = ReplayRequest(VERSION, self._rank, self._incarnation, self._seq + 1)

@@ -31,6 +31,9 @@ DIFFERENT: Verdict = "different"
 IN_PART: Verdict = "equal in part"
 NOT_CHECKED: Verdict = "not checked"
 
+# The set behind the tiers, of an engine with several KV groups only.
+RESUME_POINTS = "resume points"
+
 # (name, count, digest) of every set that a feed fills.
 Content: TypeAlias = tuple[tuple[str, int, str], ...]
 
@@ -115,7 +118,10 @@ def _copies(body: Mapping[str, Any]) -> Iterator[tuple[FeedKey, Copy]]:
 def _contents(body: Mapping[str, Any]) -> Iterator[tuple[FeedKey, Content]]:
     for target in body["targets"]:
         key = FeedKey("kv", target["pool"], f"{target['worker_id']}/{target['rank']}")
-        yield key, tuple((each["tier"], each["blocks"], each["digest"]) for each in target["tiers"])
+        content = [(each["tier"], each["blocks"], each["digest"]) for each in target["tiers"]]
+        if (points := target["resume_points"]) is not None:
+            content.append((RESUME_POINTS, points["blocks"], points["digest"]))
+        yield key, tuple(content)
     for booked in body["bookings"]:
         for owner, held in booked["owners"].items():
             yield (
@@ -222,6 +228,8 @@ class _Track:
 
 def _distinct(content: Content) -> Content:
     """Without wider tier sets that add no block: only readers whose ops named such a tier keep them."""
+    if content and content[-1][0] == RESUME_POINTS:
+        return (*_distinct(content[:-1]), content[-1])
     if len(content) > 1 and content[-1][1:] == content[-2][1:]:
         return _distinct(content[:-1])
     return content

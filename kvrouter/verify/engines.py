@@ -25,7 +25,7 @@ from pathlib import Path
 import zmq.asyncio
 
 from kvrouter.core.wire.heartbeats import Card
-from kvrouter.core.wire.ops import TIERS, Op, Stored
+from kvrouter.core.wire.ops import TIERS, Op, Resumable, Stored
 from kvrouter.errors import KvRouterError, MalformedFrameError
 from kvrouter.verify.agents import AgentRank, Agents
 from kvrouter.verify.comparison import DIFFERENT, EQUAL, IN_PART, NOT_CHECKED, EngineCheck, FeedKey
@@ -175,9 +175,10 @@ class EngineHistory:
     def _note(self, ops: Sequence[Op]) -> None:
         for op in ops:
             self._held.apply(op)
-            for gained in (self.ever, self.seen) if isinstance(op, Stored) else ():
+            is_gain = isinstance(op, Stored | Resumable)
+            for gained in (self.ever, self.seen) if is_gain else ():
                 gained.apply(op)
-            if not isinstance(op, Stored):
+            if not is_gain:
                 self.always.apply(op)
 
     # The comparison with the agent
@@ -193,6 +194,18 @@ class EngineHistory:
                 yield f"its engine holds {_shown(missing)} on {name} that its agent does not publish"
             if beyond or missing:
                 return  # wider tier sets contain the same blocks
+        if self.is_complete:  # else the replay may lack a whole KV group, and so allow too much
+            yield from self._resume_differences(published.resumable, is_partial=is_partial)
+
+    def _resume_differences(self, published: set[int] | None, *, is_partial: bool) -> Iterator[str]:
+        ever, always = self.ever.resumable, self.always.resumable
+        if published is None and always is not None and not is_partial:
+            yield "its engine has several KV groups, and its agent publishes no resume points"
+        if published is not None and (beyond := published - (ever or set())):
+            yield f"its agent publishes resume points that its engine does not have: {_shown(beyond)}"
+        missing = (always or set()) - (published or set())
+        if published is not None and missing and not is_partial:
+            yield f"its agent lacks resume points that its engine has: {_shown(missing)}"
 
     def doubts(self, published: TierSets, *, is_partial: bool) -> Iterator[str]:
         """Texts about blocks that could not be compared."""
@@ -283,7 +296,7 @@ class Engines:
 
     async def _learn(self, card: Card) -> list[str]:
         """The replay endpoints that the engine reports, by rank. Raises KvRouterError."""
-        options = AgentOptions(card.url, card.worker_id, block_size=card.block_size)
+        options = AgentOptions(card.url, card.worker_id, block_size=card.block_size, whole_requests=True)
         async with EngineHttp.open(card.url, self._access.api_key, self._access.tls_ca) as http:
             return [feed.replay or "" for feed in (await learn(http, options)).endpoints]
 

@@ -47,6 +47,8 @@ class AgentOptions:
     state_file: Path | None = None
     state_every_s: float = 10.0
     kv_repair: bool = True
+    # The engine computes whole requests, although it has a connector to other engines.
+    whole_requests: bool = False
     drain_timeout_s: float = 300.0
 
 

@@ -50,6 +50,10 @@ class EngineSettings(Settings):
         is_top=True,
     )
     engine_api_key_file: Path | None = setting(None, "bearer token for the engine", is_top=True)
+    whole_requests: bool = setting(
+        False,
+        "the engine computes whole requests, although it has vLLM's NixlConnector (its kv_role is kv_both)",
+    )
     worker_tls_ca: Path | None = setting(
         None, "authorities of the engine's certificate (https:// URL), trusted in addition to the system's"
     )
@@ -173,6 +177,7 @@ class WorkerSettings(CommonOptions):
             probe_s=card.probe_s,
             state_file=_writable(card.state_file),
             kv_repair=card.kv_repair,
+            whole_requests=engine.whole_requests,
             drain_timeout_s=card.drain_timeout_s,
         )
 

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from kvrouter.core.wire.ops import VERSION, Check, Frame, ReplayFrames, ReplayRequest, Stored, encode
+from kvrouter.core.wire.hashes import pack_hashes
+from kvrouter.core.wire.ops import (
+    VERSION,
+    Check,
+    CheckResumable,
+    Frame,
+    ReplayFrames,
+    ReplayRequest,
+    Resumable,
+    Stored,
+    encode,
+)
 from kvrouter.core.wire.ops import decode_answer as decode
 from kvrouter.verify.agents import RankFeed
 from kvrouter.verify.comparison import Content, Copy
@@ -101,6 +112,38 @@ async def test_tiers() -> None:
     agent.flush()
     assert 0 == (await look(feed, agent))[-1].content[-1][1]
     assert not feed.bad_digest
+
+
+async def test_resume_points() -> None:
+    """The blocks behind which an engine with several KV groups can resume, from frames and a snapshot."""
+    agent, feed = Agent(), RankFeed(0)
+    agent.publisher.group_stored(1, 1, [2, 3], is_root=False)
+    agent.store(1, 2, 3)
+    first = (await look(feed, agent))[-1].content
+    agent.publisher.group_removed(1, [2])
+    agent.flush()
+    then = (await look(feed, agent))[-1].content
+
+    assert [("device", 3), ("resume points", 2)] == [row[:2] for row in first]
+    assert [("device", 3), ("resume points", 1)] == [row[:2] for row in then]
+    assert then == (await look(RankFeed(0), agent))[-1].content
+    assert not feed.bad_digest
+    agent.publisher.cleared()
+    agent.flush()
+    assert [("device", 0)] == [row[:2] for row in (await look(feed, agent))[-1].content]
+
+
+async def test_wrong_digest_of_resume_points() -> None:
+    """An agent whose count of resume points does not fit its own frames is at fault."""
+    agent, feed = Agent(), RankFeed(0)
+    agent.store(1)
+    await look(feed, agent)
+    wrong = Frame(VERSION, 7, 2, [Resumable(pack_hashes([1])), CheckResumable(1, 2)])
+    agent.forged.append(encode(ReplayFrames([encode(wrong)], 2)))
+
+    await look(feed, agent)
+
+    assert "as of frame 7:2" == feed.bad_digest
 
 
 async def test_snapshot_in_chunks() -> None:

@@ -141,6 +141,38 @@ async def test_held_and_not_published(engine: Engine) -> None:
     )
 
 
+def grouped(group: int, kind: str, event: Event) -> Event:
+    """The same store in a KV group, whose window is two blocks."""
+    window = None if kind == "full_attention" else BLOCK_SIZE + 2
+    return [*event, None, "GPU", None, None, group, kind, window]
+
+
+async def test_resume_points(engine: Engine) -> None:
+    """The places where an engine with several KV groups can resume are compared, too."""
+    checked = Checked()
+    engine.publish(grouped(0, "full_attention", store(0, 4)), grouped(1, "sliding_window", store(0, 4)))
+    await checked.look()
+    engine.publish(["BlockRemoved", [100], "GPU", 1])
+    await checked.look()
+
+    held = published([A, B, C, D])
+
+    def differences(*points: SequenceHash, is_partial: bool = False) -> list[str]:
+        held.resumable = set(points)
+        return list(checked.history.differences(held, is_partial=is_partial))
+
+    # without A the window does not allow B either; both were allowed before the second look
+    assert [] == differences(C, D) == differences(A, B, C, D)
+    (text,) = differences(C)
+    assert f"its agent lacks resume points that its engine has: 1 block ({D:016x})" == text
+    assert [] == differences(C, is_partial=True)
+    await checked.look()
+    (text,) = differences(B, C, D)
+    assert f"its agent publishes resume points that its engine does not have: 1 block ({B:016x})" == text
+    assert 1 == len(checked.differences(A, B, C, D))
+    assert [] == checked.differences(A, B, C, D, is_partial=True)
+
+
 async def test_between_two_looks(engine: Engine) -> None:
     """A block that came or went between the looks may be published or not; later it counts."""
     checked = Checked()

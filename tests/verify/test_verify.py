@@ -34,6 +34,7 @@ def body(router_id: str, **more: Any) -> Json:
     feed |= {"last_seq": facts["seq"], "state": facts["state"], "lag": facts["lag"], "flag": facts["flag"]}
     target = {"pool": "p", "worker_id": "w1", "rank": 0}
     target["tiers"] = [{"tier": "device", "blocks": 5, "digest": facts["digest"]}]
+    target["resume_points"] = more.get("resume_points")
     return {
         "router_id": router_id,
         "replica_sync": True,
@@ -278,6 +279,23 @@ def test_wider_tier_that_adds_nothing() -> None:
     host["targets"][0]["tiers"].append({"tier": "host", "blocks": 5, "digest": AGREED})
 
     assert with_owners(owned((10, AGREED)), host, body("r1")).is_equal
+
+
+def test_resume_points() -> None:
+    """Replicas and agents with the same blocks, where the engine may resume behind others of them."""
+    (one, other) = ({"blocks": 2, "digest": digest} for digest in (AGREED, f"{8:016x}"))
+    assert Looks((body("r0", resume_points=one), body("r1", resume_points=one))).report.is_equal
+
+    held = f"device 5 ({AGREED}), resume points 2 ("
+    (text,) = Looks((body("r0", resume_points=one), body("r1", resume_points=other))).differences
+    assert text.endswith(f"u0 holds {held}{AGREED}), u1 {held}{8:016x})")
+    (text,) = Looks((body("r0", resume_points=one), body("r1"))).differences
+    assert text.endswith(f"u0 holds {held}{AGREED}), u1 device 5 ({AGREED})")
+    assert not with_owners(owned((10, AGREED)), body("r0", resume_points=one)).is_equal
+
+    wide = body("r0", resume_points=one)
+    wide["targets"][0]["tiers"].append({"tier": "host", "blocks": 5, "digest": AGREED})
+    assert Looks((wide, body("r1", resume_points=one))).report.is_equal
 
 
 def test_worker_without_agent() -> None:

@@ -30,11 +30,11 @@ class EngineError(KvRouterError):
     """The engine does not answer, or its answer is not an engine's."""
 
 
-def half_of_a_pair(shown_by: str) -> str:
+def half_of_a_pair(shown_by: str, remedy: str = "start it without that") -> str:
     """Why an engine that only prefills or only decodes is not used."""
     return (
         f"the engine is one half of a prefill/decode pair ({shown_by}), and kvrouter sends whole requests: "
-        "start it without that"
+        f"{remedy}"
     )
 
 

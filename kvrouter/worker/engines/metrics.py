@@ -57,7 +57,7 @@ _LABELS = {
 # 1 per state that holds: awake, weights_offloaded (sleep level 1), discard_all (level 2).
 _SLEEP = "vllm:engine_sleep_state"
 
-# vLLM's connector between the halves of a pair, one of which prefills and the other decodes.
+# vLLM's connector to other engines, mostly between one that prefills and one that decodes.
 _NIXL = "vllm:nixl_"
 
 # Adapters as labels. The value is a time: of several samples the newest counts.
@@ -109,8 +109,8 @@ class Scrape:
     """An engine's metrics at one time. 0 means unknown; `started_s` is its start in seconds since the epoch.
 
     `has_prefix_caching` is None if the engine does not report it. `is_asleep`: it serves nothing now, and its
-    cache is empty. `is_half`: it has a connector to the other half of a prefill/decode pair. `speculates`: it
-    decodes speculatively.
+    cache is empty. `has_nixl`: it has a connector to other engines, and so may be half of a prefill/decode
+    pair. `speculates`: it decodes speculatively.
     """
 
     loads: Mapping[int, RankLoad] = field(default_factory=dict)
@@ -121,7 +121,7 @@ class Scrape:
     has_prefix_caching: bool | None = None
     max_loras: int = 0
     is_asleep: bool = False
-    is_half: bool = False
+    has_nixl: bool = False
     speculates: bool = False
 
     def or_else(self, known: Scrape) -> Scrape:
@@ -177,7 +177,7 @@ class _Reading:
         # By rank. A sample without a rank (None) holds for all ranks.
         self._metrics: defaultdict[int | None, dict[str, float]] = defaultdict(dict)
         self._loras: dict[int | None, Sample] = {}
-        self._is_asleep = self._is_half = self._speculates = False
+        self._is_asleep = self._has_nixl = self._speculates = False
 
     def take(self, sample: Sample) -> None:
         for name, series in self._extra.items():
@@ -199,7 +199,7 @@ class _Reading:
         elif sample.name == _SLEEP and sample.labels.get("sleep_state") == "awake":
             self._is_asleep |= sample.value == 0
         elif sample.name.startswith(_NIXL):
-            self._is_half = True
+            self._has_nixl = True
         elif sample.name == _DRAFTS:
             self._speculates = True
 
@@ -213,7 +213,7 @@ class _Reading:
         named = {*self._loads, *self._metrics, *self._loras}
         ranks = sorted(rank for rank in named if rank is not None) or ([0] if named else [])
         found = _scrape({rank: self._load(rank) for rank in ranks}, self._values, self._has_prefix_caching)
-        return replace(found, is_asleep=self._is_asleep, is_half=self._is_half, speculates=self._speculates)
+        return replace(found, is_asleep=self._is_asleep, has_nixl=self._has_nixl, speculates=self._speculates)
 
     def _load(self, rank: int) -> RankLoad:
         values, loras = self._loads.get(rank, {}), self._loras.get(rank, self._loras.get(None))

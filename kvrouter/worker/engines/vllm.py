@@ -473,11 +473,26 @@ CACHED_TOKENS_UNKNOWN = (
 )
 
 
+class _KvTransfer(Struct, frozen=True):
+    kv_role: str = ""
+
+
+class _VllmConfig(Struct, frozen=True):
+    kv_transfer_config: _KvTransfer
+
+
+class _ServerInfo(Struct, frozen=True):
+    vllm_config: _VllmConfig
+
+
+_decode_server_info = msgspec.json.Decoder(_ServerInfo).decode
+
+
 async def learn_vllm(engine: EngineHttp, models: Models, options: AgentOptions) -> EngineFacts:
     """Ask /metrics, /version and /kv_event_sources. Raises EngineError."""
     scrape = await _scrape(engine, options)
-    if scrape.is_half:
-        raise EngineError(half_of_a_pair("NixlConnector: vllm:nixl_… in /metrics"))
+    if scrape.has_nixl:
+        await _refuse_half(engine, options)
     sources = await engine.find("kv_event_sources")
     kind = "mocker" if models.owner == "mocker" else "vllm"
     host = urlsplit(options.engine_url).hostname or ""
@@ -493,6 +508,25 @@ async def learn_vllm(engine: EngineHttp, models: Models, options: AgentOptions) 
         tokenizer=models.root,
         lacks=tuple(_lacks(scrape, endpoints, ranks, options)),
     )
+
+
+async def _refuse_half(engine: EngineHttp, options: AgentOptions) -> None:
+    """Raises EngineError if an engine with NixlConnector does not compute whole requests, or may not."""
+    role = await _kv_role(engine)
+    if role in {"kv_producer", "kv_consumer"}:
+        raise EngineError(half_of_a_pair(f"NixlConnector: kv_role {role} in /server_info"))
+    if role != "kv_both" and not options.whole_requests:
+        shown_by = "NixlConnector: vllm:nixl_… in /metrics, and nothing says its kv_role"
+        raise EngineError(half_of_a_pair(shown_by, "give --whole-requests if it is kv_both"))
+
+
+async def _kv_role(engine: EngineHttp) -> str:
+    """The role of the engine's KV connector; empty if it does not tell: only with VLLM_SERVER_DEV_MODE=1."""
+    try:
+        info = await engine.find("server_info?config_format=json")
+        return _decode_server_info(info).vllm_config.kv_transfer_config.kv_role if info else ""
+    except (EngineError, *UNREADABLE):
+        return ""
 
 
 async def _scrape(engine: EngineHttp, options: AgentOptions) -> Scrape:

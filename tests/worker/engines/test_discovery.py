@@ -310,8 +310,30 @@ async def test_half_of_a_pair_of_vllm(vllm: Recorded) -> None:
     """A connector to another engine in the metrics is a reason to refuse, too."""
     vllm.answers["/metrics"] += b'vllm:nixl_num_failed_transfers_total{engine="0"} 0.0\n'
 
-    with pytest.raises(EngineError, match=r"prefill/decode pair .NixlConnector"):
+    with pytest.raises(EngineError, match=r"prefill/decode pair .NixlConnector.*give --whole-requests"):
         await vllm.learn()
+    await vllm.learn(replace(vllm.options, whole_requests=True))
+
+
+@pytest.mark.parametrize(
+    ("info", "is_used", "is_used_if_said"),
+    [
+        (b'{"vllm_config": {"kv_transfer_config": {"kv_role": "kv_both"}}}', True, True),
+        (b'{"vllm_config": {"kv_transfer_config": {"kv_role": "kv_producer"}}}', False, False),
+        (b'{"vllm_config": {"kv_transfer_config": {"kv_role": "kv_consumer"}}}', False, False),
+        (b'{"vllm_config": {"kv_transfer_config": null}}', False, True),
+        (b"nonsense", False, True),
+    ],
+)
+async def test_kv_role(vllm: Recorded, info: bytes, *, is_used: bool, is_used_if_said: bool) -> None:
+    """What /server_info says of the connector's role counts more than the setting."""
+    vllm.answers["/metrics"] += b'vllm:nixl_num_failed_transfers_total{engine="0"} 0.0\n'
+    vllm.answers["/server_info"] = info
+
+    for expected, said in ((is_used, False), (is_used_if_said, True)):
+        refused = contextlib.nullcontext() if expected else pytest.raises(EngineError, match="NixlConnector")
+        with refused:
+            await vllm.learn(replace(vllm.options, whole_requests=said))
 
 
 async def test_sglang_health(sglang: Recorded) -> None:
