@@ -16,7 +16,6 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "coverage.md"
 MISSING = {
     "time between tokens in `/metrics`",
-    "the documents' Python names",
     "the same as flags",
     "weights found by a command",
     "analysis of a trace",

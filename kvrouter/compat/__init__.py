@@ -1,1 +1,1 @@
-"""Names of other systems, as thin layers over kvrouter's public names (docs/coming-from-dynamo.md)."""
+"""Names of other systems, as thin layers over kvrouter's public names (docs/coming-from-*.md)."""

@@ -1,0 +1,183 @@
+"""Ray Serve's `RequestRouter`, as a custom policy.
+
+choose ──> choose_replicas, driven once ──> ranks
+              └─ it suspends ──> SuspendedError: the guard decides, and the log gives the advice
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import random
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from kvrouter.compat.ray.mixins import FIFOMixin, LocalityMixin, MultiplexMixin
+from kvrouter.compat.ray.replicas import (
+    PendingRequest,
+    ReplicaID,
+    ReplicaResult,
+    RunningReplica,
+    pending,
+    replicas_of,
+)
+from kvrouter.core.routing.policy import Candidate, Choice, Policy, RouteRequest
+from kvrouter.core.wire.heartbeats import Card
+from kvrouter.core.wire.ids import Target, WorkerId
+from kvrouter.errors import KvRouterError
+
+# The status of an attempt that no replica has taken: 499 the client left, 502 lost, 504 silent.
+_NOT_TAKEN = {499, 502, 504}
+
+
+class SuspendedError(KvRouterError):
+    """`choose_replicas` has waited for something."""
+
+
+class RequestRouter(Policy):
+    """Base class of a request router. A subclass defines `choose_replicas`, and need not call `__init__`."""
+
+    needs_text = True  # PendingRequest.args
+    request_router_kwargs: ClassVar[Mapping[str, Any]] = {}
+    """What `initialize_state` is called with."""
+
+    _use_replica_queue_len_cache = True
+    _is_initialized = False
+    _replicas: dict[ReplicaID, RunningReplica]
+    _replica_id_set: set[ReplicaID]
+    _known: list[RunningReplica]
+
+    def __new__(cls, *_args: Any, **_arguments: Any) -> RequestRouter:
+        """With the state that is needed even if a subclass has an `__init__` of its own."""
+        made = super().__new__(cls)
+        made._replicas, made._replica_id_set, made._known = {}, set(), []
+        return made
+
+    def __init__(self, *_args: Any, **_arguments: Any) -> None:
+        """Ray's arguments name its actors."""
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Let its `on_request_routed` be called with kvrouter's arguments, too."""
+        super().__init_subclass__(**arguments)
+        if "on_request_routed" in cls.__dict__:
+            cls.on_request_routed = _translated(cls.__dict__["on_request_routed"])  # type: ignore[method-assign]
+
+    # --- what a subclass may define, as in Ray ---
+
+    def initialize_state(self, **_arguments: Any) -> None:
+        """Called once, with `request_router_kwargs`, before anything else."""
+
+    def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> Any:
+        """Ranks of replicas, the best first; of a rank the shortest queue is taken.
+
+        May be `async def`, if it never has to wait.
+        """
+        raise NotImplementedError
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """The replica is gone, and all that it held."""
+        self._replicas.pop(replica_id, None)
+        self._replica_id_set.discard(replica_id)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """The replicas that take requests have changed."""
+        self._show(replicas)
+
+    # --- what a subclass may call, as in Ray ---
+
+    @property
+    def curr_replicas(self) -> dict[ReplicaID, RunningReplica]:
+        """The replicas by id."""
+        return self._replicas
+
+    def select_available_replicas(
+        self, candidates: Sequence[RunningReplica] | None = None
+    ) -> list[RunningReplica]:
+        """Those with fewer requests in flight than they run at once."""
+        shown = self._replicas.values() if candidates is None else candidates
+        return [one for one in shown if one.queue_len < one.max_ongoing_requests]
+
+    @property
+    def _replica_queue_len_cache(self) -> Mapping[ReplicaID, int]:
+        return {one.replica_id: one.queue_len for one in self._replicas.values()}
+
+    async def _probe_queue_lens(
+        self, replicas: Sequence[RunningReplica], _backoff_index: int
+    ) -> list[tuple[RunningReplica, int | None]]:
+        return [(one, one.queue_len) for one in replicas]
+
+    # --- as kvrouter calls it ---
+
+    def choose(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Choice:
+        """Ask `choose_replicas`. Raises SuspendedError."""
+        self._begin()
+        replicas = [RunningReplica.of(one) for one in candidates]
+        self._show(replicas)
+        answer = self.choose_replicas(replicas, pending(request))
+        ranks = _driven(answer) if inspect.iscoroutine(answer) else answer
+        return [[one.replica_id.target for one in rank] for rank in ranks]
+
+    def on_workers(self, workers: Sequence[Card]) -> None:
+        """Tell `update_replicas` if they are others than before."""
+        self._begin()
+        now = [replica for card in workers for replica in replicas_of(card)]
+        if {one.replica_id for one in now} != {one.replica_id for one in self._known}:
+            # what a subclass compares with is the fleet, not the candidates of the last decision
+            self._show(self._known)
+            self._known = now
+            self.update_replicas(now)
+
+    def on_worker_removed(self, worker_id: WorkerId) -> None:
+        """Each of its ranks was a replica."""
+        for one in self._known:
+            if one.card.worker_id == worker_id:
+                self.on_replica_actor_died(one.replica_id)
+
+    def _begin(self) -> None:
+        if not self._is_initialized:
+            self._is_initialized = True
+            self.initialize_state(**self.request_router_kwargs)
+
+    def _show(self, replicas: Iterable[RunningReplica]) -> None:
+        self._replicas = {one.replica_id: one for one in replicas}
+        self._replica_id_set = set(self._replicas)
+
+
+class PowerOfTwoChoicesRequestRouter(FIFOMixin, LocalityMixin, MultiplexMixin, RequestRouter):
+    """Ray's default: of two replicas drawn at random, the one with the shorter queue."""
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Two of those with the adapter, or of the nearest ones."""
+        wants = pending_request is not None and pending_request.metadata.multiplexed_model_id
+        apply = self.apply_multiplex_routing if wants else self.apply_locality_routing
+        ids = apply(pending_request)
+        near = [one for one in candidate_replicas if one.replica_id in ids]
+        return [random.sample(near, min(2, len(near)))]
+
+
+def _driven(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Its result; choice and booking are one step, so it may not wait. Raises SuspendedError."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+    coroutine.close()
+    raise SuspendedError(
+        "choose_replicas waited for something; fetch it in `async def refresh`, which runs every refresh_s"
+        " seconds in the background, and use its latest result"
+    )
+
+
+def _translated(method: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(method)
+    def on_request_routed(self: Any, request: Any, target: Any, result: Any) -> None:
+        if not isinstance(request, RouteRequest):  # a subclass calls it through super()
+            method(self, request, target, result)
+        elif result not in _NOT_TAKEN:
+            method(self, pending(request), ReplicaID(str(Target(*target))), ReplicaResult(result))
+
+    return on_request_routed

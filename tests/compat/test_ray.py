@@ -1,0 +1,240 @@
+"""Ray Serve's request routers by their names, in a running frontend and by themselves."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from kvrouter.compat.ray import (
+    FIFOMixin,
+    LocalityMixin,
+    MultiplexMixin,
+    PowerOfTwoChoicesRequestRouter,
+    PrefixTreeActor,
+    ReplicaID,
+    RequestRouter,
+    RunningReplica,
+    SuspendedError,
+    get,
+)
+from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.core.wire.ids import Target, WorkerId
+from tests.compat import ray_routers
+from tests.frontend.fleet import Fleet, FleetOf
+from tests.frontend.workers import OK, until
+
+HERE = "tests.compat.ray_routers"
+FOX, DOG = "The quick brown fox jumps over", "Lorem ipsum dolor sit amet, consectetur"
+
+
+def candidate(name: str, loras: tuple[str, ...] = (), requests: int = 0, **facts: Any) -> Any:
+    """What the views read of a candidate; its engine runs two sequences at once."""
+    card = SimpleNamespace(
+        worker_id=name, ranks=1, max_sequences=2, labels=facts.pop("labels", {}), lora_names=loras
+    )
+    metrics = facts.pop("metrics", {})
+    return SimpleNamespace(
+        target=Target(WorkerId(name)), loaded_loras=loras, requests=requests, metrics=metrics, card=card
+    )
+
+
+def request(lora: str | None = None, text: str = "") -> RouteRequest:
+    """A request for an adapter."""
+    return RouteRequest("r", lora_name=lora, text=text)
+
+
+def names(ranks: Any) -> list[list[str]]:
+    """Worker ids of targets in ranks."""
+    return [[one.worker_id for one in rank] for rank in ranks]
+
+
+def guard(fleet: Fleet) -> Any:
+    """What holds the router in a frontend, and counts its errors."""
+    (router,) = fleet.frontend.replica.routers.values()
+    return router.selection.policy
+
+
+async def ask(fleet: Fleet, prompt: str) -> str:
+    """A completion of this text; returns its worker."""
+    answer = await fleet.ask({"model": "m", "prompt": prompt, "max_tokens": 4})
+    assert 200 == answer.status
+    return answer.header("x-kvrouter-worker")
+
+
+# --- the documents' five, over HTTP ---
+
+
+async def test_uniform(fleet_of: FleetOf) -> None:
+    """All workers are reached."""
+    async with fleet_of("--router-policy", f"{HERE}:UniformRequestRouter", scripts=(OK, OK)) as fleet:
+        for _ in range(24):
+            await ask(fleet, FOX)
+
+        assert {"w0", "w1"} == set(fleet.requests)
+        assert not guard(fleet).troubles
+
+
+async def test_throughput_aware(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least value of what `record_routing_stats` returns, and agents report with `--metric`, is first."""
+    stats = {"w0/0": {"throughput": 5.0}, "w1/0": {"throughput": 2.0}, "w2/0": {"throughput": 9.0}}
+    monkeypatch.setattr(RunningReplica, "routing_stats", property(lambda self: stats[self.replica_id]))
+    options = ("--router-policy", f"{HERE}:ThroughputAwareRequestRouter")
+    async with fleet_of(*options, scripts=(OK, OK, OK)) as fleet:
+        await ask(fleet, FOX)
+        ranks = guard(fleet).policy.choose(request(), [candidate(name) for name in ("w0", "w1", "w2")])
+
+        assert not guard(fleet).troubles
+        assert [["w1", "w0", "w2"]] == names(ranks)
+
+
+async def test_stateful(fleet_of: FleetOf) -> None:
+    """An asyncio.Lock that nobody holds does not wait; `__init__` calls no other one."""
+    async with fleet_of("--router-policy", f"{HERE}:StatefulRouter", scripts=(OK, OK)) as fleet:
+        for _ in range(3):
+            await ask(fleet, FOX)
+
+        assert ["w1"] * 3 == fleet.requests
+        assert [2] * 3 == list(guard(fleet).policy.state.values())
+
+
+async def test_metric_store(fleet_of: FleetOf) -> None:
+    """One that waits is refused with the advice, and requests are served; after the advice it decides."""
+    async with fleet_of("--router-policy", f"{HERE}:MetricStoreRouter", scripts=(OK, OK)) as fleet:
+        await ask(fleet, FOX)
+        assert {"choose": 1} == guard(fleet).troubles
+    with pytest.raises(SuspendedError, match="async def refresh"):
+        ray_routers.MetricStoreRouter().choose(request(), [candidate("a")])
+
+    options = ("--router-policy", f"{HERE}:RefreshedMetricStoreRouter")
+    async with fleet_of(*options, scripts=(OK, OK)) as fleet:
+        await until(lambda: guard(fleet).policy.state is not None)
+        for _ in range(4):
+            await ask(fleet, FOX)
+        assert ["w0"] * 4 == fleet.requests
+        assert not guard(fleet).troubles
+
+
+async def test_prefix_cache_affinity(fleet_of: FleetOf) -> None:
+    """Equal beginnings go to one worker, others to the one with the smaller tree; a death empties a tree."""
+    options = ("--router-policy", f"{HERE}:PrefixCacheAffinityRouter")
+    async with fleet_of(*options, scripts=(OK, OK)) as fleet:
+        await until(lambda: len(guard(fleet).policy._known) == 2)
+        tree = guard(fleet).policy._tree_actor
+        texts = FOX, DOG, FOX + " the lazy dog", DOG + " adipiscing", FOX
+        first, second, *others = [await ask(fleet, text) for text in texts]
+
+        assert {"w0", "w1"} == {first, second}
+        assert [first, second, first] == others
+        assert not guard(fleet).troubles
+
+        fleet.announce(fleet.workers[int(first[1])], "leave")
+        await until(lambda: get(tree.prefix_match.remote(FOX)) == ("", [f"{second}/0"]))
+
+
+# --- by themselves ---
+
+
+def test_mixins_rank_in_three() -> None:
+    """By adapter: those that have it, the fewest adapters, others. By distance: node, zone, others."""
+
+    class Mixed(FIFOMixin, MultiplexMixin, LocalityMixin, RequestRouter):
+        def choose_replicas(self, candidate_replicas: Any, pending_request: Any = None) -> Any:
+            return self.rank_replicas_via_multiplex(
+                candidate_replicas, pending_request.metadata.multiplexed_model_id
+            )
+
+    router = Mixed()
+    fleet = [
+        candidate("other", ("b",)),
+        candidate("has", ("a", "b"), labels={"zone": "x"}),
+        candidate("bare", labels={"zone": "x", "node": "n"}),
+    ]
+    replicas = [RunningReplica.of(one) for one in fleet]
+
+    assert [["has"], ["bare"], ["other"]] == names(router.choose(request("a"), fleet))
+    assert [replicas, [], []] == router.rank_replicas_via_locality(replicas)
+    router.self_node_id, router.self_availability_zone = "n", "x"
+    ranks = router.rank_replicas_via_locality(replicas)
+    assert [["bare/0"], ["has/0"], ["other/0"]] == [[one.replica_id for one in rank] for rank in ranks]
+
+
+def test_power_of_two_choices() -> None:
+    """Two of the nearest; with an adapter, those that have it."""
+    router = PowerOfTwoChoicesRequestRouter()
+    fleet = [candidate(f"w{number}", ("a",) if number == 3 else ()) for number in range(5)]
+
+    (rank,) = names(router.choose(request(), fleet))
+    assert 2 == len(set(rank))
+    assert [["w3"]] == names(router.choose(request("a"), fleet))
+
+
+def test_available_replicas() -> None:
+    """Those whose engine has a place; an unknown number of places is endless."""
+    full, free, unknown = candidate("a", requests=2), candidate("b", requests=1), candidate("c", requests=99)
+    unknown.card.max_sequences = 0
+    found = PowerOfTwoChoicesRequestRouter().select_available_replicas(
+        [RunningReplica.of(one) for one in (full, free, unknown)]
+    )
+
+    assert ["b/0", "c/0"] == [one.replica_id for one in found]
+
+
+def test_what_a_router_hears() -> None:
+    """State once, every rank that comes and dies, attempts that were taken; super() has Ray's arguments."""
+    heard: list[Any] = []
+
+    class Hearing(RequestRouter):
+        request_router_kwargs: ClassVar = {"threshold": 7}
+
+        def initialize_state(self, threshold: int = 0) -> None:  # type: ignore[override]
+            heard.append(threshold)
+
+        def update_replicas(self, replicas: list[RunningReplica]) -> None:
+            before = set(self.curr_replicas)
+            super().update_replicas(replicas)
+            heard.append(sorted(set(self.curr_replicas) ^ before))
+
+        def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
+            heard.append((pending_request.metadata.request_id, replica_id, result.status))
+
+        def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+            super().on_replica_actor_died(replica_id)
+            heard.append(replica_id)
+
+    class Further(Hearing):
+        def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
+            super().on_request_routed(pending_request, replica_id, result)
+
+    router = Further()
+    two, one = candidate("v").card, candidate("w").card
+    two.ranks = 2
+    router.on_workers([two, one])
+    router.on_workers([two, one])
+    for status in (200, 502, 504, 499):
+        router.on_request_routed(request(), Target(WorkerId("w")), status)
+    router.on_worker_removed(WorkerId("v"))
+
+    assert [7, ["v/0", "v/1", "w/0"], ("r", "w/0", 200), "v/0", "v/1"] == heard
+
+
+def test_prefix_tree() -> None:
+    """Its methods are called by `remote`, and answer at once."""
+    tree = PrefixTreeActor.options(name="t", lifetime="detached").remote()
+    get(tree.add_tenants.remote(["a", "b"], 0.0))
+    get(tree.insert.remote("hello world", "a", 1.0))
+
+    assert ("hello w", ["a"]) == get(tree.prefix_match.remote("hello w", ["a", "b"]))
+    assert ("", ["b"]) == get(tree.prefix_match.remote("hello", ["b"]))
+    assert ["b"] == get(tree.get_smallest_tenants.remote())
+    assert {"a": 11} == get(tree.remove_tenants.remote(["a", "unknown"]))
+    assert not get(tree.start_eviction_loop.remote(1, 1, 1.0))
+
+
+def test_ids() -> None:
+    """A text in both directions."""
+    replica_id = ReplicaID.from_full_id_str("w/1/2")
+
+    assert Target(WorkerId("w/1"), 2) == replica_id.target
+    assert "w/1/2" == replica_id.to_full_id_str() == replica_id.unique_id
