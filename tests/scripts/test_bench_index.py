@@ -14,7 +14,7 @@ from scripts.kit.bench.__main__ import main
 from scripts.kit.bench.hashes import built
 
 
-def _once(act: Callable[[], object]) -> float:
+def _once(act: Callable[[], object], **_: float) -> float:
     act()
     return 1.0
 

@@ -57,6 +57,7 @@ cdef struct Turn:
 cdef struct Ended:
     Py_ssize_t depth
     uint32_t slot
+    uint32_t row  # the set of the chain's last hash there
 
 include "forms.pxi"
 include "sets.pxi"
@@ -210,7 +211,7 @@ cdef class FlatTable:
             last_set = self.rows.find(nth(&chain, chain.count - 1))
             while alive:  # the slots that hold the chain down to `low`
                 if last_set and self.sets.covers(last_set, self.alive, alive):
-                    ends += self.end(&ended[ends], chain.count, 0)
+                    ends += self.end(&ended[ends], chain.count, 0, last_set)
                     break
                 high, high_set, step = chain.count - 1, last_set, 1
                 if high - low > 4 * <Py_ssize_t> alive:
@@ -228,7 +229,7 @@ cdef class FlatTable:
                         high, high_set = middle, number
                     else:
                         low, low_set = middle, number
-                i = self.end(&ended[ends], high, high_set)  # at least one of them does not hold the hash at `high`
+                i = self.end(&ended[ends], high, high_set, low_set)  # at least one of them does not hold the hash at `high`
                 alive, ends = alive - i, ends + i
                 low, low_set = high, high_set
             if self.limit_count:
@@ -246,23 +247,29 @@ cdef class FlatTable:
     cdef int go_up(self, Chain *chain, Ended *ended, Py_ssize_t ends, Py_ssize_t most) except -1:
         """Set the depth of each limited slot to where its limit holds the hash; 0: nowhere.
 
-        All go up together, so that a row is looked at once. `ended` is in the order of the depths.
+        All go up together, so that a row is looked at once, and where slots end it is known. `ended` is in the
+        order of the depths.
         """
-        cdef Py_ssize_t left = ends - 1, depth = 0, i
-        cdef uint32_t count = 0, number, limit
+        cdef Py_ssize_t left = ends - 1, depth = 0
+        cdef uint32_t count = 0, number, limit = 0
+        cdef bint is_alone = False  # one waits, and it is `limit`: mostly, where each slot ends elsewhere
         cdef uint32_t *places = <uint32_t *> taken(malloc(64 * self.width * sizeof(uint32_t)))
         memset(self.waiting, 0, self.width * 8)
         try:
             while count or left >= 0:
                 if not count:
                     depth = min(ended[left].depth, most)
+                number = 0
                 while left >= 0 and min(ended[left].depth, most) >= depth:
-                    limit = self.limits[ended[left].slot]
-                    if limit:
+                    if ended[left].depth == depth:
+                        number = ended[left].row
+                    if self.limits[ended[left].slot]:
+                        limit = self.limits[ended[left].slot]
                         self.waiting[limit - 1 >> 6] |= <uint64_t> 1 << (limit - 1 & 63)
                         places[limit - 1] = <uint32_t> left
                         ended[left].depth = 0
                         count += 1
+                        is_alone = count == 1
                     left -= 1
                 if not count:
                     continue
@@ -270,8 +277,14 @@ cdef class FlatTable:
                     break
                 if depth > 4:  # the next rows' latencies overlap
                     self.rows.fetch(nth(chain, depth - 5))
-                number = self.rows.find(nth(chain, depth - 1))
-                if number:
+                if not number:
+                    number = self.rows.find(nth(chain, depth - 1))
+                if number and is_alone and count:
+                    if self.sets.has(number, limit - 1):
+                        self.waiting[limit - 1 >> 6] = 0
+                        ended[places[limit - 1]].depth = depth
+                        count = 0
+                elif number:
                     count -= self.settle(ended, places, number, depth)
                 depth -= 1
         finally:
@@ -494,8 +507,8 @@ cdef class FlatTable:
         for i in range(far.state & (PAST - 1)):
             prefetch(self.sets.at(far.sets[i]))
 
-    cdef uint32_t end(self, Ended *ended, Py_ssize_t depth, uint32_t number) noexcept:
-        """Record `depth` for the alive slots that are not in this set; returns how many. The others stay alive."""
+    cdef uint32_t end(self, Ended *ended, Py_ssize_t depth, uint32_t number, uint32_t row) noexcept:
+        """Record `depth` and `row` for the alive slots that are not in this set; returns how many. The others stay."""
         cdef uint64_t *kept = self.sets.scratch
         cdef uint64_t lost
         cdef uint32_t i, count = 0
@@ -505,7 +518,7 @@ cdef class FlatTable:
             lost = self.alive[i] & ~kept[i]
             self.alive[i] &= kept[i]
             while lost:
-                ended[count].depth, ended[count].slot = depth, (i << 6) + ctz(lost)
+                ended[count].depth, ended[count].slot, ended[count].row = depth, (i << 6) + ctz(lost), row
                 lost &= lost - 1
                 count += 1
         memset(kept, 0, self.width * 8)

@@ -57,6 +57,8 @@ class FlatTable:
         self._limits: dict[int, int] = {}  # slot → its limit
         self._limited: dict[int, int] = {}  # the same from the other side
         self._limited_mask = 0
+        # Masks of slots that ended together, with the mask of their limits.
+        self._limit_masks: dict[int, int] = {}
         # Masks used last. A mask of 1,000 slots takes 160 bytes, so rows with equal masks share one object.
         self._masks: dict[int, int] = {}
 
@@ -82,6 +84,7 @@ class FlatTable:
         """Look-ups go up from the end of `slot` to a hash that the slot `limit` holds; None: no limit."""
         self._limited.pop(self._limits.pop(slot, -1), None)
         self._limited_mask &= ~(1 << slot)
+        self._limit_masks.clear()
         if limit is not None:
             self._limits[slot], self._limited[limit] = limit, slot
             self._limited_mask |= 1 << slot
@@ -200,9 +203,10 @@ class FlatTable:
 
     def _end(self, found: dict[Any, int], ended: list[tuple[int, int]], slots: int, depth: int) -> None:
         labels = self._labels
-        if slots & self._limited_mask:
-            ended.append((depth, slots & self._limited_mask))
-            slots &= ~self._limited_mask
+        limited = slots & self._limited_mask
+        if limited:
+            ended.append((depth, limited))
+            slots ^= limited
         for slot in bits(slots):
             found[labels[slot]] = depth
 
@@ -213,21 +217,33 @@ class FlatTable:
 
         All together, so that a row is looked at once. `ended` is in the order of the depths.
         """
-        shards, labels, limits, limited = self._shards, self._labels, self._limits, self._limited
+        shards, labels, limited = self._shards, self._labels, self._limited
         waiting = depth = 0  # limits of the slots that have ended at this depth or below it
-        while ended or waiting:
-            if ended and not waiting:
-                depth = min(ended[-1][0], most)
-            while ended and min(ended[-1][0], most) >= depth:
-                waiting |= sum(1 << limits[slot] for slot in bits(ended.pop()[1]))
+        end, slots = ended.pop()
+        while slots or waiting:
+            if not waiting:
+                depth = min(end, most)
+            while slots and end >= depth:
+                waiting |= self._limit_masks.get(slots) or self._limits_of(slots)
+                end, slots = ended.pop() if ended else (0, 0)
             if depth <= 0:
                 return
             hash_ = listed[depth - 1]
             held = shards[hash_ & _SHARD_MASK].get(hash_, 0) & waiting
-            for limit in bits(held):
-                found[labels[limited[limit]]] = depth
-            waiting ^= held
+            if held:
+                waiting ^= held
+                if held & held - 1:
+                    found.update(dict.fromkeys([labels[limited[limit]] for limit in bits(held)], depth))
+                else:
+                    found[labels[limited[held.bit_length() - 1]]] = depth
             depth -= 1
+
+    def _limits_of(self, slots: int) -> int:
+        """The limits of these slots. Kept: slots that end together often do so again."""
+        if len(self._limit_masks) >= _MAX_SHARED_MASKS:
+            self._limit_masks.clear()
+        limits = self._limit_masks[slots] = sum(1 << self._limits[slot] for slot in bits(slots))
+        return limits
 
     def copy_slot(self, source: int, copy: int) -> None:
         """Let `copy`, which is empty, hold exactly what `source` holds. Walks the whole table."""

@@ -3,8 +3,9 @@
 `resident`: events of 8 blocks applied to an index that holds millions, in its own process
 (scripts/kit/bench/resident.py); `overlap`: prompts of 562 blocks in 230 groups, each held by four of the
 targets, or a system prompt by all, or by each target to another depth; `with resume points`: the same where
-every target's engine has several KV groups and can resume behind its blocks, but for the last one in half of
-the cases; `decision`: Router.route and free, with requests in flight everywhere.
+every target's engine has several KV groups and can resume behind its blocks, but for the last one; `ratio`:
+their cost as a multiple of the cost without, the median of 15 ratios of neighbouring runs; `decision`:
+Router.route and free, with requests in flight everywhere.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import cycle
 from pathlib import Path
+from statistics import median
 
 from rich.console import Console
 from rich.table import Table
@@ -56,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "overlap with resume points": [
             overlap(core, count, resumes=True) for core in built() for count in flags.targets
         ],
+        "ratio with resume points": [ratio(core, count) for core in built() for count in flags.targets],
         "decision": [decision(core, count) for core in built() for count in flags.targets],
         "resident": [resident(core, min(flags.blocks, MOST_BLOCKS[core]), 1000) for core in built()],
     }
@@ -70,30 +73,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Resuming(BlockIndex):
-    """Each target can resume behind the blocks of every chain; of every second one, not behind the last."""
+    """Each target can resume behind the blocks of every chain, but not behind the last: the dearest case."""
 
     def store(self, target: Target, hashes: Hashes, tier: str = "device", parent: int | None = None) -> None:
         super().store(target, hashes, tier, parent)
-        self.resume(target, hashes_of(hashes)[: -1 if self.counters.stored_blocks & 1 else None])
+        self.resume(target, hashes_of(hashes)[:-1])
 
 
 def overlap(core: str, targets: int, *, resumes: bool = False) -> Row:
     """Look-ups in an index of 230 groups: of prompts held by few targets, and of one whose start all hold."""
+    asks = _look_ups(core, targets, resumes=resumes)
+    return {"core": core, "targets": targets, **{f"{name}_us": microseconds(ask) for name, ask in asks}}
+
+
+def ratio(core: str, targets: int) -> Row:
+    """The same with resume points, as a multiple of the time without."""
+    found: Row = {"core": core, "targets": targets}
+    pairs = zip(_look_ups(core, targets), _look_ups(core, targets, resumes=True), strict=True)
+    for (name, plain), (_, resuming) in pairs:
+        times = [
+            (microseconds(plain, runs=1, seconds=0.02), microseconds(resuming, runs=1, seconds=0.02))
+            for _ in range(15)
+        ]
+        found[name] = round(median(after / before for before, after in times), 2)
+    return found
+
+
+def _look_ups(core: str, targets: int, *, resumes: bool = False) -> list[tuple[str, Callable[[], object]]]:
+    """Each case of `overlap`, in an index of its own."""
     versions.choose(core)
     rng, names = random.Random(targets), new_targets(targets)
-    index = _Resuming() if resumes else BlockIndex()
-    asked = cycle(hold_groups(index, names, rng))
-    few = microseconds(lambda: index.overlap(next(asked)))
-    common = random_hashes(rng, BLOCKS)
+    few, every, each = ((_Resuming if resumes else BlockIndex)() for _ in range(3))
+    asked = cycle(hold_groups(few, names, rng))
+    common, uneven = random_hashes(rng, BLOCKS), random_hashes(rng, BLOCKS)
     for name in names:
-        index.store(name, common[:SHARED_BLOCKS])
-    every = microseconds(lambda: index.overlap(common))
-    uneven = random_hashes(rng, BLOCKS)
-    for name in names:
-        index.store(name, uneven[: rng.randrange(1, BLOCKS)])
-    each = microseconds(lambda: index.overlap(uneven))
-    found: Row = {"core": core, "targets": targets}
-    return found | {"four_hold_it_us": few, "all_hold_62_us": every, "all_differ_us": each}
+        every.store(name, common[:SHARED_BLOCKS])
+        each.store(name, uneven[: rng.randrange(2, BLOCKS)])
+    return [
+        ("four_hold_it", lambda: few.overlap(next(asked))),
+        ("all_hold_62", lambda: every.overlap(common)),
+        ("all_differ", lambda: each.overlap(uneven)),
+    ]
 
 
 def decision(core: str, targets: int) -> Row:
@@ -138,7 +158,7 @@ def show(title: str, rows: Sequence[Row]) -> None:
     for name in rows[0]:
         table.add_column(name, justify="right")
     for row in rows:
-        table.add_row(*(f"{one:,.1f}" if isinstance(one, float) else f"{one}" for one in row.values()))
+        table.add_row(*(f"{one:,.2f}" if isinstance(one, float) else f"{one}" for one in row.values()))
     Console(width=200).print(table)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 
 import pytest
@@ -54,6 +55,30 @@ def test_held_by_shards(table: FlatTable) -> None:
     assert {0} == {len(table.held(9, shard)) for shard in range(table.shards)}
     with pytest.raises(IndexError):
         table.held(70, table.shards)
+
+
+@pytest.mark.parametrize("owners", [1, 3, 90])
+def test_limited_slots_go_up(table: FlatTable, owners: int) -> None:
+    """Slots that end alone, together, or deeper than asked for, some limited by any set of hashes."""
+    rng = random.Random(owners)
+    chain = [rng.getrandbits(64) for _ in range(40)]
+    held = {owner: rng.randrange(41) for owner in range(owners)}
+    limits = {owner: set(rng.sample(chain, rng.choice([0, 2, 39]))) for owner in range(0, owners, 2)}
+    for owner, depth in held.items():
+        table.label(2 * owner, owner)
+        table.add(2 * owner, chain[:depth])
+        if owner in limits:
+            table.limit(2 * owner, 2 * owner + 1)
+            table.add(2 * owner + 1, list(limits[owner]))
+
+    for count in range(1, 41):
+        for most in (count, count - 1, rng.randrange(41)):
+            expected = {owner: min(depth, count) for owner, depth in held.items()}
+            for owner, points in limits.items():
+                places = range(min(expected[owner], most), 0, -1)
+                expected[owner] = next((place for place in places if chain[place - 1] in points), 0)
+            found = table.depths(chain[:count], most)
+            assert {owner: depth for owner, depth in expected.items() if depth} == found
 
 
 def test_slots_do_not_see_each_other(table: FlatTable) -> None:
