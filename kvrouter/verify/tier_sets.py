@@ -66,7 +66,7 @@ class TierSets:
             case NotResumable() if self.resumable is not None:
                 self.resumable.difference_update(hashes_of(op.hashes))
             case CheckResumable():
-                return (op.count, op.digest) == _digest(self.resumable or set())
+                return self.resumable is not None and (op.count, op.digest) == _digest(self.resumable)
             case Check():
                 return (op.count, op.digest) == (len(self.of(op.tier)), self._digest(op.tier))
         return True

@@ -145,6 +145,13 @@ async def test_wrong_digest_of_resume_points() -> None:
 
     assert "as of frame 7:2" == feed.bad_digest
 
+    feed = RankFeed(0)
+    await look(feed, agent)
+    unnamed = Frame(VERSION, 7, 2, [CheckResumable(0, 0)])  # of resume points that no op has named
+    agent.forged.append(encode(ReplayFrames([encode(unnamed)], 2)))
+    await look(feed, agent)
+    assert "as of frame 7:2" == feed.bad_digest
+
 
 async def test_snapshot_in_chunks() -> None:
     """There are as many requests as chunks."""
