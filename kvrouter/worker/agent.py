@@ -206,7 +206,7 @@ class Agent:
             max_held_blocks=scrape.device_blocks + scrape.host_blocks or MAX_HELD_BLOCKS,
         )
         repairs = can_report(self._options, self._facts.version, self._facts.kind)
-        return EngineRank(
+        rank = EngineRank(
             publisher,
             events.stream,
             scrape.device_blocks,
@@ -215,6 +215,8 @@ class Agent:
             adapter=new_adapter(self._facts.kind),
             has_siblings=len(self._events) > 1,
         )
+        rank.set_speculates(speculates=scrape.speculates)
+        return rank
 
     def _is_same_process(self, former: Header) -> bool:
         """False if the engine has certainly restarted. If it may be the same, its batches must prove it."""
@@ -353,6 +355,7 @@ class Agent:
         for rank in self._ranks:
             rank.capacity_blocks = facts.scrape.device_blocks
             rank.set_repairs(can_report(self._options, facts.version, facts.kind))
+            rank.set_speculates(speculates=facts.scrape.speculates)
 
     def _restart_events(self, ranks: Sequence[EngineRank]) -> None:
         for rank in ranks:

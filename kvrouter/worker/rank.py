@@ -167,6 +167,11 @@ class EngineRank:
         if repairs is not None:
             self.repairs = repairs
 
+    def set_speculates(self, *, speculates: bool) -> None:
+        """Set whether the engine decodes speculatively: stores from now on follow."""
+        if isinstance(self._adapter, VllmAdapter):
+            self._adapter.speculates = speculates
+
     def go_down(self) -> None:
         """The engine is gone, and its blocks with it."""
         self._is_down = True

@@ -391,6 +391,8 @@ def form_candidates(
         if one_less:
             most = max(0, prompt.isl - 1) // block_size
             _take_one(one_less, cached, reused, most)
+            if prompt.isl % block_size == 0 and request.reads_cache:
+                _take_the_last(one_less, cached, prompt, index, block_size)
         columns.deepest = reckon(columns, roster, prompt.isl, block_size, cached, reused)
     for target, held in _held_in_flight(found).items():  # these blocks are active there already: no new load
         place = roster.places.get(target)
@@ -430,6 +432,22 @@ def _take_one(one_less: Collection[WorkerId], cached: Cached, reused: dict[Targe
             cached[target] = [max(0, min(one, most) - 1) for one in depth]
     for target in [target for target in reused if target.worker_id in one_less]:
         reused[target] = max(0, min(reused[target], most) - 1)
+
+
+def _take_the_last(
+    one_less: Collection[WorkerId], cached: Cached, prompt: Prompt, index: BlockIndex, block_size: int
+) -> None:
+    """Correct the depths of engines with several KV groups for a prompt that ends with a block.
+
+    With EAGLE they look for one block more than they may reuse, before they drop one. So of such a prompt
+    they may find the last block, too, and drop that. Source: `find_longest_cache_hit` of vLLM 0.32's
+    HybridKVCacheCoordinator (`eagle_proof_margin`). Engines with one group look before the last token only.
+    """
+    limited = [target for target in index.limited if target.worker_id in one_less]
+    found = index.overlap(prompt.hashes, prompt.isl // block_size) if limited else {}
+    for target in limited:
+        if isinstance(cached.get(target, 0), int):
+            cached[target] = max(0, found.get(target, 0) - 1)
 
 
 def _reckon_device(  # noqa: PLR0917  # on the hot path: keywords cost

@@ -25,7 +25,7 @@ of the widest set of each holding, including one that is being loaded.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, cast
 
@@ -239,6 +239,11 @@ class BlockIndex:
         if self._lru is not None and found:
             self._lru.use(hashes_of(hashes)[max(found.values()) - 1])
         return found
+
+    @property
+    def limited(self) -> Collection[Target]:
+        """The targets with resume points."""
+        return self._limited
 
     @property
     def has_wider_tiers(self) -> bool:

@@ -239,6 +239,8 @@ class VllmAdapter:
     def __init__(self) -> None:
         self.skipped = Reasons()
         self.group: int | None = None
+        # Whether the engine drops the last block that it finds (EAGLE, MTP): windows then need one more.
+        self.speculates = False
         # The size of the blocks of that group; 0 before its first store.
         self._block_size = 0
         # By KV group: the largest block on the device in this life of the engine.
@@ -361,7 +363,7 @@ class VllmAdapter:
         if number not in self._others and len(self._others) < _MAX_KINDS:
             self._others[number] = self._why_not_followed(event)
             self._other_kinds[number] = f"group {number} ({_named(event)})"
-        needed = needed_blocks(event)
+        needed = needed_blocks(event, speculates=self.speculates)
         # a smaller block than the published ones is the filled part of a last block, which has no name there
         is_whole = event.block_size == self._block_size or not self._block_size
         if needed is not None and is_whole and self._others.get(number) == "":
@@ -382,7 +384,7 @@ def _tier_of(event: BlockStored | BlockRemoved) -> str | None:
     return TIER_OF_MEDIUM.get(event.medium and event.medium.upper())
 
 
-def needed_blocks(event: BlockStored) -> int | None:
+def needed_blocks(event: BlockStored, *, speculates: bool = False) -> int | None:
     """How many blocks the event's group must hold before a place, so that the engine can resume there.
 
     ALL: every block from the root on. None: the rule of this kind of group is not known here. The rules are
@@ -392,7 +394,8 @@ def needed_blocks(event: BlockStored) -> int | None:
     if event.kv_cache_spec_kind == "mamba":
         return 1  # a state after the last token before the place
     if event.kv_cache_spec_kind in _SLIDING_WINDOW and window and size:
-        return max(1, -(-(window - 1) // size))
+        # with EAGLE a window is checked behind the block that is dropped, too
+        return max(1, -(-(window - 1) // size)) + speculates
     return ALL if event.kv_cache_spec_kind in _FULL_ATTENTION - {None} else None
 
 

@@ -41,6 +41,7 @@ class Prediction:
         self.tally: Counter[str] = Counter()
         self._one_less = one_less
         self._adapter = VllmAdapter()
+        self._adapter.speculates = one_less
         self._publisher = KvPublisher(self, "engine", block_size, model="m", incarnation=1)
         self._indexes = {"all groups": BlockIndex(), "one group": BlockIndex()}
 
@@ -60,8 +61,11 @@ class Prediction:
         most = max(0, len(tokens) - 1) // self.block_size
         chain = sequence_hashes(block_hashes(tokens, self.block_size))
         for name, index in self._indexes.items():
-            depth = min(most, index.overlap(chain, most).get(TARGET, 0))
-            if self._one_less and name == "all groups":
+            is_less = self._one_less and name == "all groups"
+            # with EAGLE several groups are looked up to the end of the prompt, see core/routing/candidates.py
+            last = len(chain) if is_less and index.limited else most
+            depth = min(last, index.overlap(chain, last).get(TARGET, 0))
+            if is_less:
                 depth = max(0, depth - 1)
             taken = depth * self.block_size
             result = "exact" if taken == cached_tokens else "over" if taken > cached_tokens else "under"

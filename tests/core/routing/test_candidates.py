@@ -75,6 +75,37 @@ def test_one_block_less(cached: tuple[int, ...], booked: tuple[int, ...], host: 
     ]
 
 
+def eagle_depth(chain: set[int], window: set[int], needed: int, isl: int) -> int:
+    """What vLLM reuses of blocks 0, 1, …: a window is looked up from one block further on, then one is dropped.
+
+    As its coordinator does it: HybridKVCacheCoordinator.find_longest_cache_hit, with EAGLE in all groups.
+    """
+    whole = 0
+    while whole < isl // 16 and whole in chain:
+        whole += 1
+    found, run = max(0, min(whole, isl // 16) - 1), 0
+    for place in reversed(range(min(found + 1, isl // 16))):
+        run = run + 1 if place in window else 0
+        if run == needed + 1:
+            return place + run - 1
+    return max(0, run - 1)  # the beginning of the prompt
+
+
+@given(st.integers(0, 9), st.sets(st.integers(0, 8)), st.integers(1, 3), st.integers(1, 160))
+def test_one_block_less_beside_a_window(held: int, window: set[int], needed: int, isl: int) -> None:
+    """As vLLM finds it, also for prompts that end with a block; the agent asks windows for one block more."""
+    pool = new_pool(card("w1", speculates=True), card("w2", speculates=True))
+    points = [d for d in range(1, held + 1) if set(range(max(0, d - needed - 1), d)) <= window]
+    pool.index.store(T1, CHAIN[:held])
+    pool.index.store(T2, CHAIN[:held])
+    pool.index.resume(T1, [CHAIN[d - 1] for d in points])
+
+    hybrid, plain = pool.candidates(request(prompt(CHAIN[: isl // 16], isl=isl)))
+
+    assert eagle_depth(set(range(held)), window, needed, isl) == hybrid.overlap_blocks
+    assert max(0, min(held, (isl - 1) // 16) - 1) == plain.overlap_blocks
+
+
 def test_one_block_less_by_card() -> None:
     """A card that says that its engine speculates decides, until the answers or another card do."""
     pool = new_pool(card("w1", speculates=True))
