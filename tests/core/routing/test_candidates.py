@@ -76,7 +76,7 @@ def test_one_block_less(cached: tuple[int, ...], booked: tuple[int, ...], host: 
 
 
 def eagle_depth(chain: set[int], window: set[int], needed: int, isl: int) -> int:
-    """What vLLM reuses of blocks 0, 1, …: a window is looked up from one block further on, then one is dropped.
+    """What vLLM reuses of blocks 0, 1, …: a window is looked up one block further on, then one is dropped.
 
     As its coordinator does it: HybridKVCacheCoordinator.find_longest_cache_hit, with EAGLE in all groups.
     """
