@@ -23,7 +23,7 @@ BLOCK_SIZE = 32
 MAX_MODEL_LEN = 2_048
 START_TIMEOUT_S = 240.0
 
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -88,7 +88,7 @@ async def wait_until_up(client: Client, process: Process, engine: Vllm) -> None:
 
 
 def _environment(test: EngineTest) -> dict[str, str]:
-    return {**_ENVIRONMENT, "VIRTUAL_ENV": str(test.vllm.parent.parent)}
+    return {**ENVIRONMENT, "VIRTUAL_ENV": str(test.vllm.parent.parent)}
 
 
 def _command(test: EngineTest, port: int, events: int, replay: int) -> list[str]:

@@ -1,21 +1,33 @@
-"""`python -m scripts.kit.vllm.layouts`: predictions for one real engine of any KV cache layout.
+"""`scripts/test-vllm DIR --layouts [NAME ...]`: predictions for real vLLM engines of every KV cache layout.
 
     requests, one after another ──> engine ──> cached_tokens ──┐
                                       └── KV events ──> agent's parts ──> index ──> prediction ──> compared
 
 Prompts grow from a few roots, from former prompts with their answers, and from their beginnings: they end in
 every place relative to a block, and a small cache evicts. `one group` is what the blocks of the first group
-with full attention alone would predict.
+with full attention would predict alone. `Dynamo` is the tree of Dynamo's router (`_core.RadixTree`) after the
+events of that group, if DIR/dynamo has it (`pip install --target DIR/dynamo --no-deps ai-dynamo-runtime`).
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -24,13 +36,62 @@ from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.core.wire.hashes import block_hashes, sequence_hashes
 from kvrouter.core.wire.ids import Target, WorkerId
 from kvrouter.core.wire.ops import Cleared, NotResumable, Op, Removed, Resumable, Stored
+from kvrouter.tokens.tiny import build_tiny_model
 from kvrouter.worker.engines.metrics import read_metrics
-from kvrouter.worker.engines.vllm import VllmAdapter
+from kvrouter.worker.engines.vllm import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    VllmAdapter,
+    decode_batch,
+)
 from kvrouter.worker.publisher import KvPublisher
+from scripts.kit.ports import free_ports
+from scripts.kit.vllm.adapters import RANK, write_adapter
+from scripts.kit.vllm.engines import ENVIRONMENT, START_TIMEOUT_S, find_vllm
 
 TARGET = Target(WorkerId("engine"), 0)
-ROOTS, MOST_TOKENS, VOCABULARY = 5, 700, (5, 4000)
+ROOTS, MOST_TOKENS, VOCABULARY = 5, 700, (5, 300)
 QUIET_MS = 60
+SUBSCRIBED_S = 1.0
+ADAPTERS = ("lora-a", "lora-b")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """An engine, and what is asked of it. `flags`: more of vLLM's."""
+
+    model: str = "plain"
+    block_size: int = 32
+    num_blocks: int = 160
+    flags: Sequence[str] = ()
+    ranks: int = 1
+    int_hashes: bool = False
+    loras: Sequence[str] = ("",)
+    """The adapters that requests name in turn; empty: the base model."""
+    salts: Sequence[str] = ("",)
+    is_killed: bool = False
+    """Whether the engine is killed after half of the requests, and started again."""
+
+
+_LORA_FLAGS = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", str(RANK))
+_DRAFT = "eagle-draft"
+LAYOUTS = {
+    "plain": Layout(),
+    "block 64": Layout(block_size=64, num_blocks=80),
+    "block 128": Layout(block_size=128, num_blocks=48),
+    "integer hashes": Layout(int_hashes=True),
+    "xxhash": Layout(flags=("--prefix-caching-hash-algo", "xxhash")),
+    "chunked prefill": Layout(flags=("--max-num-batched-tokens", "128")),
+    "LoRA": Layout(loras=("", *ADAPTERS)),
+    "salts": Layout(salts=("", "a", "b")),
+    "data parallel 2": Layout(ranks=2),
+    "a kill": Layout(is_killed=True),
+    "window": Layout("hybrid"),
+    "window, block 64": Layout("hybrid", block_size=64, num_blocks=100),
+    "EAGLE": Layout("llama", flags=("--speculative-config", _DRAFT)),
+    "EAGLE and a window": Layout("hybrid", flags=("--speculative-config", _DRAFT)),
+}
 
 
 class Prediction:
@@ -56,10 +117,11 @@ class Prediction:
         if before != (after := self._publisher.blocks.state_ops()):
             self._load(after)
 
-    def compare(self, tokens: Sequence[int], cached_tokens: int) -> None:
+    def compare(self, tokens: Sequence[int], cached_tokens: int, lora: str, salt: str) -> None:
         """Count the predictions of a request that the engine has answered, before its events are applied."""
         most = max(0, len(tokens) - 1) // self.block_size
-        chain = sequence_hashes(block_hashes(tokens, self.block_size))
+        names = block_hashes(tokens, self.block_size, lora_name=lora or None, salt=salt or None)
+        chain = sequence_hashes(names)
         for name, index in self._indexes.items():
             is_less = self._one_less and name == "all groups"
             # with EAGLE several groups are looked up to the end of the prompt, see core/routing/candidates.py
@@ -67,10 +129,21 @@ class Prediction:
             depth = min(last, index.overlap(chain, last).get(TARGET, 0))
             if is_less:
                 depth = max(0, depth - 1)
-            taken = depth * self.block_size
-            result = "exact" if taken == cached_tokens else "over" if taken > cached_tokens else "under"
-            self.tally[f"{name}: {result}"] += 1
+            self.count(name, depth, cached_tokens)
+        self.tally["requests"] += 1
         self.tally["hits"] += cached_tokens > 0
+
+    def count(self, name: str, depth: int, cached_tokens: int) -> None:
+        """Count one prediction in blocks."""
+        taken = depth * self.block_size
+        result = "exact" if taken == cached_tokens else "over" if taken > cached_tokens else "under"
+        self.tally[f"{name}: {result}"] += 1
+
+    def forget(self) -> None:
+        """The engine has been started again."""
+        self._publisher.cleared()
+        self._adapter.forget()
+        self._load(self._publisher.blocks.state_ops())
 
     def _load(self, ops: Iterable[Op]) -> None:
         for index in self._indexes.values():
@@ -102,45 +175,303 @@ def prompts(rng: random.Random, past: Sequence[Sequence[int]], block_size: int) 
         yield base[:MOST_TOKENS]
 
 
-def ask(url: str, model: str, tokens: Sequence[int], most_tokens: int) -> tuple[int, list[int]]:
+class Dynamo:
+    """The tree of Dynamo's router, given the events of one group; it has names for adapters and salts too."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises ImportError: `directory` does not have it."""
+        os.environ.setdefault("DYN_LOG", "error")  # it warns of each event that it refuses
+        sys.path.insert(0, str(directory))
+        self._core: Any = importlib.import_module("dynamo._core")
+        self._tree = self._core.RadixTree()
+        self._events = 0
+        self._salts: dict[int, str | None] = {}
+
+    def depth(self, tokens: Sequence[int], block_size: int, lora: str, salt: str) -> int:
+        """Blocks that it predicts, with the cap before the last token."""
+        found = self._tree.find_matches(self._names(tokens, block_size, lora, salt)).scores
+        return min(max(found.values(), default=0), max(0, len(tokens) - 1) // block_size)
+
+    def apply(self, payload: bytes) -> None:
+        """Events of the engine; those that it refuses, because a parent is unknown to it, are lost."""
+        for event in decode_batch(payload).events:
+            if getattr(event, "group_idx", 0) not in {0, None}:
+                continue
+            self._events += 1
+            body = {"event_id": self._events, "data": self._data(event), "dp_rank": 0}
+            with suppress(RuntimeError):
+                self._tree.apply_event(1, json.dumps(body).encode())
+
+    def _names(self, tokens: Sequence[int], block_size: int, lora: str, salt: str) -> list[int]:
+        more = {"lora_name": lora or None, "cache_namespace": salt or None}
+        names: list[int] = self._core.compute_block_hash_for_seq(list(tokens), block_size, **more)
+        return names
+
+    def _data(self, event: object) -> object:
+        if isinstance(event, BlockStored):
+            hashes = [_u64(one) for one in event.block_hashes]
+            parent = None if event.parent_block_hash is None else _u64(event.parent_block_hash)
+            salt = self._salt(event) if parent is None else self._salts.get(parent)
+            self._salts.update(dict.fromkeys(hashes, salt))
+            names = self._names(event.token_ids, event.block_size, event.lora_name or "", salt or "")
+            blocks = [
+                {"block_hash": one, "tokens_hash": name, "mm_extra_info": None}
+                for one, name in zip(hashes, names, strict=False)
+            ]
+            return {"stored": {"parent_hash": parent, "blocks": blocks}}
+        if isinstance(event, BlockRemoved):
+            return {"removed": {"block_hashes": [_u64(one) for one in event.block_hashes]}}
+        assert isinstance(event, AllBlocksCleared)
+        return "cleared"
+
+    def _salt(self, event: BlockStored) -> str | None:
+        keys = (event.extra_keys or [None])[0] or ()
+        found = [key for key in keys if isinstance(key, str) and key != event.lora_name]
+        return found[-1] if found else None
+
+
+def _u64(engine_hash: int | bytes) -> int:
+    return (
+        int.from_bytes(engine_hash[-8:], "big")
+        if isinstance(engine_hash, bytes)
+        else engine_hash & (1 << 64) - 1
+    )
+
+
+@dataclass(slots=True)
+class Engine:
+    """One vLLM engine in a process; its ports stay the same when it is started again."""
+
+    vllm: Path
+    models: Path
+    layout: Layout
+    log: Path
+    ports: list[int] = field(default_factory=lambda: free_ports(8))
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.ports[0]}"
+
+    @property
+    def events(self) -> list[str]:
+        """By rank: vLLM adds the rank to the port."""
+        return [f"tcp://127.0.0.1:{self._events_port + rank}" for rank in range(self.layout.ranks)]
+
+    @property
+    def _events_port(self) -> int:
+        return 20_000 + self.ports[1] % 10_000
+
+    def start(self) -> None:
+        """Start it, and wait until it answers. Raises RuntimeError."""
+        with self.log.open("ab") as log:
+            environment = {
+                **os.environ,
+                **ENVIRONMENT,
+                "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": str(int(self.layout.int_hashes)),
+            }
+            self.process = subprocess.Popen(
+                self._command(), stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.5)
+        raise RuntimeError("the engine did not start; its last lines:")
+
+    def stop(self, *, kill: bool = False) -> None:
+        """End it and its children, and wait."""
+        if self.process is None:
+            return
+        if not kill:
+            self.process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(30)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.process = None
+
+    def _command(self) -> list[str]:
+        layout, port = self.layout, self._events_port
+        kv_events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://[::ffff:127.0.0.1]:{port}",
+            "replay_endpoint": f"tcp://127.0.0.1:{port + 100}",
+        }
+        flags = [word.replace(_DRAFT, json.dumps(_draft(self.models / "draft"))) for word in layout.flags]
+        if any(layout.loras):
+            adapters = [f"{name}={self.models / name}" for name in ADAPTERS]
+            flags += [*_LORA_FLAGS, "--lora-modules", *adapters]
+        if layout.ranks > 1:
+            flags += ["--data-parallel-size", str(layout.ranks)]
+        return [
+            str(self.vllm), "serve", str(self.models / layout.model), "--served-model-name", "tiny",
+            "--host", "127.0.0.1", "--port", str(self.ports[0]), "--load-format", "dummy",
+            "--dtype", "float32", "--enforce-eager", "--enable-prefix-caching",
+            "--block-size", str(layout.block_size), "--num-gpu-blocks-override", str(layout.num_blocks),
+            "--max-model-len", "1024", "--gpu-memory-utilization", "0.2", "--max-num-seqs", "16",
+            *([] if "--max-num-batched-tokens" in flags else ["--max-num-batched-tokens", "4096"]),
+            *([] if "--prefix-caching-hash-algo" in flags else ["--prefix-caching-hash-algo", "sha256_cbor"]),
+            "--enable-prompt-tokens-details", "--kv-events-config", json.dumps(kv_events), *flags,
+        ]  # fmt: skip
+
+
+def _draft(model: Path) -> dict[str, Any]:
+    return {"method": "eagle", "model": str(model), "num_speculative_tokens": 2}
+
+
+def build_models(directory: Path) -> None:
+    """The models of all layouts, with random weights: only their caches matter."""
+    build_tiny_model(directory / "plain")
+    plain = json.loads((directory / "plain" / "config.json").read_text("utf-8"))
+    llama = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
+        "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+        "tie_word_embeddings": False, "vocab_size": plain["vocab_size"], "torch_dtype": "float32",
+        "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    layers = ["full_attention", "sliding_attention"] * 2
+    window = {"num_hidden_layers": 4, "layer_types": layers, "sliding_window": 64}
+    for name, more in (("llama", {}), ("hybrid", window), ("draft", {"num_hidden_layers": 1})):
+        build_tiny_model(directory / name)
+        (directory / name / "config.json").write_text(json.dumps(llama | more), "utf-8")
+    for seed, name in enumerate(ADAPTERS):
+        write_adapter(directory / name, directory / "plain", seed)
+
+
+def ask(url: str, body: Mapping[str, Any], rank: int) -> tuple[int, list[int]]:
     """The cached tokens and the answer's token ids."""
-    body = {"model": model, "prompt": tokens, "max_tokens": most_tokens, "temperature": 0}
-    body |= {"ignore_eos": True, "return_token_ids": True}
-    answer = _fetch(f"{url}/v1/completions", json.dumps(body).encode())
+    whole = {"temperature": 0, "ignore_eos": True, "return_token_ids": True, **body}
+    headers = {"content-type": "application/json", "x-data-parallel-rank": str(rank)}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(whole).encode(), headers)
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        answer = json.load(reply)
     details = answer["usage"].get("prompt_tokens_details") or {}
     return details.get("cached_tokens") or 0, answer["choices"][0].get("token_ids") or []
 
 
-def _fetch(url: str, body: bytes | None = None) -> Any:
-    request = urllib.request.Request(url, body, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        return json.load(answer)
+class Events:
+    """The KV events of every rank of an engine."""
+
+    def __init__(self, endpoints: Sequence[str]) -> None:
+        self._context = zmq.Context()
+        self._sockets = [self._context.socket(zmq.SUB) for _ in endpoints]
+        self._next = [0] * len(endpoints)
+        for socket, endpoint in zip(self._sockets, endpoints, strict=True):
+            socket.subscribe(b"")
+            socket.connect(endpoint)
+        time.sleep(SUBSCRIBED_S)
+
+    def read(self) -> Iterator[tuple[int, bytes]]:
+        """Rank and batch, until no more come. Raises RuntimeError if one was lost."""
+        for rank, socket in enumerate(self._sockets):
+            while socket.poll(QUIET_MS):
+                _, seq, payload = socket.recv_multipart()
+                if int.from_bytes(seq, "big") != self._next[rank]:
+                    raise RuntimeError(f"batch {self._next[rank]} of rank {rank} was lost: try again")
+                self._next[rank] += 1
+                yield rank, payload
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Ask, and print the tally. The engine must be idle and its cache empty."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.kit.vllm.layouts", description=__doc__)
-    parser.add_argument("url", help="of a vLLM with --enable-prompt-tokens-details and KV events")
-    parser.add_argument("events", help="its KV events, such as tcp://127.0.0.1:5557")
-    parser.add_argument("--requests", type=int, default=70)
+def measure(engine: Engine, requests: int, seed: int, dynamo: Path) -> Counter[str]:
+    """Ask one engine, and count. Raises RuntimeError."""
+    layout, rng = engine.layout, random.Random(seed)
+    engine.start()
+    with urllib.request.urlopen(f"{engine.url}/metrics", timeout=30) as answer:
+        one_less = read_metrics(answer.read().decode()).speculates
+    found = [Prediction(layout.block_size, one_less=one_less) for _ in range(layout.ranks)]
+    trees = _trees(dynamo, layout.ranks)
+    past: list[list[int]] = []
+    wanted = prompts(rng, past, layout.block_size)
+    events = Events(engine.events)
+    for number in range(requests):
+        if layout.is_killed and number == requests // 2:
+            events.close()
+            engine.stop(kill=True)
+            engine.start()
+            events = Events(engine.events)
+            trees = _trees(dynamo, layout.ranks)
+            for one in found:
+                one.forget()
+        rank = number % layout.ranks
+        lora, salt = layout.loras[number % len(layout.loras)], layout.salts[number % len(layout.salts)]
+        tokens = next(wanted)
+        body: dict[str, Any] = {"prompt": tokens, "max_tokens": rng.choice([1, 2, 8, 40, 70])}
+        body |= {"model": lora or "tiny"} | ({"cache_salt": salt} if salt else {})
+        cached_tokens, output = ask(engine.url, body, rank)
+        found[rank].compare(tokens, cached_tokens, lora, salt)
+        for tree in trees[rank : rank + 1]:
+            found[rank].count("Dynamo", tree.depth(tokens, layout.block_size, lora, salt), cached_tokens)
+        past.append([*tokens, *output][:MOST_TOKENS])
+        for place, payload in events.read():
+            found[place].apply(payload)
+            for tree in trees[place : place + 1]:
+                tree.apply(payload)
+    events.close()
+    return sum((one.tally for one in found), Counter())
+
+
+def _trees(directory: Path, count: int) -> list[Dynamo]:
+    try:
+        return [Dynamo(directory) for _ in range(count)]
+    except ImportError:
+        return []
+
+
+def row(name: str, tally: Mapping[str, int]) -> str:
+    """A row of the table in docs/results.md."""
+    cells = [
+        " / ".join(str(tally.get(f"{who}: {how}", 0)) for how in ("exact", "over", "under"))
+        for who in ("all groups", "one group", "Dynamo")
+    ]
+    if not any(key.startswith("Dynamo") for key in tally):
+        cells[-1] = "not installed"
+    return f"| {name} | {tally['requests']} ({tally['hits']}) | {' | '.join(cells)} |"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure; exit code 1 if fewer than 99 % of a layout's predictions were exact."""
+    parser = argparse.ArgumentParser(prog="scripts/test-vllm DIR --layouts", description=__doc__)
+    parser.add_argument("directory", type=Path, help="DIR/venv has vLLM")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: {', '.join(LAYOUTS)}")
+    parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--seed", type=int, default=16)
     flags = parser.parse_args(arguments)
-    with urllib.request.urlopen(f"{flags.url}/metrics", timeout=30) as answer:
-        scrape = read_metrics(answer.read().decode())
-    model = _fetch(f"{flags.url}/v1/models")["data"][0]["id"]
-    found, past = Prediction(scrape.block_size, one_less=scrape.speculates), list[list[int]]()
-    rng = random.Random(flags.seed)
-    with zmq.Context() as context, context.socket(zmq.SUB) as events:
-        events.subscribe(b"")
-        events.connect(flags.events)
-        for _, tokens in zip(range(flags.requests), prompts(rng, past, scrape.block_size), strict=False):
-            cached_tokens, output = ask(flags.url, model, tokens, rng.choice([1, 2, 8, 40, 70]))
-            found.compare(tokens, cached_tokens)
-            past.append([*tokens, *output][:MOST_TOKENS])
-            while events.poll(QUIET_MS):
-                found.apply(events.recv_multipart()[-1])
-    print(f"{flags.requests} requests, block size {scrape.block_size}:", dict(sorted(found.tally.items())))
+    if unknown := sorted({*flags.names} - {*LAYOUTS}):
+        parser.error(f"no layout {unknown[0]!r}: use {', '.join(LAYOUTS)}")
+    vllm, exact = find_vllm(flags.directory), True
+    print("| layout | requests (with hits) | kvrouter: exact / over / under | one group | Dynamo |")
+    print("|---|---|---|---|---|", flush=True)
+    with tempfile.TemporaryDirectory(prefix="kvrouter-layouts-") as directory:
+        build_models(Path(directory))
+        for name in flags.names or LAYOUTS:
+            engine = Engine(vllm, Path(directory), LAYOUTS[name], Path(directory) / "engine.log")
+            try:
+                tally = measure(engine, flags.requests, flags.seed, flags.directory / "dynamo")
+            except (RuntimeError, OSError) as error:
+                print(f"| {name} | failed: {error} | | | |\n", *_last_lines(engine.log), flush=True)
+                exact = False
+                continue
+            finally:
+                engine.stop()
+            print(row(name, tally), flush=True)
+            exact &= tally["all groups: exact"] >= 0.99 * tally["requests"]
+    return 0 if exact else 1
+
+
+def _last_lines(log: Path) -> list[str]:
+    return log.read_text(errors="replace").splitlines(keepends=True)[-40:]
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
