@@ -22,7 +22,7 @@ def stored(tokens: list[int], first: int, parent: int | None) -> bytes:
 
 
 def test_predictions_are_compared_with_answers() -> None:
-    """What is held is predicted, without the block of the last token; too much and too little are told apart."""
+    """What is held is predicted, without the block of the last token; too much and too little differ."""
     tokens = list(range(4 * BLOCK))
     found = Prediction(BLOCK)
     found.apply(stored(tokens, 1, None))
