@@ -354,8 +354,9 @@ def test_needed_blocks(kind: str | None, window: int | None, needed: int | None)
     changes = {"kv_cache_spec_kind": kind, "kv_cache_spec_sliding_window": window, "block_size": 32}
 
     assert needed == needed_blocks(stored(**changes))
-    is_window = needed is not None and kind is not None and kind.startswith("sliding")
-    assert (needed + 1 if is_window else needed) == needed_blocks(stored(**changes), speculates=True)
+    if needed is not None and kind is not None and kind.startswith("sliding"):
+        needed += 1  # EAGLE drops the last block that it finds
+    assert needed == needed_blocks(stored(**changes), speculates=True)
 
 
 def test_group_with_other_block_size() -> None:
