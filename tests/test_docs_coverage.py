@@ -20,7 +20,6 @@ MISSING = {
     "weights found by a command",
     "analysis of a trace",
     "weights of the whole fleet at run time",
-    "`deploy`",
 }
 """The capabilities that other work is to add; nothing else may be missing."""
 

@@ -13,10 +13,10 @@ import pytest
 from rich.console import Console
 
 from kvrouter.core.wire.hashes import block_hashes, sequence_hashes
-from scripts.kit.chaos import faults, haproxy
+from scripts.kit.chaos import faults
 from scripts.kit.chaos.faults import ROWS
 from scripts.kit.chaos.judge import Excuse, Leftovers, RowResult, judge, table
-from scripts.kit.chaos.script import main
+from scripts.kit.chaos.script import NO_HAPROXY, main
 from scripts.kit.chaos.stage import Stage
 from scripts.kit.chaos.truth import EngineWatch, phantom_blocks
 from scripts.kit.http_client import HttpError
@@ -114,11 +114,11 @@ def test_expected_failures_keep_the_promise() -> None:
 
 def test_skipped() -> None:
     """A skipped row has its reason in the table and in the file, and does not fail the run."""
-    result = RowResult("rolling-restart", "rolling restart", skipped=haproxy.HOW_TO_GET)
+    result = RowResult("rolling-restart", "rolling restart", skipped=NO_HAPROXY)
 
     assert result.holds
     assert "skipped: HAProxy is not installed: apt-get install haproxy" in shown(result)
-    assert haproxy.HOW_TO_GET == result.as_json()["skipped"]
+    assert NO_HAPROXY == result.as_json()["skipped"]
 
 
 # --- blocks of the owners ---
@@ -248,15 +248,6 @@ async def test_leftovers_are_given_time(monkeypatch: pytest.MonkeyPatch) -> None
 
     nothing: Any = None
     assert Leftovers() == await Stage(nothing, nothing, nothing, nothing, nothing, {}).leftovers()
-
-
-def test_haproxy_config() -> None:
-    """The configuration checks /ready of every replica."""
-    text = haproxy.config(1, 2, ["http://127.0.0.1:8000", "http://127.0.0.1:8001"])
-
-    assert "option httpchk GET /ready" in text
-    assert "    server replica0 127.0.0.1:8000\n    server replica1 127.0.0.1:8001\n" in text
-    assert "bind 127.0.0.1:1\n" in text
 
 
 def test_row_names() -> None:

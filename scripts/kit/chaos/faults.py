@@ -252,7 +252,7 @@ async def restart_all(stage: Stage, load: SteadyLoad) -> Damage:
         took_s.append(time.perf_counter() - begun_s)
         await asyncio.sleep(
             1.0
-        )  # HAProxy checks every 0.5 s; a real deployment waits longer between replicas
+        )  # HAProxy checks it every 0.5 s; a real deployment waits longer between replicas
     notes = [f"each took {min(took_s):.1f}–{max(took_s):.1f} s from SIGTERM to /ready"]
     return Damage(time.perf_counter(), notes=notes, problems=problems)
 

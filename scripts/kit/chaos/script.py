@@ -25,7 +25,7 @@ from kvrouter.bus.connection import BusError
 from kvrouter.simulate.traces import TraceError
 from kvrouter.verify import VerifyError, compare
 from kvrouter.version import __version__
-from scripts.kit.chaos import haproxy
+from scripts.kit import proxies
 from scripts.kit.chaos.faults import (
     KEPT,
     KEPT_REPLAY_BUFFER,
@@ -52,6 +52,7 @@ LEAD_S = 3.0
 # Shortens the trace's answers to streams of about a second; with fewer, a fault would meet none.
 OUTPUT_DIVISOR = 2
 NUM_BLOCKS = 4096
+NO_HAPROXY = f"HAProxy is not installed: {proxies.HAPROXY.how_to_get} (only this row needs it)"
 
 
 class BrokenPromiseError(Exception):
@@ -123,11 +124,11 @@ async def _run_row(
 ) -> RowResult:
     urls = stage.urls
     if row.behind_haproxy:
-        binary = haproxy.find()
+        binary = proxies.HAPROXY.find()
         if binary is None:
-            console.print(f"[yellow]{row.name}: skipped:[/] {haproxy.HOW_TO_GET}")
-            return RowResult(row.name, row.what, skipped=haproxy.HOW_TO_GET)
-        urls = [await haproxy.start(stage.fleet, stage.client, binary, urls)]
+            console.print(f"[yellow]{row.name}: skipped:[/] {NO_HAPROXY}")
+            return RowResult(row.name, row.what, skipped=NO_HAPROXY)
+        urls = [await proxies.start(proxies.HAPROXY, binary, stage.fleet, stage.client, urls)]
     console.print(f"[bold]{row.name}[/]: {row.what}", highlight=False)
     async with SteadyLoad(requests, urls, rate=rate) as load:
         await asyncio.sleep(LEAD_S)

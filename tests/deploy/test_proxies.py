@@ -1,0 +1,119 @@
+"""deploy/proxies: each load balancer accepts its file, and loses no request when replicas are replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kvrouter.tokens.tiny import build_tiny_model
+from scripts.kit import deployment, proxies
+from scripts.kit.demo import load_requests
+from scripts.kit.deployment import Deployment, Plan
+from scripts.kit.fleet import Fleet, wait_until_ok
+from scripts.kit.http_client import Client
+from scripts.kit.proxies import HAPROXY, PROXIES, Proxy, with_addresses
+from scripts.kit.replicas import Replica
+from scripts.kit.steady import SteadyLoad
+
+RATE = 20.0
+GRACE_S = 4
+# Requests in a row that a replica must not receive to count as left out.
+IN_A_ROW = 20
+
+
+def binary_of(proxy: Proxy) -> str:
+    """Its path; skips the test if there is none."""
+    binary = proxy.find()
+    if binary is None:
+        pytest.skip(f"{proxy.name} is not installed: {proxy.how_to_get}")
+    return binary
+
+
+@pytest.mark.parametrize("proxy", PROXIES, ids=lambda proxy: proxy.name)
+def test_file_is_accepted(proxy: Proxy, tmp_path: Path) -> None:
+    """The proxy's own check finds no fault, but does find a planted one."""
+    binary = binary_of(proxy)
+    file = proxy.write(tmp_path, 8080, ["http://127.0.0.1:8000", "http://127.0.0.1:8001"])
+
+    def check() -> subprocess.CompletedProcess[str]:
+        command = proxy.command(binary, proxy.check, file)
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert 0 == (good := check()).returncode, good.stderr
+    file.write_text(file.read_text().replace("127.0.0.1:", "127.0.0.1:x").replace("127.0.0.1,", "nowhere,"))
+    assert 0 != check().returncode
+
+
+def test_addresses() -> None:
+    """There is one line for each replica, and clients have a port of their own."""
+    text = with_addresses(
+        (proxies.DEPLOY / "proxies" / HAPROXY.file).read_text(),
+        1,
+        [f"http://127.0.0.1:{n}" for n in (2, 3, 4)],
+    )
+
+    assert "bind 0.0.0.0:1\n" in text
+    assert ["2", "3", "4"] == re.findall(r"server replica-\d 127.0.0.1:(\d+)\n", text)
+
+
+async def requests_at(client: Client, replica: Replica) -> int:
+    """How many requests it has answered."""
+    _, body = await client.get(f"{replica.admin_url}/metrics")
+    found = re.findall(r"^kvrouter_requests_total\{.*\} (\S+)$", body.decode(), re.MULTILINE)
+    return int(sum(map(float, found)))
+
+
+async def until_left_out(client: Client, draining: Replica, other: Replica) -> None:
+    """Return when a replica gets no more requests, although it would still serve them."""
+    async with asyncio.timeout(GRACE_S):
+        here, there = await requests_at(client, draining), await requests_at(client, other)
+        while (served := await requests_at(client, other)) < there + IN_A_ROW:
+            if (received := await requests_at(client, draining)) != here:
+                here, there = received, served
+            await asyncio.sleep(0.02)
+    status, _ = await client.get(f"{draining.url}/ready")
+    assert 503 == status
+
+
+async def replace(
+    proxy: Proxy, fleet: Fleet, client: Client, deployed: Deployment, load: SteadyLoad, number: int
+) -> None:
+    """SIGTERM to one replica, its end, its start; no request is lost meanwhile."""
+    replica, other = deployed.replicas[number], deployed.replicas[1 - number]
+    stopping = asyncio.create_task(fleet.processes[f"frontend-{number}"].stop(60.0))
+    if proxy.has_health_checks:
+        await until_left_out(client, replica, other)
+    assert 0 == await stopping
+    process = await fleet.start_again(f"frontend-{number}")
+    await wait_until_ok(client, process, f"{replica.url}/ready")
+    async with asyncio.timeout(30):
+        while await requests_at(client, replica) < IN_A_ROW:  # noqa: ASYNC110  # it has no event
+            await asyncio.sleep(0.02)
+    assert [] == [one for one in load.outcomes if one.error and one.ended_at_s]
+
+
+@pytest.mark.skipif(not os.environ.get("KVROUTER_TEST_LONG"), reason="half a minute: KVROUTER_TEST_LONG=1")
+@pytest.mark.parametrize("proxy", PROXIES, ids=lambda proxy: proxy.name)
+async def test_replicas_are_replaced(proxy: Proxy, tmp_path: Path) -> None:
+    """One replica after the other is restarted under load: nothing fails, and both serve again."""
+    binary = binary_of(proxy)
+    build_tiny_model(tmp_path / "model")
+    plan = Plan("kv", tmp_path / "model", engines=2, frontend_flags=(f"--drain-grace-s={GRACE_S}",))
+    client = Client()
+    async with Fleet(tmp_path) as fleet:
+        nats_url = await deployment.start_nats(fleet, client)
+        deployed = await deployment.deploy(fleet, client, plan, nats_url)
+        urls = [replica.url for replica in deployed.replicas]
+        url = await proxies.start(proxy, binary, fleet, client, urls)
+        async with SteadyLoad(load_requests(200, output_divisor=8), [url], rate=RATE) as load:
+            for number in range(len(urls)):
+                await replace(proxy, fleet, client, deployed, load, number)
+            await load.stop()
+        assert [] == [one.error for one in load.outcomes if one.error]
+        assert len(load.outcomes) > 4 * IN_A_ROW
+    client.close()
