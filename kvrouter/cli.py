@@ -17,6 +17,7 @@ usage: kvrouter COMMAND [flags]
   worker     the agent of an engine: announces it, forwards its KV events, reports its load
   mocker     a simulated engine with vLLM's HTTP surface and KV-event wire
   simulate   a trace replayed on simulated engines in virtual time, once per routing mode
+  tune       the best settings for a trace, searched in the simulator and tested
   nats       the embedded NATS server on 127.0.0.1, until stopped
   verify     compares the state of live replicas: whether they agree on blocks and bookings
   index      lists the blocks in a replica's index, or compares those of two replicas
@@ -33,6 +34,7 @@ MODULES = {
     "worker": "kvrouter.worker.__main__",
     "mocker": "kvrouter.mocker.__main__",
     "simulate": "kvrouter.simulate.__main__",
+    "tune": "kvrouter.simulate.tune_command",
     "nats": "kvrouter.bus.__main__",
     "verify": "kvrouter.verify.__main__",
     "index": "kvrouter.verify.index_command",

@@ -14,6 +14,7 @@ MODULES = {
     "worker": "kvrouter.worker.settings",
     "mocker": "kvrouter.mocker.settings",
     "simulate": "kvrouter.simulate.settings",
+    "tune": "kvrouter.simulate.tune_settings",
     "nats": "kvrouter.bus.settings",
     "verify": "kvrouter.verify.settings",
     "index": "kvrouter.verify.index_settings",

@@ -6,9 +6,6 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console
-from rich.progress import Progress
-
 from kvrouter.errors import ConfigError, KvRouterError
 from kvrouter.policies import CUSTOM
 from kvrouter.settings.read import Loaded, run
@@ -18,6 +15,7 @@ from kvrouter.simulate.compare import compare
 from kvrouter.simulate.engines import Arrival
 from kvrouter.simulate.fleet import Fleet, Run, mocker_kind
 from kvrouter.simulate.placement import Replicas
+from kvrouter.simulate.progress import shown_progress
 from kvrouter.simulate.report import Possible, show, show_compared, write_compared, write_json
 from kvrouter.simulate.settings import COMMAND, Engines, Options, SimulateSettings
 from kvrouter.simulate.traces import TraceRequest, named_blocks, read_mooncake, scaled, spread
@@ -60,15 +58,14 @@ def _replay(options: Options, requests: Sequence[TraceRequest]) -> None:
 def _compare(options: Options, engines: Engines, requests: Sequence[TraceRequest]) -> None:
     """Step models' engines: every mode and the oracle, in every cell."""
     cells = list(cells_of(engines, requests))
-    with _progress() as progress:
-        task = progress.add_task("runs", total=None)
+    with shown_progress("runs") as on_done:
         compared = compare(
             cells,
             options.modes,
             options.policy,
             seeds=engines.seeds,
             jobs=engines.jobs,
-            on_done=lambda done, total: progress.update(task, completed=done, total=total),
+            on_done=on_done,
         )
     show_compared(compared, seeds=engines.seeds)
     if options.json is not None:
@@ -91,6 +88,7 @@ def cells_of(engines: Engines, requests: Sequence[TraceRequest]) -> Iterator[Cel
                     speeds=engines.speeds,
                     replicas=engines.replicas,
                     sync=engines.sync,
+                    frontend=engines.frontend,
                     kv_delay_s=engines.kv_delay_s,
                     leaving=engines.leaving,
                     slo=engines.slo,
@@ -108,9 +106,8 @@ def simulate(mode: str, arrivals: Sequence[Arrival], options: Options) -> Run:
         mocker_kind(options.engine),
         [1.0] * options.workers,
     )
-    with _progress() as progress:
-        task = progress.add_task(mode, total=len(arrivals))
-        return fleet.run(arrivals, lambda done: progress.update(task, completed=done))
+    with shown_progress(mode) as on_done:
+        return fleet.run(arrivals, lambda done: on_done(done, len(arrivals)))
 
 
 def to_arrivals(requests: Sequence[TraceRequest], options: Options) -> Iterator[Arrival]:
@@ -123,11 +120,6 @@ def to_arrivals(requests: Sequence[TraceRequest], options: Options) -> Iterator[
         hashes = named_blocks(request, tokens_per_id=tokens_per_id, block_size=block_size)
         text = text_of(hashes)
         yield Arrival(request.arrival_s, hashes, request.prompt_tokens, max(1, request.output_tokens), text)
-
-
-def _progress() -> Progress:
-    console = Console(stderr=True)
-    return Progress(console=console, transient=True, disable=not console.is_terminal)
 
 
 if __name__ == "__main__":

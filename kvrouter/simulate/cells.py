@@ -21,7 +21,7 @@ from kvrouter.simulate.agenda import Agenda
 from kvrouter.simulate.engines import Arrival
 from kvrouter.simulate.fleet import Fleet, NewPlacer, Run, reference_kind
 from kvrouter.simulate.measures import Measures, Slo, measure
-from kvrouter.simulate.placement import Oracle, Placer, Replicas, Sync
+from kvrouter.simulate.placement import Frontend, Oracle, Placer, Replicas, Sync
 from kvrouter.simulate.step_model import FIRST_COME, REFERENCE, StepModel
 from kvrouter.simulate.workloads import Workload, achievable, largest_blocks, working_set_blocks
 
@@ -49,6 +49,7 @@ class Cell:
     """Relative speeds of the engines; repeated."""
     replicas: int = 1
     sync: Sync | None = field(default_factory=Sync)
+    frontend: Frontend = field(default_factory=Frontend)
     kv_delay_s: float = 0.0
     """Until a KV event reaches the routers' index."""
     leaving: float = 0.0
@@ -81,6 +82,7 @@ class Cell:
                 model=self.model.served(FIRST_COME, 1),
                 replicas=1,
                 sync=None,
+                frontend=Frontend(),
                 kv_delay_s=0.0,
                 leaving=0.0,
                 slo=Slo(),
@@ -121,7 +123,9 @@ class Cell:
         # each replica begins its turns elsewhere, as in a frontend
         first = [0] + [chance.randrange(1 << 16) for _ in range(self.replicas - 1)]
         policies = [policy_of(mode, settings, turn) for turn in first]
-        return Replicas(agenda, policies, chance, self.sync, self.kv_delay_s)
+        return Replicas(
+            agenda, policies, chance, self.sync, kv_delay_s=self.kv_delay_s, frontend=self.frontend
+        )
 
     def _fleet(self, new_placer: NewPlacer) -> Fleet:
         speeds = [self.speeds[number % len(self.speeds)] for number in range(self.workers)]

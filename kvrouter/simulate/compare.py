@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from kvrouter.policies import PolicySettings
 from kvrouter.simulate.cells import ORACLE, Cell
 from kvrouter.simulate.measures import Measures, mean, spread
+from kvrouter.simulate.placement import Frontend
 
 # Seeds as far apart as those of the published figures.
-_SEED_STEP = 1000
+SEED_STEP = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,9 @@ class Compared:
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class Task:
+    """A run of a mode in a cell."""
+
     cell: Cell
     mode: str
     settings: PolicySettings = field(compare=False)  # the same for all; a custom policy has no hash
@@ -51,7 +54,7 @@ class _Task:
 
 
 # What the processes of a pool run: inherited by fork, as policies and workloads have functions.
-_tasks: list[_Task] = []
+_tasks: list[Task] = []
 
 
 def compare(
@@ -68,13 +71,13 @@ def compare(
     for cell in cells:
         _ = cell.offered_pace  # measured once, before the processes begin
     wanted = {
-        (cell, mode): [_task(cell, mode, settings, number * _SEED_STEP) for number in range(seeds)]
+        (cell, mode): [_task(cell, mode, settings, number * SEED_STEP) for number in range(seeds)]
         for cell in cells
         for mode in names
     }
     tasks = list(dict.fromkeys(task for group in wanted.values() for task in group))
-    measured: dict[_Task, Measures] = {}
-    for task, figures in zip(tasks, _run(tasks, jobs), strict=True):
+    measured: dict[Task, Measures] = {}
+    for task, figures in zip(tasks, run_tasks(tasks, jobs), strict=True):
         measured[task] = figures
         on_done(len(measured), len(tasks))
     return [
@@ -83,13 +86,14 @@ def compare(
     ]
 
 
-def _task(cell: Cell, mode: str, settings: PolicySettings, seed: int) -> _Task:
+def _task(cell: Cell, mode: str, settings: PolicySettings, seed: int) -> Task:
     if mode == ORACLE:  # cells that differ in their routers alone share its runs
-        cell = replace(cell, replicas=1, sync=None, kv_delay_s=0.0)
-    return _Task(cell, mode, settings, seed)
+        cell = replace(cell, replicas=1, sync=None, frontend=Frontend(), kv_delay_s=0.0)
+    return Task(cell, mode, settings, seed)
 
 
-def _run(tasks: Sequence[_Task], jobs: int) -> Iterator[Measures]:
+def run_tasks(tasks: Sequence[Task], jobs: int) -> Iterator[Measures]:
+    """The figures of each, in `jobs` processes."""
     if jobs == 1:
         yield from (task.run() for task in tasks)
         return

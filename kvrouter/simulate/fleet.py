@@ -197,6 +197,7 @@ class Fleet:
         self._depths: Counter[Target] = Counter()
         self._done = 0
         self._unplaced = 0
+        self._is_looking = False
         # Of requests that wait for others: how many of these have not ended, and who waits for each.
         self._awaited: dict[int, int] = {}
         self._followers: dict[int, list[int]] = {}
@@ -234,6 +235,7 @@ class Fleet:
             self.record.first_s[number] = now
             self.record.cached[number] = cached_tokens
             self.placer.began(number, now)
+            self._look_soon(now)
 
     def ended(self, number: int, now: float) -> None:
         """The last token of a request."""
@@ -254,6 +256,7 @@ class Fleet:
     def _leave(self, number: int, now: float, output_tokens: int | None) -> None:
         self._depths[self._flights.pop(number)] -= 1
         self.placer.ended(number, now, output_tokens)
+        self._look_soon(now)
         for follower in self._followers.pop(number, ()):
             self._awaited[follower] -= 1
             if not self._awaited[follower]:
@@ -271,11 +274,33 @@ class Fleet:
         self.placer.join(target, engine, card_of(name, self._kind.card, self._labels.get(name, {})))
 
     def _arrive(self, number: int, arrival: Arrival, now: float) -> None:
-        target, held_tokens = self.placer.place(number, arrival, now)
+        self.record.sent_s[number] = now
+        self._place(number, arrival, now)
+
+    def _look(self, now: float) -> None:
+        """Place waiting requests: the load has changed."""
+        self._is_looking = False
+        while [one for one in self._next() if self._place(one, self.record.arrivals[one], now)]:
+            pass  # behind each that was placed, another may be next
+
+    def _look_soon(self, now: float) -> None:
+        if not self._is_looking and self._next():
+            self._is_looking = True
+            self._agenda.at(now, self._look)
+
+    def _next(self) -> Sequence[int]:
+        return self.placer.next_waiting()
+
+    def _place(self, number: int, arrival: Arrival, now: float) -> bool:
+        """Whether the request need not wait."""
+        placed = self.placer.place(number, arrival, now)
+        if placed is None:
+            return False
+        target, held_tokens = placed
         self._flights[number] = target
         self._unplaced -= 1
         record = self.record
-        record.targets[number], record.held[number], record.sent_s[number] = target, held_tokens, now
+        record.targets[number], record.held[number] = target, held_tokens
         self._depths[target] += 1
         deepest, worker = record.deepest, target.worker_id
         deepest[worker] = max(deepest[worker], self._depths[target])
@@ -285,6 +310,7 @@ class Fleet:
         self._await(engine, before)
         if arrival.leaves_after_s < math.inf:
             self._agenda.at(now + arrival.leaves_after_s, partial(self._cancel, number))
+        return True
 
     def _cancel(self, number: int, now: float) -> None:
         target = self._flights.get(number)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
 from kvrouter.core.feeds.sinks import SyncSink
 from kvrouter.core.fleet.pool import Pool, PoolSettings
 from kvrouter.core.fleet.router import Router, RouterRules
+from kvrouter.core.routing.admission import AdmissionQueue, AdmissionSettings, Ticket
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy
 from kvrouter.core.routing.cost import Prompt
+from kvrouter.core.routing.filters import FilterSettings, new_filters
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat
@@ -44,7 +47,12 @@ class Placer(Protocol):
         ...
 
     def join(self, target: Target, engine: SimulatedEngine, card: Card) -> None: ...
-    def place(self, number: int, arrival: Arrival, now: float) -> Placement: ...
+    def place(self, number: int, arrival: Arrival, now: float) -> Placement | None:
+        """Choose; None: the request waits, and is placed again when `next_waiting` names it."""
+
+    def next_waiting(self) -> Sequence[int]:
+        """The waiting requests that may be next."""
+
     def began(self, number: int, now: float) -> None: ...
     def ended(self, number: int, now: float, output_tokens: int | None) -> None:
         """The answer is complete; None: its client has left."""
@@ -67,9 +75,26 @@ class Sync:
     """Until the reader has noticed the gap, asked, and received the frame."""
 
 
+@dataclass(frozen=True, slots=True)
+class Frontend:
+    """How the frontend around the router is set: its queue, which has no end here, and its sessions."""
+
+    queue_threshold: float = 0.0
+    session_affinity: Literal["off", "soft", "hard"] = "off"
+
+    @property
+    def queue(self) -> AdmissionSettings:
+        return AdmissionSettings(threshold=self.queue_threshold, max_waiting=sys.maxsize)
+
+    @property
+    def filters(self) -> FilterSettings:
+        return FilterSettings(session_affinity=self.session_affinity, agent_sessions=False)
+
+
 @dataclass(slots=True)
 class _Replica:
     router: Router
+    queue: AdmissionQueue
     heard_at: dict[int, float] = field(default_factory=dict)
     """By peer, when the last frame to it arrives there."""
     _sinks: dict[RouterId, SyncSink] = field(default_factory=dict)
@@ -94,7 +119,9 @@ class Replicas:
         policies: Sequence[BuiltInPolicy],
         chance: random.Random,
         sync: Sync | None = None,
+        *,
         kv_delay_s: float = 0.0,
+        frontend: Frontend = Frontend(),
     ) -> None:
         """`kv_delay_s`: until a KV event reaches the index."""
         self._agenda = agenda
@@ -107,10 +134,13 @@ class Replicas:
             self._losses.seed(chance.random())
         self._sync = sync if len(policies) > 1 else None
         self.index = BlockIndex()
+        self._frontend = frontend
         self._replicas = [
-            _Replica(self._router(number, policy)) for number, policy in enumerate(policies, start=1)
+            _Replica(self._router(number, policy), AdmissionQueue(frontend.queue))
+            for number, policy in enumerate(policies, start=1)
         ]
         self._bookings: dict[int, tuple[_Replica, BookingKey]] = {}
+        self._tickets: dict[int, tuple[_Replica, Ticket]] = {}
 
     @property
     def routers(self) -> list[Router]:
@@ -125,18 +155,22 @@ class Replicas:
         for replica in self._replicas:
             replica.router.pool.update(target.worker_id, _beat(_load(engine), card))
 
-    def place(self, number: int, arrival: Arrival, now: float) -> Placement:
-        replicas = self._replicas
-        replica = self._entrance.choice(replicas) if len(replicas) > 1 else replicas[0]
+    def place(self, number: int, arrival: Arrival, now: float) -> Placement | None:
         prompt = Prompt(arrival.hashes, arrival.prompt_tokens)
+        request = RouteRequest(f"r{number}", (prompt,), text=arrival.text, session=arrival.session)
+        replica = self._replica_of(number)
+        if replica.queue.is_on and not self._may_pass(number, request, replica, now):
+            return None
         reuse = replica.router.reuse
         before = reuse.best
-        placed = replica.router.route(
-            RouteRequest(f"r{number}", (prompt,), text=arrival.text, session=arrival.session), now
-        )
+        placed = replica.router.route(request, now)
         self._bookings[number] = (replica, placed.key)
         self._publish(replica, now)
         return Placement(placed.target, arrival.prompt_tokens - (reuse.best - before))
+
+    def next_waiting(self) -> Sequence[int]:
+        firsts = {(id(replica), one) for replica in self._replicas for one in replica.queue.firsts()}
+        return [n for n, (replica, ticket) in self._tickets.items() if (id(replica), ticket) in firsts]
 
     def began(self, number: int, now: float) -> None:
         replica, key = self._bookings[number]
@@ -166,6 +200,25 @@ class Replicas:
             for replica in self._replicas:
                 replica.router.pool.update(target.worker_id, beat)
 
+    def _replica_of(self, number: int) -> _Replica:
+        if number in self._tickets:
+            return self._tickets[number][0]
+        return self._entrance.choice(self._replicas) if len(self._replicas) > 1 else self._replicas[0]
+
+    def _may_pass(self, number: int, request: RouteRequest, replica: _Replica, now: float) -> bool:
+        """Whether a request need not wait, or no longer; as the frontend's queue asks."""
+        router, queue = replica.router, replica.queue
+        if number in self._tickets:
+            if not queue.admit(self._tickets[number][1], has_room=not router.must_wait(request, now, queue)):
+                return False
+            del self._tickets[number]
+            return True
+        lane = router.lane(request, now)
+        if not queue.is_waited_in(lane) and not router.must_wait(request, now, queue):
+            return True
+        self._tickets[number] = replica, queue.join(now, 0, lane)
+        return False
+
     def refresh(self) -> None:
         # takes no virtual time: a frontend runs it while it serves requests
         for replica in self._replicas:
@@ -175,7 +228,7 @@ class Replicas:
         index = self.index
         return Router(
             Pool(_POOL, PoolSettings(new_index=lambda _bounds, _secret: index)),
-            RouterRules(policy, self._chance.random),
+            RouterRules(policy, self._chance.random, filters=new_filters(self._frontend.filters)),
             router_id=RouterId(f"simulated-{number}"),
             incarnation=1,
             # unsynced: nothing is unseen and the lowest cost always wins
@@ -219,6 +272,9 @@ class Oracle:
         return Placement(best[int(self._chance() * len(best))], held)
 
     def began(self, number: int, now: float) -> None: ...
+    def next_waiting(self) -> Sequence[int]:
+        return ()
+
     def ended(self, number: int, now: float, output_tokens: int | None) -> None: ...
     def stored(self, target: Target, hashes: Sequence[int]) -> None: ...
     def removed(self, target: Target, hashes: Sequence[int]) -> None: ...

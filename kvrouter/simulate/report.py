@@ -62,7 +62,7 @@ class Possible:
 
 def show(runs: Mapping[str, Run], possible: Possible, *, left_out: int) -> None:
     """Print one row for each mode. Requests per worker: least–most; in flight: the most on one worker."""
-    console = _console()
+    console = new_console()
     table = Table()
     table.add_column("mode", no_wrap=True)
     for name in _COLUMNS:
@@ -85,7 +85,7 @@ def write_json(path: Path, runs: Mapping[str, Run], possible: Possible, *, left_
 
 def show_compared(compared: Sequence[Compared], *, seeds: int) -> None:
     """Print one table for each cell; ± is half the distance between the least and the greatest seed."""
-    console = _console()
+    console = new_console()
     for one in compared:
         table = Table(box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
         table.add_column("mode", no_wrap=True)
@@ -204,7 +204,8 @@ def _s(seconds: float) -> str:
     return f"{seconds:.3f}" if seconds < 10 else f"{seconds:.1f}"
 
 
-def _console() -> Console:
+def new_console() -> Console:
+    """For tables: as wide as a terminal, else wide enough for all figures."""
     console = Console()
     if not console.is_terminal:
         console.width = _PIPE_WIDTH

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kvrouter.core.routing.policy import AUTO
 from kvrouter.errors import ConfigError
@@ -15,7 +15,7 @@ from kvrouter.policies.files import PolicyFiles
 from kvrouter.settings.declare import Command, Settings, did_you_mean, number, setting
 from kvrouter.simulate.generated import STAGED, WORKLOADS, Stage, stages_of, workload_name
 from kvrouter.simulate.measures import Slo
-from kvrouter.simulate.placement import Sync
+from kvrouter.simulate.placement import Frontend, Sync
 from kvrouter.simulate.step_model import ORDERS, STEP_MODELS, StepModel
 from kvrouter.simulate.traces import CONVERSATION_EXCERPT, SHORT_EXCERPT, TRACE_ID_TOKENS, Scaling
 
@@ -40,6 +40,7 @@ class Engines:
     paces: tuple[float, ...]
     replicas: int
     sync: Sync | None
+    frontend: Frontend
     kv_delay_s: float
     leaving: float
     slo: Slo
@@ -160,6 +161,12 @@ class StepModelEngines(Settings):
         5.0, "until a booking reaches the others", metavar="MS|off", read=_sync_ms, is_top=True
     )
     sync_loss: float = setting(0.0, "share of the sync frames that are lost, then repaired", least=0, most=1)
+    queue_threshold: float = setting(
+        0.0, "as the frontend's; here no request waits in vain", name="router-queue-threshold", least=0
+    )
+    session_affinity: Literal["off", "soft", "hard"] = setting(
+        "off", "as the frontend's, for workloads with sessions: multi-turn, agents"
+    )
     kv_delay_ms: float = setting(0.0, "until a KV event reaches the routers", least=0)
     slo_ttft_s: float = setting(Slo().ttft_s, "goodput: most seconds to the first token", above=0)
     slo_itl_ms: float = setting(1000 * Slo().itl_s, "goodput: most ms between tokens, mean", above=0)
@@ -262,6 +269,7 @@ class SimulateSettings(Settings):
             paces=given.pace or (1.0,),
             replicas=given.replicas,
             sync=Sync(given.sync_ms / 1000, given.sync_loss) if given.sync_ms is not None else None,
+            frontend=Frontend(given.queue_threshold, given.session_affinity),
             kv_delay_s=given.kv_delay_ms / 1000,
             leaving=given.cancel,
             slo=Slo(given.slo_ttft_s, given.slo_itl_ms / 1000),
