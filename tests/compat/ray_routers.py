@@ -139,6 +139,32 @@ class RefreshedMetricStoreRouter(MetricStoreRouter):
         return self._select(self.state or {"busy": []}, candidate_replicas)
 
 
+class ReadyStoreRouter(MetricStoreRouter):
+    """A store whose answer is there: what is awaited never suspends."""
+
+    class _Ready:
+        async def remote(self):
+            return await self._read()
+
+        async def _read(self):
+            return {"busy": ["w1/0"]}
+
+    state_actor = type("Ready", (), {"get": _Ready()})
+
+
+class TextRouter(RequestRouter):
+    """Keeps the arguments of the requests that were routed."""
+
+    def __init__(self):
+        self.seen = []
+
+    def choose_replicas(self, candidate_replicas, pending_request=None):
+        return [candidate_replicas]
+
+    def on_request_routed(self, pending_request, replica_id, result):
+        self.seen.append(pending_request.args)
+
+
 class PrefixCacheAffinityRouter(LocalityMixin, MultiplexMixin, RequestRouter):
     def initialize_state(self, imbalanced_threshold=10, match_rate_threshold=0.1, tree_actor=None):
         self._imbalanced_threshold = imbalanced_threshold

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -19,7 +20,9 @@ from kvrouter.compat.ray import (
     SuspendedError,
     get,
 )
+from kvrouter.compat.ray.replicas import pending
 from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.core.wire.heartbeats import RankBeat
 from kvrouter.core.wire.ids import Target, WorkerId
 from tests.compat import ray_routers
 from tests.frontend.fleet import Fleet, FleetOf
@@ -45,9 +48,9 @@ def request(lora: str | None = None, text: str = "") -> RouteRequest:
     return RouteRequest("r", lora_name=lora, text=text)
 
 
-def names(ranks: Any) -> list[list[str]]:
-    """Worker ids of targets in ranks."""
-    return [[one.worker_id for one in rank] for rank in ranks]
+def names(ranks: Any) -> list[str]:
+    """Worker ids in the order in which they are tried: each is a rank of its own."""
+    return [one.worker_id for (one,) in ranks]
 
 
 def guard(fleet: Fleet) -> Any:
@@ -86,7 +89,7 @@ async def test_throughput_aware(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPat
         ranks = guard(fleet).policy.choose(request(), [candidate(name) for name in ("w0", "w1", "w2")])
 
         assert not guard(fleet).troubles
-        assert [["w1", "w0", "w2"]] == names(ranks)
+        assert ["w1", "w0", "w2"] == names(ranks)
 
 
 async def test_stateful(fleet_of: FleetOf) -> None:
@@ -114,6 +117,42 @@ async def test_metric_store(fleet_of: FleetOf) -> None:
             await ask(fleet, FOX)
         assert ["w0"] * 4 == fleet.requests
         assert not guard(fleet).troubles
+
+
+async def test_store_that_never_waits(fleet_of: FleetOf) -> None:
+    """What is awaited may be a coroutine of any depth, as long as none of them suspends."""
+    async with fleet_of("--router-policy", f"{HERE}:ReadyStoreRouter", scripts=(OK, OK)) as fleet:
+        for _ in range(3):
+            await ask(fleet, FOX)
+
+        assert ["w0"] * 3 == fleet.requests
+        assert not guard(fleet).troubles
+
+
+async def test_metric_over_http(fleet_of: FleetOf) -> None:
+    """What an agent reports with `--metric` is read as routing_stats, the least throughput first."""
+    options = ("--router-policy", f"{HERE}:ThroughputAwareRequestRouter")
+    async with fleet_of(*options, scripts=(OK, OK)) as fleet:
+        for worker, value in zip(fleet.workers, (9.0, 2.0), strict=True):
+            fleet.announce(worker, ranks_heard=[RankBeat(0, 1, 0, metrics={"throughput": value})])
+        (router,) = fleet.frontend.replica.routers.values()
+        await until(lambda: all(one.metrics for one in router.pool.candidates(request())))
+        for _ in range(4):
+            await ask(fleet, FOX)
+
+        assert {"w1"} == set(fleet.requests)
+
+
+async def test_chat(fleet_of: FleetOf) -> None:
+    """The text of all messages is in `args[0].prompt`."""
+    async with fleet_of("--router-policy", f"{HERE}:TextRouter", scripts=(OK,)) as fleet:
+        messages = [{"role": "system", "content": DOG}, {"role": "user", "content": FOX}]
+        answer = await fleet.ask({"model": "m", "messages": messages}, path="/v1/chat/completions")
+
+        assert 200 == answer.status
+        ((seen,),) = guard(fleet).policy.seen
+        assert seen.prompt.index(DOG) < seen.prompt.index(FOX)
+        assert not hasattr(seen, "messages")
 
 
 async def test_prefix_cache_affinity(fleet_of: FleetOf) -> None:
@@ -153,11 +192,25 @@ def test_mixins_rank_in_three() -> None:
     ]
     replicas = [RunningReplica.of(one) for one in fleet]
 
-    assert [["has"], ["bare"], ["other"]] == names(router.choose(request("a"), fleet))
+    assert ["has", "bare", "other"] == names(router.choose(request("a"), fleet))
     assert [replicas, [], []] == router.rank_replicas_via_locality(replicas)
-    router.self_node_id, router.self_availability_zone = "n", "x"
+    router = Mixed(self_node_id="n", self_availability_zone="x")
     ranks = router.rank_replicas_via_locality(replicas)
     assert [["bare/0"], ["has/0"], ["other/0"]] == [[one.replica_id for one in rank] for rank in ranks]
+    router = Mixed(self_node_id="n", prefer_local_node_routing=False, self_availability_zone="x")
+    ranks = router.rank_replicas_via_locality(replicas)
+    assert [[], ["has/0", "bare/0"], ["other/0"]] == [[one.replica_id for one in rank] for rank in ranks]
+
+
+async def test_place_of_the_frontend(fleet_of: FleetOf) -> None:
+    """It is given as arguments of the constructor, which Ray passes itself."""
+    options = ["--router-policy", f"{HERE}:ThroughputAwareRequestRouter"]
+    for argument in ("self_node_id=n1", "prefer_local_az_routing=false", "self_availability_zone=z"):
+        options += ["--router-policy-arg", argument]
+    async with fleet_of(*options, scripts=(OK, OK)) as fleet:
+        policy = guard(fleet).policy
+
+        assert ("n1", None) == (policy._self_node_id, policy._self_availability_zone)
 
 
 def test_power_of_two_choices() -> None:
@@ -165,9 +218,20 @@ def test_power_of_two_choices() -> None:
     router = PowerOfTwoChoicesRequestRouter()
     fleet = [candidate(f"w{number}", ("a",) if number == 3 else ()) for number in range(5)]
 
-    (rank,) = names(router.choose(request(), fleet))
-    assert 2 == len(set(rank))
-    assert [["w3"]] == names(router.choose(request("a"), fleet))
+    assert 2 == len(set(names(router.choose(request(), fleet))))
+    assert ["w3"] == names(router.choose(request("a"), fleet))
+
+
+def test_order_in_a_rank() -> None:
+    """The shortest queue; of equal ones the first; full ones after all others."""
+
+    class Fixed(RequestRouter):
+        def choose_replicas(self, candidate_replicas: Any, pending_request: Any = None) -> Any:
+            return [candidate_replicas[:4], candidate_replicas[4:]]
+
+    fleet = [candidate(name, requests=n) for name, n in [("a", 1), ("b", 2), ("c", 0), ("d", 0), ("e", 1)]]
+
+    assert ["c", "d", "a", "e", "b"] == names(Fixed().choose(request(), fleet))
 
 
 def test_available_replicas() -> None:
@@ -203,6 +267,9 @@ def test_what_a_router_hears() -> None:
             super().on_replica_actor_died(replica_id)
             heard.append(replica_id)
 
+        def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+            heard.append((internal_request_id, replica_id))
+
     class Further(Hearing):
         def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
             super().on_request_routed(pending_request, replica_id, result)
@@ -214,9 +281,10 @@ def test_what_a_router_hears() -> None:
     router.on_workers([two, one])
     for status in (200, 502, 504, 499):
         router.on_request_routed(request(), Target(WorkerId("w")), status)
+    router.on_request_end(request(), Target(WorkerId("w")), None, 1.0, None)
     router.on_worker_removed(WorkerId("v"))
 
-    assert [7, ["v/0", "v/1", "w/0"], ("r", "w/0", 200), "v/0", "v/1"] == heard
+    assert [7, ["v/0", "v/1", "w/0"], ("r", "w/0", 200), ("r", "w/0"), "v/0", "v/1"] == heard
 
 
 def test_prefix_tree() -> None:
@@ -230,6 +298,27 @@ def test_prefix_tree() -> None:
     assert ["b"] == get(tree.get_smallest_tenants.remote())
     assert {"a": 11} == get(tree.remove_tenants.remote(["a", "unknown"]))
     assert not get(tree.start_eviction_loop.remote(1, 1, 1.0))
+
+
+def test_names_that_are_not_here() -> None:
+    """A name of Ray's that there is no counterpart for says where to look; so does a method never called."""
+    shown = pending(request(text=FOX))
+    replica = RunningReplica.of(candidate("w"))
+    for one, name in [(shown, "future"), (shown.metadata, "is_streaming"), (shown.args[0], "messages"),
+                      (replica, "actor_id"), (replica.replica_id, "deployment_id")]:  # fmt: skip
+        with pytest.raises(AttributeError, match=f"no '{name}' in kvrouter: docs/coming-from-ray.md"):
+            getattr(one, name)
+    with pytest.raises(
+        TypeError, match=r"Own.on_new_queue_len_info is not called in kvrouter: RunningReplica"
+    ):
+        type("Own", (RequestRouter,), {"on_new_queue_len_info": lambda *_: None})
+
+
+def test_created_at_is_the_time_of_day() -> None:
+    """As Ray's: when the request came."""
+    now = time.monotonic()
+
+    assert pytest.approx(time.time() - 5, abs=1) == pending(RouteRequest("r", now=now - 5)).created_at
 
 
 def test_ids() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from kvrouter.compat.ray.replicas import PendingRequest, ReplicaID, RunningReplica
 
@@ -42,21 +43,35 @@ class MultiplexMixin:
 
 
 class LocalityMixin:
-    """Routes by distance. The frontend's own place is set in the class; without it all are equally near."""
+    """Routes by distance from the frontend's own place; without one all are equally near."""
 
-    self_node_id: str = ""
-    self_availability_zone: str = ""
+    _self_node_id: str | None = None
+    _self_availability_zone: str | None = None
     _replicas: dict[ReplicaID, RunningReplica]
+
+    def __init__(
+        self,
+        self_node_id: str | None = None,
+        prefer_local_node_routing: bool = True,
+        prefer_local_az_routing: bool = True,
+        self_availability_zone: str | None = None,
+        *args: Any,
+        **arguments: Any,
+    ) -> None:
+        """The place is that of the labels `node` and `zone`; one that is not preferred does not count."""
+        super().__init__(*args, **arguments)
+        self._self_node_id = self_node_id if prefer_local_node_routing else None
+        self._self_availability_zone = self_availability_zone if prefer_local_az_routing else None
 
     def rank_replicas_via_locality(self, replicas: Sequence[RunningReplica]) -> Ranks:
         """Three ranks: the same node, the same zone, all others."""
-        if not self.self_node_id and not self.self_availability_zone:
+        if not self._self_node_id and not self._self_availability_zone:
             return [list(replicas), [], []]
         ranks: Ranks = [[], [], []]
         for one in replicas:
-            if self.self_node_id and one.node_id == self.self_node_id:
+            if self._self_node_id and one.node_id == self._self_node_id:
                 ranks[0].append(one)
-            elif self.self_availability_zone and one.availability_zone == self.self_availability_zone:
+            elif self._self_availability_zone and one.availability_zone == self._self_availability_zone:
                 ranks[1].append(one)
             else:
                 ranks[2].append(one)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,17 @@ from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import Target, WorkerId
 
 
-class ReplicaID(str):
+class _Shown:
+    """Names that Ray has and a frontend has not are refused with where to look."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        kind = type(self).__name__
+        raise AttributeError(f"{kind} has no {name!r} in kvrouter: docs/coming-from-ray.md has what it has")
+
+
+class ReplicaID(_Shown, str):
     """A target as text: `w1/0`, the worker and its data-parallel rank."""
 
     __slots__ = ()
@@ -39,14 +50,14 @@ class ReplicaID(str):
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaResult:
+class ReplicaResult(_Shown):
     """A replica has taken a request. `status`: of its HTTP response."""
 
     status: int
 
 
 @dataclass(frozen=True, slots=True)
-class RunningReplica:
+class RunningReplica(_Shown):
     """A target under Ray's names. Between decisions it has a card alone, and no load."""
 
     replica_id: ReplicaID
@@ -90,7 +101,7 @@ class RunningReplica:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestMetadata:
+class RequestMetadata(_Shown):
     """Which request it is. `multiplexed_model_id`: the adapter; empty for the base model."""
 
     request_id: str
@@ -100,7 +111,7 @@ class RequestMetadata:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptArgument:
+class PromptArgument(_Shown):
     """The request's body, as far as a router is shown it. `prompt`: its text, or that of all its messages."""
 
     prompt: str
@@ -116,14 +127,14 @@ class RequestRoutingContext:
 
 
 @dataclass(slots=True)
-class PendingRequest:
+class PendingRequest(_Shown):
     """A request. `args` has one PromptArgument, or none if the text is not known (token ids)."""
 
     args: list[Any]
     kwargs: dict[Any, Any]
     metadata: RequestMetadata
     created_at: float
-    """Seconds on the router's monotonic clock."""
+    """When it came: seconds since 1970, as `time.time()`."""
     routing_context: RequestRoutingContext = field(default_factory=RequestRoutingContext)
 
 
@@ -132,7 +143,8 @@ def pending(request: RouteRequest) -> PendingRequest:
     metadata = RequestMetadata(
         request.request_id, request.request_id, request.lora_name or "", request.session
     )
-    return PendingRequest([PromptArgument(request.text)] if request.text else [], {}, metadata, request.now)
+    created_at = time.time() - max(0.0, time.monotonic() - request.now)
+    return PendingRequest([PromptArgument(request.text)] if request.text else [], {}, metadata, created_at)
 
 
 def replicas_of(card: Card) -> list[RunningReplica]:

@@ -30,6 +30,17 @@ from kvrouter.errors import KvRouterError
 _NOT_TAKEN = {499, 502, 504}
 
 
+_USE_QUEUE_LEN = "RunningReplica.queue_len has the requests in flight of all frontends"
+# Methods of Ray's RequestRouter that a subclass may define there, and what to use here.
+_NOT_CALLED = {
+    "on_new_queue_len_info": _USE_QUEUE_LEN,
+    "on_send_request": _USE_QUEUE_LEN,
+    "decrement_queue_len_cache": _USE_QUEUE_LEN,
+    "on_replica_actor_unavailable": "a worker that does not answer is no candidate until it does",
+    "create_replica_wrapper": "replicas are views of kvrouter's candidates",
+}
+
+
 class SuspendedError(KvRouterError):
     """`choose_replicas` has waited for something."""
 
@@ -41,6 +52,7 @@ class RequestRouter(Policy):
     request_router_kwargs: ClassVar[Mapping[str, Any]] = {}
     """What `initialize_state` is called with."""
 
+    _deployment_id = None
     _use_replica_queue_len_cache = True
     _is_initialized = False
     _replicas: dict[ReplicaID, RunningReplica]
@@ -57,8 +69,14 @@ class RequestRouter(Policy):
         """Ray's arguments name its actors."""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """Let its `on_request_routed` be called with kvrouter's arguments, too."""
+        """Let its `on_request_routed` be called with kvrouter's arguments, too.
+
+        Raises TypeError if it defines a method that Ray calls and kvrouter does not.
+        """
         super().__init_subclass__(**arguments)
+        for name, instead in _NOT_CALLED.items():
+            if name in cls.__dict__:
+                raise TypeError(f"{cls.__name__}.{name} is not called in kvrouter: {instead}")
         if "on_request_routed" in cls.__dict__:
             cls.on_request_routed = _translated(cls.__dict__["on_request_routed"])  # type: ignore[method-assign]
 
@@ -70,7 +88,7 @@ class RequestRouter(Policy):
     def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> Any:
-        """Ranks of replicas, the best first; of a rank the shortest queue is taken.
+        """Ranks of replicas, the best first; of a rank the shortest queue is taken, of equal ones the first.
 
         May be `async def`, if it never has to wait.
         """
@@ -80,6 +98,9 @@ class RequestRouter(Policy):
         """The replica is gone, and all that it held."""
         self._replicas.pop(replica_id, None)
         self._replica_id_set.discard(replica_id)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """The request has ended there, in any way."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """The replicas that take requests have changed."""
@@ -117,7 +138,7 @@ class RequestRouter(Policy):
         self._show(replicas)
         answer = self.choose_replicas(replicas, pending(request))
         ranks = _driven(answer) if inspect.iscoroutine(answer) else answer
-        return [[one.replica_id.target for one in rank] for rank in ranks]
+        return [[one.replica_id.target] for one in _in_order(ranks)]
 
     def on_workers(self, workers: Sequence[Card]) -> None:
         """Tell `update_replicas` if they are others than before."""
@@ -128,6 +149,10 @@ class RequestRouter(Policy):
             self._show(self._known)
             self._known = now
             self.update_replicas(now)
+
+    def on_request_end(self, request: RouteRequest, target: Target, *_facts: Any, **_more: Any) -> None:
+        """Tell `on_request_completed`."""
+        self.on_request_completed(ReplicaID(str(Target(*target))), request.request_id)
 
     def on_worker_removed(self, worker_id: WorkerId) -> None:
         """Each of its ranks was a replica."""
@@ -157,6 +182,12 @@ class PowerOfTwoChoicesRequestRouter(FIFOMixin, LocalityMixin, MultiplexMixin, R
         ids = apply(pending_request)
         near = [one for one in candidate_replicas if one.replica_id in ids]
         return [random.sample(near, min(2, len(near)))]
+
+
+def _in_order(ranks: Iterable[Iterable[RunningReplica]]) -> list[RunningReplica]:
+    """As Ray takes them: of a rank the shortest queue, of equal ones the first; full ones last."""
+    ordered = [one for rank in ranks for one in sorted(rank, key=lambda one: one.queue_len)]
+    return sorted(ordered, key=lambda one: one.queue_len >= one.max_ongoing_requests)
 
 
 def _driven(coroutine: Coroutine[Any, Any, Any]) -> Any:
