@@ -19,6 +19,8 @@ usage: kvrouter COMMAND [flags]
   simulate   a trace replayed on simulated engines in virtual time, once per routing mode
   tune       the best settings for a trace, searched in the simulator and tested
   nats       the embedded NATS server on 127.0.0.1, until stopped
+  nats-accounts
+             users of NATS: an agent may publish in the name of its own workers only
   verify     compares the state of live replicas: whether they agree on blocks and bookings
   index      lists the blocks in a replica's index, or compares those of two replicas
 
@@ -36,6 +38,7 @@ MODULES = {
     "simulate": "kvrouter.simulate.__main__",
     "tune": "kvrouter.simulate.tune_command",
     "nats": "kvrouter.bus.__main__",
+    "nats-accounts": "kvrouter.bus.accounts",
     "verify": "kvrouter.verify.__main__",
     "index": "kvrouter.verify.index_command",
 }

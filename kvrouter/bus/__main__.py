@@ -1,4 +1,4 @@
-"""`kvrouter nats`: the embedded server, until stopped."""
+"""`kvrouter nats`: the embedded server, until stopped. `kvrouter nats accounts`: see bus/accounts.py."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from kvrouter.bus import accounts
 from kvrouter.bus.embedded import embedded_server
 from kvrouter.bus.settings import COMMAND, EmbeddedOptions
 from kvrouter.settings.read import Loaded, run
@@ -15,7 +16,10 @@ from kvrouter.telemetry.logs import set_up_logs
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the server until SIGTERM or SIGINT; returns the exit code."""
-    return run(COMMAND, arguments, _main)
+    words = sys.argv[1:] if arguments is None else arguments
+    if words[:1] == ["accounts"]:
+        return accounts.main(words[1:])
+    return run(COMMAND, words, _main)
 
 
 def _main(loaded: Loaded[EmbeddedOptions]) -> int:

@@ -7,6 +7,12 @@
     kvrouter.<ns>.live.sync.<pool>.<router_id>        replica → replicas: bookings
     kvrouter.<ns>.kv-replay.<worker_id>               request: replay or snapshot
     kvrouter.<ns>.sync-replay.<router_id>             request: replay or snapshot
+    kvrouter.<ns>.answer.kv.<worker_id>.<asker>.<token>      agent → asker: the answer
+    kvrouter.<ns>.answer.sync.<router_id>.<asker>.<token>    replica → asker: the answer
+
+An answer has the name of its sender in its subject, so that NATS's permissions can keep agents from answering
+for another. (`_INBOX` would let each agent answer for all. `allow_responses` lets an agent that publishes to
+itself choose any subject as the one for answers.)
 
 All live traffic shares one wildcard, because NATS keeps order only within one subscription.
 """
@@ -14,6 +20,7 @@ All live traffic shares one wildcard, because NATS keeps order only within one s
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 from kvrouter.core.wire.ids import PoolId, RouterId, WorkerId, check_identifier, is_identifier
 from kvrouter.core.wire.senders import Feed, KvSource, RouterSource, Source, SyncSource, WorkerSource
@@ -29,13 +36,14 @@ class Subjects:
         self._root = f"kvrouter.{namespace}"
         self.hello = f"{self._root}.hello"
         self.live = f"{self._root}.live.>"
+        self.everything = f"{self._root}.>"
         self._live_parts = self.live.count(".")  # the parts in front of the `>`
 
     def live_worker(self, worker_id: WorkerId) -> str:
         """A worker's heartbeats."""
         return f"{self._root}.live.worker.{worker_id}"
 
-    def live_kv(self, pool: PoolId, worker_id: WorkerId, rank: int) -> str:
+    def live_kv(self, pool: PoolId, worker_id: WorkerId, rank: int | Literal["*"]) -> str:
         """The KV feed of one rank."""
         return f"{self._root}.live.kv.{pool}.{worker_id}.{rank}"
 
@@ -60,6 +68,24 @@ class Subjects:
         if isinstance(feed, KvSource):
             return self.kv_replay(feed.worker_id)
         return self.sync_replay(feed.router_id)
+
+    def answer(self, feed: Feed, asker: str, token: str) -> str:
+        """The subject for the answer to one replay request."""
+        if isinstance(feed, KvSource):
+            return self.kv_answer(feed.worker_id, asker, token)
+        return self.sync_answer(feed.router_id, asker, token)
+
+    def kv_answer(self, worker_id: WorkerId, asker: str, token: str) -> str:
+        """The subject for an agent's answer to one request."""
+        return f"{self._root}.answer.kv.{worker_id}.{asker}.{token}"
+
+    def sync_answer(self, router_id: RouterId, asker: str, token: str) -> str:
+        """The subject for a replica's answer to one request."""
+        return f"{self._root}.answer.sync.{router_id}.{asker}.{token}"
+
+    def answers(self, asker: str) -> str:
+        """All answers to one process."""
+        return f"{self._root}.answer.*.*.{asker}.*"
 
     def parse_live(self, subject: str) -> Source | None:
         """The sender in a live subject; None if the subject is not one of these, or has an invalid name."""

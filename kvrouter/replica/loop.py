@@ -80,6 +80,7 @@ class ReplicaLoop:
 
     async def subscribe(self) -> None:
         """Receive from the bus; called once, before `run`."""
+        await self.recovery.subscribe()
         await self._bus.subscribe(self._subjects.live, self.inbox.receive)
         await self._bus.subscribe(self._subjects.hello, self.publishing.answer_hello)
         subject = self._subjects.sync_replay(self._replica.router_id)

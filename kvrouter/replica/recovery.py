@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Callable
 from functools import partial
 
 import structlog
 
-from kvrouter.bus import Bus, Subjects
+from kvrouter.bus import Bus, BusError, Subjects
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.wire.ops import ReplayRequest, decode_answer
 from kvrouter.core.wire.ops import encode as encode_request
@@ -33,6 +34,12 @@ class Recovery:
         self._log = feed_log
         self._loop = asyncio.get_running_loop()
         self._tasks: dict[Feed, asyncio.Task[None]] = {}
+        # by the subject of the answer
+        self._awaited: dict[str, asyncio.Future[bytes]] = {}
+
+    async def subscribe(self) -> None:
+        """Receive answers; called once, before `request_due`."""
+        await self._bus.subscribe(self._subjects.answers(self._replica.router_id), self._take)
 
     def request_due(self, now: float, on_answer: Callable[[], None]) -> None:
         """Send what is due. `on_answer` runs after each answer: it may have brought a snapshot to load."""
@@ -55,9 +62,7 @@ class Recovery:
 
     async def _recover(self, source: Feed, request: ReplayRequest, on_answer: Callable[[], None]) -> None:
         try:
-            data = await self._bus.request(
-                self._subjects.replay(source), encode_request(request), timeout_s=ANSWER_TIMEOUT_S
-            )
+            data = await self._ask(source, encode_request(request))
         except Exception as error:  # also a bug in encoding: without `failed` the reader would wait forever
             log.info("feed.no_answer", source=name(source), error=str(error))
             self._replica.feeds.failed(source, self._loop.time())
@@ -69,6 +74,29 @@ class Recovery:
         if self._replica.feeds.malformed(source) > malformed:
             self._log.malformed(f"answer of {name(source)}", _why_malformed(data))
         on_answer()
+
+    async def _ask(self, source: Feed, payload: bytes) -> bytes:
+        """The first answer. Raises BusError without one."""
+        reply = self._subjects.answer(source, self._replica.router_id, uuid.uuid4().hex)
+        awaited: asyncio.Future[bytes] = self._loop.create_future()
+        self._awaited[reply] = awaited
+        try:
+            if not self._bus.publish(self._subjects.replay(source), payload, reply):
+                raise BusError("NATS is away")
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                data = await awaited
+        except TimeoutError:
+            raise BusError(f"nothing within {ANSWER_TIMEOUT_S:g} s") from None
+        finally:
+            del self._awaited[reply]
+        if not data:  # the NATS server's answer: no process has subscribed
+            raise BusError("its owner is not connected to NATS")
+        return data
+
+    def _take(self, subject: str, data: bytes, _reply: str) -> None:
+        awaited = self._awaited.get(subject)
+        if awaited is not None and not awaited.done():
+            awaited.set_result(data)
 
 
 def _why_malformed(answer: bytes) -> str:

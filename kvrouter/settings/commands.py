@@ -16,6 +16,7 @@ MODULES = {
     "simulate": "kvrouter.simulate.settings",
     "tune": "kvrouter.simulate.tune_settings",
     "nats": "kvrouter.bus.settings",
+    "nats-accounts": "kvrouter.bus.accounts",
     "verify": "kvrouter.verify.settings",
     "index": "kvrouter.verify.index_settings",
 }

@@ -53,27 +53,28 @@ class AgentError(VerifyError):
 class Requests:
     """Requests over NATS whose answers are all counted."""
 
-    def __init__(self, bus: Bus) -> None:
-        # Subjects on which a request had more than one answer.
-        self.answered_twice: set[str] = set()
+    def __init__(self, bus: Bus, subjects: Subjects) -> None:
+        # Workers of which a request had more than one answer.
+        self.answered_twice: set[WorkerId] = set()
         self._bus = bus
-        self._inbox = f"_INBOX.{uuid.uuid4().hex}"
-        # The subject of the answers -> the subject of the request.
-        self._asked: dict[str, str] = {}
+        self._subjects = subjects
+        self._asker = uuid.uuid4().hex
+        # The subject of the answers -> the worker that was asked.
+        self._asked: dict[str, WorkerId] = {}
         self._answered: set[str] = set()
         self._waiting: dict[str, asyncio.Future[bytes]] = {}
 
     async def begin(self) -> None:
         """Subscribe to answers, until the bus is closed."""
-        await self._bus.subscribe(f"{self._inbox}.*", self._take)
+        await self._bus.subscribe(self._subjects.answers(self._asker), self._take)
 
-    async def ask(self, subject: str, payload: bytes) -> bytes:
+    async def ask(self, worker_id: WorkerId, payload: bytes) -> bytes:
         """The first answer. Raises AgentError without an answer."""
-        reply = f"{self._inbox}.{len(self._asked)}"
-        self._asked[reply] = subject
+        reply = self._subjects.kv_answer(worker_id, self._asker, str(len(self._asked)))
+        self._asked[reply] = worker_id
         waiting: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._waiting[reply] = waiting
-        self._bus.publish(subject, payload, reply)
+        self._bus.publish(self._subjects.kv_replay(worker_id), payload, reply)
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 answer = await waiting
@@ -180,7 +181,7 @@ class Agents:
         self.feeds: dict[FeedKey, RankFeed] = {}
         self._bus = bus
         self._subjects = subjects
-        self._requests = Requests(bus)
+        self._requests = Requests(bus, subjects)
         self._beats: dict[WorkerId, WorkerBeat] = {}
         self._cards: dict[WorkerId, Card] = {}
         self._turns = asyncio.Semaphore(AT_ONCE)
@@ -209,8 +210,7 @@ class Agents:
 
     def errors(self) -> Iterator[str]:
         """Behaviour that no correct agent shows."""
-        for subject in sorted(self._requests.answered_twice):
-            worker_id = subject.rpartition(".")[2]
+        for worker_id in sorted(self._requests.answered_twice):
             yield (
                 f"agent {worker_id}: a request to it had two answers: another process answers in its name,"
                 " or two agents use its id"
@@ -220,10 +220,10 @@ class Agents:
                 yield f"{key}, {feed.bad_digest}: the agent's digest does not fit its own frames"
 
     async def _look(self, rank: AgentRank) -> list[Copy]:
-        subject = self._subjects.kv_replay(WorkerId(rank.card.worker_id))
+        worker_id = WorkerId(rank.card.worker_id)
 
         async def ask(request: ReplayRequest) -> bytes:
-            return await self._requests.ask(subject, encode(request))
+            return await self._requests.ask(worker_id, encode(request))
 
         async with self._turns:
             return await self.feeds[rank.key].look(ask, len(rank.card.tiers))

@@ -29,6 +29,9 @@ def test_table_of_the_design(subjects: Subjects) -> None:
     assert f"kvrouter.prod.live.sync.{POOL}.3f-2a" == subjects.live_sync(POOL, ROUTER)
     assert "kvrouter.prod.kv-replay.host_9000" == subjects.kv_replay(WORKER)
     assert "kvrouter.prod.sync-replay.3f-2a" == subjects.sync_replay(ROUTER)
+    assert "kvrouter.prod.answer.kv.host_9000.r.1" == subjects.answer(KvSource(POOL, WORKER, 0), "r", "1")
+    assert "kvrouter.prod.answer.sync.3f-2a.r.1" == subjects.answer(SyncSource(POOL, ROUTER), "r", "1")
+    assert "kvrouter.prod.answer.*.*.r.*" == subjects.answers("r")
 
 
 @pytest.mark.parametrize(

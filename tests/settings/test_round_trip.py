@@ -18,6 +18,7 @@ from kvrouter.settings.declare import Declared
 # No newline and no surrogate: neither is in a flag that a person writes, nor in a text of TOML.
 TEXTS = st.text(st.characters(min_codepoint=32, max_codepoint=0x2FFF, exclude_characters="\x7f"), max_size=12)
 SAMPLES = {
+    "agent": ["w", "w=a+b-1"],
     "advertise": ("router-0", "10.0.0.5", "fd00::5"),
     "cache": ["0.5", "0.25,2"],
     "engine": ["http://a:1", "http://a:1,kv=tcp://a:2,replay=tcp://a:3,id=w,label.zone=b"],
@@ -38,6 +39,7 @@ SAMPLES = {
     "stage-one": ["hash", "round-robin", "header:x-a"],
     "stages": ["3x20", "46x25!,0x60,3x20"],
     "sync-ms": ["0.5", "2.5"],
+    "tool": ["t", "grafana-1"],
     "url": ["nats://127.0.0.1:1", "nats://127.0.0.1:65535"],
     "workload": ["zero", "hot:prefixes=3"],
     "worker-id": ["w", "w-1_2"],

@@ -60,9 +60,8 @@ class Attacker:
         self._heard: dict[str, deque[tuple[str, bytes]]] = {}
 
     async def listen(self) -> None:
-        """Subscribe to all messages of the namespace and all answers."""
-        for subject in (f"kvrouter.{NAMESPACE}.>", "_INBOX.>"):
-            await self._client.subscribe(subject, cb=self._hear)
+        """Subscribe to all messages of the namespace, answers included."""
+        await self._client.subscribe(f"kvrouter.{NAMESPACE}.>", cb=self._hear)
         await self._client.flush()
 
     async def attack(self, messages: int, rate: float) -> None:
@@ -78,7 +77,7 @@ class Attacker:
         self.is_answering = False
 
     async def _hear(self, message: Msg) -> None:
-        kind = "answer" if message.subject.startswith("_INBOX") else message.subject.split(".")[2]
+        kind = message.subject.split(".")[2]
         if kind == "live":
             kind = message.subject.split(".")[3]
         self._heard.setdefault(kind, deque(maxlen=_KEPT)).append((message.subject, message.data))
