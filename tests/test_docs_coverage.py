@@ -17,9 +17,7 @@ PAGE = ROOT / "docs" / "coverage.md"
 MISSING = {
     "time between tokens in `/metrics`",
     "the same as flags",
-    "weights found by a command",
     "analysis of a trace",
-    "weights of the whole fleet at run time",
 }
 """The capabilities that other work is to add; nothing else may be missing."""
 

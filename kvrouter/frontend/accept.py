@@ -78,7 +78,7 @@ class Accept:
         self._pools = pools
         self._blocks = blocks
         self._metrics = metrics
-        self._dialect = dialect
+        self.dialect = dialect
         self.kept = KeptResponses()
 
     async def work(self, request: Request, api: Api, request_id: str, received_at: float) -> Work:
@@ -165,11 +165,11 @@ class Accept:
         return found if found is not None and found.target in router.pool.targets else None
 
     def _overrides(self, request: Request, asked: openai.CompletionRequest) -> Overrides:
-        names_none = self._dialect.headers.isdisjoint(request.headers)
+        names_none = self.dialect.headers.isdisjoint(request.headers)
         if names_none and asked.kvrouter is None and not asked.session_id and asked.nvext is None:
             return NO_OVERRIDES  # most requests
         nvext = asked.nvext.overrides() if asked.nvext is not None else {}
-        return read_overrides(request.headers, asked.kvrouter, asked.session_id, self._dialect, nvext)
+        return read_overrides(request.headers, asked.kvrouter, asked.session_id, self.dialect, nvext)
 
     async def _prompts(
         self, router: Router, asked: openai.CompletionRequest, prompt: texts.Prompt

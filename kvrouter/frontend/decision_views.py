@@ -39,7 +39,7 @@ class DecisionViews:
         self, kept: DecisionRing | None, default_mode: str, settings: PolicySettings, *, logs: bool
     ) -> None:
         self._kept = kept
-        self._default_mode = default_mode
+        self.default_mode = default_mode
         self.settings = settings
         self.logs = logs and kept is not None
 
@@ -101,7 +101,7 @@ class DecisionViews:
         return ({"media": media.pop()} if media else {}) | {
             "request_id": request.request_id,
             "time": round(time.time() - seconds_ago, 3),
-            "mode": request.mode or self._default_mode,
+            "mode": request.mode or self.default_mode,
             "isl": request.isl,
             "prompt_blocks": sum(len(prompt.hashes) for prompt in request.prompts),
             "session": request.session,

@@ -9,10 +9,13 @@ No await comes between two changes, so each request is served with the old setti
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.errors import BadRequestError, ConfigError
+from kvrouter.frontend.accept import Accept
 from kvrouter.frontend.admission_queue import WaitingRoom
 from kvrouter.frontend.completions import Completions
 from kvrouter.frontend.decision_views import DecisionViews
@@ -29,7 +32,7 @@ from kvrouter.settings.reload import CHANGED, Changes, log_failure, read_again
 from kvrouter.tokens.remote_tokenizer import EngineTokenizer
 
 # Their value may change, but what they switch on or off is decided at the start.
-_SWITCHES = {"router-queue-threshold", "tls-cert", "tls-key"}
+SWITCHES = {"router-queue-threshold", "tls-cert", "tls-key"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,7 @@ class Fresh:
 
 def read_fresh(current: Loaded[FrontendOptions]) -> Fresh:
     """What is applied, if the settings are read again now. Changes nothing. Raises ConfigError."""
-    loaded, changes = read_again(current, _SWITCHES)
+    loaded, changes = read_again(current, SWITCHES)
     settings = loaded.settings
     # a policy that was made keeps what it has learnt
     policy = replace(settings.policy, custom=current.settings.policy.custom)
@@ -58,6 +61,7 @@ class Running:
 
     replica: Replica
     rules: Rules
+    accept: Accept
     views: DecisionViews
     completions: Completions
     waiting_room: WaitingRoom
@@ -65,13 +69,18 @@ class Running:
     engines: EngineTokenizer
     certificate: ServerCertificate | None
 
+    def apply_routing(self, new: FrontendOptions) -> None:
+        """Route with these settings from the next request on."""
+        self.rules.change(new.rules, new.router_mode, new.policy, self.replica.routers)
+        self.accept.dialect = replace(self.accept.dialect, default_mode=new.router_mode)
+        self.views.default_mode, self.views.settings = new.router_mode, new.policy
+        self.waiting_room.change(new.admission)
+
     def apply(self, old: FrontendOptions, fresh: Fresh) -> None:
         """Use these settings from now on, and add to the changes the files whose contents are others."""
         new, applied = fresh.loaded.settings, fresh.changes.applied
-        self.rules.change(new.rules, new.policy, self.replica.routers)
-        self.views.settings = new.policy
+        self.apply_routing(new)
         self.completions.change(new.limits, new.retries)
-        self.waiting_room.change(new.admission)
         if new.policy.scored != old.policy.scored:
             applied.setdefault("router-config", CHANGED)
         if self.gate.change(fresh.admin_key):
@@ -87,12 +96,30 @@ class Running:
 
 
 class Reload:
-    """The settings of a running frontend, and their change."""
+    """The settings of a running frontend, and their change. What POST /routing has changed goes before."""
 
     def __init__(self, loaded: Loaded[FrontendOptions], running: Running) -> None:
         self._loaded = loaded
         self._running = running
+        self._routing: Mapping[str, Any] = {}
         self._lock = asyncio.Lock()
+
+    @property
+    def configured(self) -> Loaded[FrontendOptions]:
+        """The settings as they were read last."""
+        return self._loaded
+
+    def change_routing(self, values: Mapping[str, Any]) -> None:
+        """Route with these values, by setting, instead of the configured ones; without any, with those."""
+        self._routing = values
+        self._running.apply_routing(self._served(self._loaded).settings)
+
+    def _served(self, loaded: Loaded[FrontendOptions]) -> Loaded[FrontendOptions]:
+        settings = loaded.settings
+        for one in loaded.command.declared():
+            if one.name in self._routing:
+                settings = _replaced(settings, one.path, self._routing[one.name])
+        return replace(loaded, settings=settings)
 
     async def reload(self) -> Changes:
         """Read the settings again and apply what can change. Raises ConfigError; then all stays as it was."""
@@ -103,7 +130,7 @@ class Reload:
                 log_failure(error)
                 raise
             old, new = self._loaded.settings, fresh.loaded.settings
-            self._running.apply(old, fresh)
+            self._running.apply(old, replace(fresh, loaded=self._served(fresh.loaded)))
             self._loaded = fresh.loaded
             log_changes(fresh.changes, old.log_level, new.log_level)
         return fresh.changes
@@ -115,3 +142,9 @@ class Reload:
         except ConfigError as error:
             raise BadRequestError(f"nothing was changed: {error}") from None
         return json_answer({"changed": changes.applied, "needs_restart": changes.needs_restart})
+
+
+def _replaced(settings: Any, path: Sequence[str], value: Any) -> Any:
+    """A dataclass with another value in a dataclass in it."""
+    name, *rest = path
+    return replace(settings, **{name: _replaced(getattr(settings, name), rest, value) if rest else value})

@@ -80,15 +80,17 @@ class Rules:
         )
         router.selection.filters = new_filters(self.filters(pool_id), router.circuits)
 
-    def change(self, options: RuleOptions, policy: PolicySettings, routers: Mapping[PoolId, Router]) -> None:
-        """Use these thresholds and weights from the next request on.
+    def change(
+        self, options: RuleOptions, mode: str, policy: PolicySettings, routers: Mapping[PoolId, Router]
+    ) -> None:
+        """Use these thresholds, this mode and these weights from the next request on.
 
         Thresholds that differ from those of before replace what was set at run time.
         """
         if options.filters != self.options.filters:
             self._filters.clear()
-        is_other_policy = policy != self._policy
-        self.options, self._policy = options, policy
+        is_other_policy = (mode, policy) != (self._mode, self._policy)
+        self.options, self._mode, self._policy = options, mode, policy
         for pool_id, router in routers.items():
             if router.circuits is not None and options.breaker is not None:
                 router.circuits.settings = options.breaker

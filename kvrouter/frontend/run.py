@@ -34,6 +34,7 @@ from kvrouter.frontend.hung_engines import probing
 from kvrouter.frontend.operators import KeyGate
 from kvrouter.frontend.overrides import Dialect
 from kvrouter.frontend.reload import Reload, Running
+from kvrouter.frontend.routing_change import RoutingChanges
 from kvrouter.frontend.rules import Rules
 from kvrouter.frontend.settings import FrontendOptions
 from kvrouter.frontend.sockets import Listeners, open_listeners, raise_limit, streams_within
@@ -158,7 +159,8 @@ async def running_frontend(
         admin = _new_admin(options, registry, member)
         gate = KeyGate(options.process.admin_key)
         reload = Reload(loaded, _changeable(member, path, gate)) if loaded is not None else None
-        site = Site(path.completions, admin, _operators_routes(member, path, admin, reload), options)
+        changes = _routing_changes(registry, member, reload) if reload is not None else None
+        site = Site(path.completions, admin, _operators_routes(member, path, admin, reload, changes), options)
         async with http_server(site, member.listeners, gate, hurried=hurried, options=options):
             _log_start(options, member)
             frontend = RunningFrontend(
@@ -334,6 +336,7 @@ def _changeable(member: _Member, path: _RequestPath, gate: KeyGate) -> Running:
     return Running(
         member.replica,
         member.rules,
+        path.accept,
         path.views,
         path.completions,
         member.waiting_room,
@@ -373,7 +376,11 @@ def _dialect(options: FrontendOptions) -> Dialect:
 
 
 def _operators_routes(
-    member: _Member, path: _RequestPath, admin: Admin, reload: Reload | None
+    member: _Member,
+    path: _RequestPath,
+    admin: Admin,
+    reload: Reload | None,
+    changes: RoutingChanges | None,
 ) -> list[tuple[str, str, View]]:
     """Method, path and view of each."""
     thresholds, views = BusyThresholds(member.replica, member.rules), path.views
@@ -386,7 +393,19 @@ def _operators_routes(
         ("GET", "/busy_threshold", thresholds.show),
         ("POST", "/busy_threshold", thresholds.change),
         *([("POST", "/config/reload", reload.view)] if reload is not None else []),
+        *([("GET", "/routing", changes.show)] if changes is not None else []),
+        *([("POST", "/routing", changes.change)] if changes is not None else []),
     ]
+
+
+def _routing_changes(registry: Registry, member: _Member, reload: Reload) -> RoutingChanges:
+    """Applies what operators change here or at a peer."""
+    changes = RoutingChanges(member.replica, member.replica_loop.publishing, reload)
+    member.replica_loop.inbox.on_routing = changes.apply
+    registry.register(StateCollector(changes.samples))
+    if member.replica.routing is not None:  # heard since the subscription
+        changes.apply()
+    return changes
 
 
 def _warn_of_missing_tokenizer(options: FrontendOptions, encoder: PromptEncoder, path: str | None) -> None:

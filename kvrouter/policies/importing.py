@@ -168,10 +168,15 @@ def _check_method(owner: type, method: str, count: int, name: str) -> None:
 
 
 def _constructor_arguments(made: type, name: str, arguments: Sequence[str]) -> dict[str, Any]:
+    # of __init__, if it has one: of a class that also has __new__ Python's versions take either
+    maker = made.__init__ if inspect.isfunction(made.__init__) else made  # type: ignore[misc]
     try:
-        signature = inspect.signature(made, eval_str=True)
+        signature = inspect.signature(maker, eval_str=True)
     except Exception:  # written in C, or annotated with names that only a type checker imports
-        signature = inspect.signature(made)
+        signature = inspect.signature(maker)
+    if maker is not made:
+        _, *parameters = signature.parameters.values()
+        signature = signature.replace(parameters=parameters)
     known = {key: one for key, one in signature.parameters.items() if one.kind not in {one.VAR_POSITIONAL}}
     takes_all = any(one.kind is one.VAR_KEYWORD for one in known.values())
     given: dict[str, Any] = {}

@@ -58,6 +58,9 @@ class Inbox:
         self._recovery = recovery
         self._log = feed_log
         self._on_change = on_change
+        self.on_routing: Callable[[], None] = lambda: None
+        """Called when a peer knows a later change of routing."""
+        self._routing = replica.routing
         self._messages: deque[tuple[str, bytes, float]] = deque()
         self._bytes = 0
         self._sources: dict[str, Source] = {}
@@ -179,6 +182,9 @@ class Inbox:
             self._members.round_ended()
         else:
             self._members.replica_heartbeat(router_id)
+            if self._replica.routing is not self._routing:
+                self._routing = self._replica.routing
+                self.on_routing()
 
     def _malformed(self, source: Source | None) -> int:
         """Messages of a feed that could not be read; for a member, malformed heartbeats of all members."""

@@ -110,6 +110,11 @@ class Publishing:
             self._is_hello_due = True
             self._loop.call_later(HELLO_DELAY_S, self._answer_hellos)
 
+    def heartbeat_soon(self) -> None:
+        """Publish a heartbeat now: something in it has changed that peers should know before the next one."""
+        if self.state != "leave":
+            self._publish_heartbeat()
+
     def drain(self) -> None:
         """Heartbeats state from now on that this replica takes no new requests."""
         self.state = "draining"

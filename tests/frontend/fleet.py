@@ -19,14 +19,15 @@ from kvrouter.core.wire.heartbeats import encode as encode_beat
 from kvrouter.core.wire.ids import PoolId, Target, WorkerId
 from kvrouter.core.wire.ops import VERSION
 from kvrouter.frontend.run import RunningFrontend, running_frontend
-from kvrouter.frontend.settings import parse_options
+from kvrouter.frontend.settings import COMMAND
+from kvrouter.settings.read import load
 from tests.frontend.clients import Client, Response, ask, connected, get
 from tests.frontend.workers import OK, FakeWorker, Script, until
 
 POOL = PoolId("m-12345678")
 BODY = {"model": "m", "prompt": list(range(64)), "max_tokens": 4}
 STREAM = {**BODY, "stream": True}
-FOR_OPERATORS = ("/workers", "/decisions", "/busy_threshold", "/v1/route")
+FOR_OPERATORS = ("/routing", "/workers", "/decisions", "/busy_threshold", "/v1/route")
 """Paths that `get` requests from the admin listener."""
 
 
@@ -69,8 +70,15 @@ class Fleet:
     bus: Bus
     subjects: Subjects
     trouble: Trouble
+    flags: Sequence[str] = ()
+    """Of each frontend."""
     frontends: list[RunningFrontend] = field(default_factory=list)
     workers: list[FakeWorker] = field(default_factory=list)
+
+    def new_frontend(self) -> contextlib.AbstractAsyncContextManager[RunningFrontend]:
+        """One more, in the same namespace."""
+        loaded = load(COMMAND, self.flags, {})
+        return running_frontend(loaded.settings, loaded=loaded)
 
     @property
     def frontend(self) -> RunningFrontend:
@@ -173,13 +181,12 @@ async def running_fleet(
     async with contextlib.AsyncExitStack() as stack:
         trouble = stack.enter_context(no_trouble())
         bus = await stack.enter_async_context(Bus.open(NatsOptions((nats,)), name="test"))
-        fleet = Fleet(bus, Subjects(namespace), trouble)
+        fleet = Fleet(bus, Subjects(namespace), trouble, common)
         for number, script in enumerate(scripts):
             worker = FakeWorker(f"w{number}", script, tls=worker_tls)
             fleet.workers.append(await stack.enter_async_context(worker.serving()))
         for _ in range(replicas):
-            frontend = running_frontend(parse_options(common))
-            fleet.frontends.append(await stack.enter_async_context(frontend))
+            fleet.frontends.append(await stack.enter_async_context(fleet.new_frontend()))
         await until(lambda: bus.connected, "the test is connected")
         # Its own heartbeat has come back, so the server has its subscription.
         has_subscribed = lambda: all(each.replica._leases._last_round for each in fleet.frontends)  # noqa: E731

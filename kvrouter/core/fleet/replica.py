@@ -26,6 +26,7 @@ from kvrouter.core.fleet.router import Router, RouterRules
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.wire.heartbeats import (
     RouterBeat,
+    RoutingChange,
     State,
     WorkerBeat,
     decode_router_beat,
@@ -106,6 +107,8 @@ class Replica:
         self.pools = Pools(self._new_router, settings.lease_rounds)
         self.routers = self.pools.routers
         self.peers: dict[RouterId, RouterBeat] = {}
+        self.routing: RoutingChange | None = None
+        """The latest change of routing, by an operator here or at a peer; the shell applies it."""
         self._worker_pools: dict[WorkerId, PoolId] = {}
         self._leases: Leases[Source] = Leases(settings.lease_rounds, settings.heartbeat_s)
         self._held = HeldBudget()
@@ -198,6 +201,8 @@ class Replica:
             self.counters.members_refused += 1
             return
         self.peers[router_id] = beat
+        if beat.routing is not None and beat.routing.is_later(self.routing):
+            self.routing = beat.routing
         self._note_unheard()
         self._leases.renew(RouterSource(router_id), beat.interval_ms)
         self._wait_for_workers(beat, router_id)
@@ -286,6 +291,7 @@ class Replica:
             self._live_workers() if names_workers else [],
             # Peers that serve fewer pools become unready by this, so it must not promise too much.
             self._serves() if state == "up" and self._readiness.is_ready else {},
+            self.routing,
         )
 
     def _serves(self) -> dict[str, int]:

@@ -14,6 +14,7 @@ from kvrouter.core.wire.ids import WorkerId
 from kvrouter.core.wire.ops import UNREADABLE, VERSION
 from kvrouter.core.wire.values import (
     MOST_NAMES,
+    MOST_NUMBER,
     Amount,
     BlockSize,
     Finite,
@@ -23,6 +24,7 @@ from kvrouter.core.wire.values import (
     Rank,
     RankHeader,
     Ranks,
+    SettingText,
     Share,
     Text,
     Url,
@@ -113,6 +115,24 @@ class WorkerBeat(Struct, frozen=True, array_like=True):
     interval_ms: Amount | None = None  # between its heartbeats; None: not reported
 
 
+class RoutingChange(Struct, frozen=True, array_like=True):
+    """Settings of routing that an operator has changed in all replicas: flags without dashes, and texts.
+
+    The later one holds everywhere: the greater revision, of equal ones the greater `by`. Without `settings`
+    all are again as configured.
+    """
+
+    revision: Annotated[int, Meta(ge=1, le=MOST_NUMBER)]
+    by: Identifier  # the replica that was told
+    settings: Annotated[dict[SettingText, SettingText], Meta(max_length=64)]
+    who: SettingText = ""
+    why: SettingText = ""
+
+    def is_later(self, other: RoutingChange | None) -> bool:
+        """Whether this one holds."""
+        return other is None or (self.revision, self.by) > (other.revision, other.by)
+
+
 class RouterBeat(Struct, frozen=True, array_like=True):
     """A replica's heartbeat. `feeds` maps a pool to the last seq of its sync feed.
 
@@ -131,6 +151,7 @@ class RouterBeat(Struct, frozen=True, array_like=True):
     interval_ms: Amount | None = None
     workers: Annotated[list[Identifier], Meta(max_length=4096)] = []
     serves: Annotated[dict[Identifier, BlockSize], Meta(max_length=1024)] = {}
+    routing: RoutingChange | None = None  # the latest that it knows, so that joiners learn it
 
 
 encode = msgspec.msgpack.Encoder().encode

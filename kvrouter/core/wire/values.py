@@ -50,6 +50,8 @@ Finite = Annotated[float, Meta(ge=-MOST_FINITE, le=MOST_FINITE)]
 # Worker ids, router ids and pools: they are parts of NATS subjects, where a dot or a space has a meaning.
 Identifier = Annotated[str, Meta(pattern=rf"\A{IDENTIFIER_PATTERN}\Z")]
 ShortText = Annotated[str, Meta(max_length=64)]
+# A setting, its value, who changed it, or why: logged, so without control characters.
+SettingText = Annotated[str, Meta(max_length=256, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
 # A name that clients use and logs quote: without control characters it cannot forge a log line.
 Line = Annotated[str, Meta(max_length=1024, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
 # For operators; displayed only where it is escaped.

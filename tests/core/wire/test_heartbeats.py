@@ -67,7 +67,7 @@ def test_older_replica_serves_nothing_known() -> None:
     newer = RouterBeat(VERSION, 5, "up", "http://a", {}, 3, 1000, [], {"llama-0a1b2c3d": 16})
 
     assert newer == decode_router_beat(encode(newer))
-    assert {} == decode_router_beat(msgpack.packb(msgpack.unpackb(encode(newer))[:-1])).serves
+    assert {} == decode_router_beat(msgpack.packb(msgpack.unpackb(encode(newer))[:8])).serves
 
 
 @pytest.mark.parametrize("version", [0, 2])
