@@ -36,6 +36,14 @@ class Plan:
     mocker_flags: Mapping[int, Sequence[str]] = field(default_factory=dict)
     # Additional flags of their agents, by number.
     agent_flags: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    # The port of each engine, followed by two more that are free; empty: drawn when it starts.
+    engine_ports: Sequence[int] = ()
+    # By the name of a process, instead of --nats for all: its server and its user.
+    nats_flags: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def bus_of(self, name: str, nats_url: str) -> list[str]:
+        """The flags with which a process reaches NATS."""
+        return [*self.nats_flags.get(name, [f"--nats={nats_url}"]), f"--namespace={self.namespace}"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +93,8 @@ async def deploy(fleet: Fleet, client: Client, plan: Plan, nats_url: str) -> Dep
 
 async def start_engine(fleet: Fleet, plan: Plan, nats_url: str, number: int) -> Engine:
     """Start one mocker and its agent."""
-    port, events, replay = free_ports(3)
+    port = plan.engine_ports[number] if plan.engine_ports else free_ports(3)[0]
+    events, replay = port + 1, port + 2
     url = f"http://127.0.0.1:{port}"
     wires = [f"--kv-events=tcp://127.0.0.1:{events}", f"--kv-replay=tcp://127.0.0.1:{replay}"]
     mocker = await fleet.start(
@@ -97,7 +106,7 @@ async def start_engine(fleet: Fleet, plan: Plan, nats_url: str, number: int) -> 
             *plan.mocker_flags.get(number, ()),
         ],
     )  # fmt: skip
-    bus = [f"--nats={nats_url}", f"--namespace={plan.namespace}"]
+    bus = plan.bus_of(f"agent-{number}", nats_url)
     more = plan.agent_flags.get(number, ())
     agent = await fleet.start(
         f"agent-{number}", [*python("kvrouter.worker"), f"--engine-url={url}", *wires, *bus, *more]
@@ -115,7 +124,7 @@ async def start_frontend(
         [
             *python("kvrouter.frontend"), "--host=127.0.0.1", f"--port={port}", f"--admin-port={admin_port}",
             f"--router-mode={plan.router_mode}", "--router-replica-sync",
-            f"--nats={nats_url}", f"--namespace={plan.namespace}",
+            *plan.bus_of(f"frontend-{number}", nats_url),
             *([f"--model-path={plan.model_path}"] if plan.gives_model else []),
             "--drain-grace=0", *plan.frontend_flags,
         ],

@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from kvrouter.bus import Bus, BusError, NatsOptions
+from kvrouter.bus import Bus, NatsOptions, Subjects
+from kvrouter.verify import VerifyError
+from kvrouter.verify.agents import Requests
 from kvrouter.worker import rank as rank_module
 from kvrouter.worker.agent import serve
 from kvrouter.worker.options import AgentOptions
@@ -34,19 +36,21 @@ async def test_agent_outlives_its_engine(
         await engine.until_subscribed()
         await hostile(engine, 300)
         await engine.publish_honest()
+        requests = Requests(bus, Subjects(namespace))
+        await requests.begin()
         async with asyncio.timeout(30):
-            while not await equal(bus, namespace, engine.engine):
+            while not await equal(requests, engine.engine):
                 assert not task.done(), task
                 await asyncio.sleep(0.02)
         stop.set()
         await task
 
 
-async def equal(bus: Bus, namespace: str, engine: HonestEngine) -> bool:
+async def equal(requests: Requests, engine: HonestEngine) -> bool:
     """Whether the agent publishes the engine's blocks; False while it does not answer."""
     try:
-        return await agent_blocks(bus, namespace, "w") == engine.held()
-    except (BusError, RuntimeError):
+        return await agent_blocks(requests, "w") == engine.held()
+    except (VerifyError, RuntimeError):
         return False
 
 

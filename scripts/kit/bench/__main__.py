@@ -27,6 +27,7 @@ usage: scripts/bench SUBCOMMAND [flags]
   overload   goodput and rejections at twice the load that the engines can serve
   live       weight `auto`, fixed weights and least-loaded over real frontends, at 70 % of saturation
   walks      how many files a chat, a KV event and a booking run through: pictures in docs/concepts
+  nats       messages, bytes and cores of one NATS server, by workers and replicas
   peers      comparison with nginx, vllm-router, sglang-router and Dynamo's frontend
 
 `scripts/bench SUBCOMMAND --help` lists a sub-command's flags.
@@ -34,7 +35,7 @@ usage: scripts/bench SUBCOMMAND [flags]
 
 _COMMANDS = (
     "policies", "decisions", "sync", "herding", "lag", "tokens", "hashes", "index", "ghosts", "churn",
-    "growth", "long", "request", "relay", "overload", "live", "walks", "peers",
+    "growth", "long", "request", "relay", "overload", "live", "walks", "peers", "nats",
 )  # fmt: skip
 
 

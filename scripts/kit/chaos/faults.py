@@ -17,6 +17,7 @@ from typing import Any
 
 from kvrouter.tokens.tiny import VOCABULARY_SIZE
 from kvrouter.worker.options import worker_id_of
+from scripts.kit.chaos.cluster import busiest
 from scripts.kit.chaos.judge import Damage, Excuse
 from scripts.kit.chaos.stage import Stage
 from scripts.kit.demo import MODEL
@@ -26,6 +27,8 @@ from scripts.kit.load import LoadRequest, Outcome
 from scripts.kit.steady import SteadyLoad
 
 STOPPED_S = 10.0
+# Longer than a lease of five heartbeats.
+CUT_S = 8.0
 # Its agent reports it as down after three probes, and requests move to other workers one per second.
 WORKER_STOPPED_S = 20.0
 DOWN_S = 2.0
@@ -59,6 +62,8 @@ class Row:
     what: str
     fault: Fault
     behind_haproxy: bool = False
+    # Three NATS servers and a leaf node, with accounts, instead of one server.
+    on_cluster: bool = False
     # The engine whose share in the index is reported.
     engine: int | None = None
     # Whether the engine's agent must publish all of its blocks afterwards.
@@ -106,6 +111,30 @@ async def stop_nats(stage: Stage, load: SteadyLoad) -> Damage:
     with stage.fleet.processes["nats"].paused():
         await asyncio.sleep(STOPPED_S)
     return Damage(time.perf_counter())
+
+
+async def kill_nats_node(stage: Stage, load: SteadyLoad) -> Damage:
+    """Kill the server of the cluster with the most clients; after some seconds it restarts."""
+    name = await busiest(stage.client, stage.fleet.directory / "nats")
+    await stage.fleet.processes[name].kill()
+    await asyncio.sleep(STOPPED_S)
+    await stage.fleet.start_again(name)
+    return Damage(time.perf_counter(), notes=[f"{name} was down for {STOPPED_S:g} s"])
+
+
+async def cut_leaf(stage: Stage, load: SteadyLoad) -> Damage:
+    """End the leaf node's connection to the cluster, and refuse new ones for a while."""
+    assert stage.link is not None
+    views = [f"{url}/workers" for url in stage.admin_urls]
+    with stage.link.cut():
+        await asyncio.sleep(CUT_S)
+        seen = [len((await stage.client.get_json(url))["namespace_peers"]) for url in views]
+    note = f"peers that the replicas saw at its end: {', '.join(map(str, seen))}"
+    return Damage(
+        time.perf_counter(),
+        notes=[note],
+        problems=[] if seen[-1] == 0 else ["the replica at the leaf still saw its peers: nothing was cut"],
+    )
 
 
 async def kill_agent(stage: Stage, load: SteadyLoad) -> Damage:
@@ -287,4 +316,11 @@ ROWS = (
     Row(
         "rolling-restart", "rolling restart of all replicas behind HAProxy", restart_all, behind_haproxy=True
     ),
+    Row(
+        "nats-node-kill",
+        f"kill -9 one of three NATS servers for {STOPPED_S:g} s",
+        kill_nats_node,
+        on_cluster=True,
+    ),
+    Row("leaf-cut", f"a NATS leaf node without its cluster for {CUT_S:g} s", cut_leaf, on_cluster=True),
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import logging
 import sys
@@ -85,21 +86,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 async def _run(options: Options) -> int:
     console = new_console()
     started = time.monotonic()
+    rows = [row for row in ROWS if not options.only or row.name in options.only]
+    results = []
+    for on_cluster, of_stage in itertools.groupby(rows, lambda row: row.on_cluster):
+        results += await _run_stage(console, list(of_stage), options.rate, on_cluster=on_cluster)
+    _show(console, results, options, time.monotonic() - started)
+    if not all(result.holds for result in results):
+        raise BrokenPromiseError("a row failed, see above")
+    return 0
+
+
+async def _run_stage(
+    console: Console, rows: Sequence[Row], rate: float, *, on_cluster: bool
+) -> list[RowResult]:
+    """The rows of one fleet."""
     async with AsyncExitStack() as stack:
         directory = stack.enter_context(log_directory("chaos"))
         fleet = await stack.enter_async_context(Fleet(directory))
-        console.print(f"starting NATS, {ENGINES} engines with their agents, and {REPLICAS} replicas")
-        stage = await open_stage(stack, fleet, _plan(directory))
+        nats = "three NATS servers with a leaf node" if on_cluster else "NATS"
+        console.print(f"starting {nats}, {ENGINES} engines with their agents, and {REPLICAS} replicas")
+        stage = await open_stage(stack, fleet, _plan(directory), on_cluster=on_cluster)
         requests = load_requests(700, output_divisor=OUTPUT_DIVISOR)
-        rows = [row for row in ROWS if not options.only or row.name in options.only]
-        results = []
-        for row in rows:
-            result = await _run_row(console, stage, row, requests, options.rate)
-            results.append(result)
-        _show(console, results, options, time.monotonic() - started)
-        if not all(result.holds for result in results):
-            raise BrokenPromiseError("a row failed, see above")
-        return 0
+        return [await _run_row(console, stage, row, requests, rate) for row in rows]
 
 
 def _plan(directory: Path) -> Plan:

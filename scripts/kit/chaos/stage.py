@@ -9,12 +9,14 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from kvrouter.bus import Bus
+from kvrouter.bus import NatsOptions, Subjects
 from kvrouter.config import open_bus
 from kvrouter.tokens.tiny import build_tiny_model
 from kvrouter.verify import VerifyError, compare
+from kvrouter.verify.agents import Requests
 from kvrouter.worker.options import worker_id_of
 from scripts.kit import deployment
+from scripts.kit.chaos.cluster import Link, start_cluster
 from scripts.kit.chaos.judge import CLEAN_LIMIT_S, Damage, Leftovers
 from scripts.kit.chaos.truth import EngineWatch, agent_blocks, phantom_blocks, watching
 from scripts.kit.deployment import Deployment, Plan
@@ -38,9 +40,11 @@ class Stage:
     client: Client
     plan: Plan
     deployed: Deployment
-    bus: Bus
+    requests: Requests
     # Engine URL -> the blocks that it really holds.
     watches: Mapping[str, EngineWatch]
+    # Between the leaf node and the cluster, where there are these.
+    link: Link | None = None
 
     @property
     def urls(self) -> list[str]:
@@ -120,7 +124,7 @@ class Stage:
         rows = [await self.client.get_json(f"{url}/workers") for url in self.admin_urls]
         count = 0
         for target in (target for row in rows for target in row["targets"]):
-            agent = await agent_blocks(self.bus, self.plan.namespace, target["worker_id"])
+            agent = await agent_blocks(self.requests, target["worker_id"])
             count += phantom_blocks(target, agent, self.watches[target["url"]])
         return count
 
@@ -135,7 +139,7 @@ class Stage:
     async def missing_blocks(self, engine: int) -> int:
         """Number of blocks that an engine holds and its agent does not publish."""
         url = self.deployed.engines[engine].url
-        agent = await agent_blocks(self.bus, self.plan.namespace, worker_id_of(url))
+        agent = await agent_blocks(self.requests, worker_id_of(url))
         return len(self.watches[url].held() - agent)
 
     async def index_share(self, engine: int) -> str:
@@ -148,15 +152,25 @@ class Stage:
         return f"the index names {target['blocks']} of the engine's {held} blocks{partial}"
 
 
-async def open_stage(stack: AsyncExitStack, fleet: Fleet, plan: Plan) -> Stage:
-    """Start NATS and everything in `plan`, and watch each engine's KV events."""
+async def open_stage(stack: AsyncExitStack, fleet: Fleet, plan: Plan, *, on_cluster: bool = False) -> Stage:
+    """Start NATS and everything in `plan`, and watch each engine's KV events.
+
+    `on_cluster`: three servers and a leaf node, with accounts, instead of one server.
+    """
     client = Client()
     stack.callback(client.close)
     build_tiny_model(plan.model_path)
-    nats_url = await deployment.start_nats(fleet, client)
-    deployed = await deployment.deploy(fleet, client, plan, nats_url)
+    link = None
+    if on_cluster:
+        link = await stack.enter_async_context(Link.open())
+        plan, options = await start_cluster(fleet, client, plan, link)
+    else:
+        options = NatsOptions((await deployment.start_nats(fleet, client),))
+    deployed = await deployment.deploy(fleet, client, plan, options.servers[0])
     watches = {
         engine.url: await stack.enter_async_context(watching(engine.kv_events)) for engine in deployed.engines
     }
-    bus = await stack.enter_async_context(open_bus(nats_url, name=plan.namespace))
-    return Stage(fleet, client, plan, deployed, bus, watches)
+    bus = await stack.enter_async_context(open_bus(options, name=plan.namespace))
+    requests = Requests(bus, Subjects(plan.namespace))
+    await requests.begin()
+    return Stage(fleet, client, plan, deployed, requests, watches, link)

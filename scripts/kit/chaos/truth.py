@@ -18,15 +18,12 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from kvrouter.bus import Bus, Subjects
 from kvrouter.core.wire.hashes import block_hashes, sequence_hashes
 from kvrouter.core.wire.ids import SequenceHash, WorkerId
 from kvrouter.core.wire.ops import DISK, ReplayRequest, encode
-from kvrouter.verify.agents import RankFeed
+from kvrouter.verify.agents import RankFeed, Requests
 from kvrouter.worker.blocks.engine_blocks import EngineHash
 from kvrouter.worker.engines.vllm import BlockRemoved, BlockStored, decode_batch
-
-_ANSWER_TIMEOUT_S = 5.0
 
 
 class EngineWatch:
@@ -100,12 +97,11 @@ async def _watch(socket: zmq.asyncio.Socket, watch: EngineWatch) -> None:
         watch.batch(int.from_bytes(seq, "big"), payload)
 
 
-async def agent_blocks(bus: Bus, namespace: str, worker_id: str) -> set[int]:
+async def agent_blocks(requests: Requests, worker_id: str) -> set[int]:
     """The sequence hashes that a worker's agent publishes: its snapshot and the frames after it."""
-    subject = Subjects(namespace).kv_replay(WorkerId(worker_id))
 
     async def ask(request: ReplayRequest) -> bytes:
-        return await bus.request(subject, encode(request), timeout_s=_ANSWER_TIMEOUT_S)
+        return await requests.ask(WorkerId(worker_id), encode(request))
 
     feed = RankFeed(0)
     *_, last = await feed.look(ask)

@@ -19,8 +19,10 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from kvrouter.bus import Bus, BusError
+from kvrouter.bus import Subjects
 from kvrouter.config import open_bus
+from kvrouter.verify import VerifyError
+from kvrouter.verify.agents import Requests
 from scripts.kit.bench.meter import resident_bytes
 from scripts.kit.chaos.truth import agent_blocks
 from scripts.kit.deployment import start_nats
@@ -51,11 +53,11 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """The agent's process, its engines and the bus."""
+    """The agent's process, its engines, and requests to it."""
 
     agent: Process
     engines: Sequence[ServedEngine]
-    bus: Bus
+    requests: Requests
 
     async def round(self, frames: int) -> Round:
         """Run one round. Raises FleetError if the agent ends, or does not equal the engines in time."""
@@ -74,8 +76,8 @@ class Scene:
             async with asyncio.timeout(EQUAL_WITHIN_S):
                 while True:
                     self.agent.check()
-                    with contextlib.suppress(BusError, RuntimeError):  # no answer, or a malformed one
-                        published = await agent_blocks(self.bus, NAMESPACE, worker_id)
+                    with contextlib.suppress(VerifyError, RuntimeError):  # no answer, or a malformed one
+                        published = await agent_blocks(self.requests, worker_id)
                         if published == engine.engine.held():
                             return
                     await asyncio.sleep(0.2)
@@ -151,7 +153,9 @@ async def _scene(fleet: Fleet, seed: int) -> AsyncIterator[Scene]:
         async with asyncio.timeout(EQUAL_WITHIN_S):
             await asyncio.gather(vllm.until_subscribed(), sglang.until_subscribed())
         bus = await stack.enter_async_context(open_bus(nats_url, name="fuzz"))
-        yield Scene(agent, (vllm, sglang), bus)
+        requests = Requests(bus, Subjects(NAMESPACE))
+        await requests.begin()
+        yield Scene(agent, (vllm, sglang), requests)
 
 
 def _report(rounds: Sequence[Round], log: str, console: Console) -> int:
