@@ -16,6 +16,7 @@ usage: kvrouter COMMAND [flags]
   frontend   one replica: OpenAI-compatible HTTP frontend with the router inside
   worker     the agent of an engine: announces it, forwards its KV events, reports its load
   mocker     a simulated engine with vLLM's HTTP surface and KV-event wire
+  analyze    what a trace, or live traffic, holds for a router, and which flags fit it
   simulate   a trace replayed on simulated engines in virtual time, once per routing mode
   tune       the best settings for a trace, searched in the simulator and tested
   nats       the embedded NATS server on 127.0.0.1, until stopped
@@ -35,6 +36,7 @@ MODULES = {
     "frontend": "kvrouter.frontend.__main__",
     "worker": "kvrouter.worker.__main__",
     "mocker": "kvrouter.mocker.__main__",
+    "analyze": "kvrouter.analyze.__main__",
     "simulate": "kvrouter.simulate.__main__",
     "tune": "kvrouter.simulate.tune_command",
     "nats": "kvrouter.bus.__main__",

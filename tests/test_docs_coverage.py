@@ -17,7 +17,6 @@ PAGE = ROOT / "docs" / "coverage.md"
 MISSING = {
     "time between tokens in `/metrics`",
     "the same as flags",
-    "analysis of a trace",
 }
 """The capabilities that other work is to add; nothing else may be missing."""
 

@@ -2,6 +2,7 @@
 
 POST /v1/route, x-kvrouter-dry-run   Router.decide     nothing is booked or sent
 GET  /decisions, /decisions/ID       DecisionRing      explained on request
+GET  /decisions?blocks=true          DecisionRing      with the hashes of the prompts' blocks
 --log-decisions                      DecisionRing      explained at once
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -19,7 +21,7 @@ from kvrouter.core.routing.policy import Candidate, OverlapWeight, RouteRequest
 from kvrouter.core.routing.selection import Decision, Verdict
 from kvrouter.errors import BadRequestError, UnknownDecisionError
 from kvrouter.frontend.accept import Work
-from kvrouter.frontend.views import json_answer
+from kvrouter.frontend.views import Lines, json_answer
 from kvrouter.policies import PolicySettings
 from kvrouter.relay.answer import Answer
 from kvrouter.relay.request import Request
@@ -61,14 +63,19 @@ class DecisionViews:
             )
         return json_answer({"request_id": request_id, "decisions": [self._explained(one) for one in found]})
 
-    async def last(self, request: Request) -> Answer:
-        """GET /decisions: the newest first, without their candidates. Raises BadRequestError."""
+    async def last(self, request: Request) -> Answer | Lines:
+        """GET /decisions: the newest first, without their candidates. Raises BadRequestError.
+
+        With `blocks=true` as JSON lines, made while they are sent: a prompt can have thousands of blocks.
+        """
         limit = request.query.get("limit", [str(DEFAULT_LIMIT)])[0]
         if not (limit.isascii() and limit.isdecimal()) or not 1 <= int(limit) <= MOST_LISTED:
             raise BadRequestError(
                 f"limit={limit!r}: must be a whole number from 1 to {MOST_LISTED}", param="limit"
             )
         kept = self._kept.last(int(limit)) if self._kept is not None else []
+        if request.in_query("blocks") == "true":
+            return Lines(self._with_blocks(kept))
         return json_answer({"decisions": [self._summary(one) for one in kept]})
 
     def log_last(self) -> None:
@@ -86,6 +93,20 @@ class DecisionViews:
             "candidates": len(decided.candidates),
             "eligible": len(decided.eligible),
         }
+
+    def _with_blocks(self, kept: Sequence[Decided]) -> Iterator[bytes]:
+        for decided in kept:
+            size = decided.candidates[0].block_size or decided.candidates[0].card.block_size
+            prompts = [
+                {
+                    "isl": prompt.isl,
+                    "block_size": prompt.block_size or size,
+                    "hashes": [] if prompt.is_text else [f"{hash_:016x}" for hash_ in prompt.hashes],
+                }
+                for prompt in decided.request.prompts
+            ]
+            yield _encoded(self._summary(decided) | {"prompts": prompts})
+            yield b""
 
     def _explained(self, decided: Decided) -> dict[str, Any]:
         facts = self._facts(decided.request, decided.moment.now)

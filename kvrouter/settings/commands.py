@@ -13,6 +13,7 @@ MODULES = {
     "frontend": "kvrouter.frontend.settings",
     "worker": "kvrouter.worker.settings",
     "mocker": "kvrouter.mocker.settings",
+    "analyze": "kvrouter.analyze.settings",
     "simulate": "kvrouter.simulate.settings",
     "tune": "kvrouter.simulate.tune_settings",
     "nats": "kvrouter.bus.settings",

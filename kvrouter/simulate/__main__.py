@@ -18,7 +18,7 @@ from kvrouter.simulate.placement import Replicas
 from kvrouter.simulate.progress import shown_progress
 from kvrouter.simulate.report import Possible, show, show_compared, write_compared, write_json
 from kvrouter.simulate.settings import COMMAND, Engines, Options, SimulateSettings
-from kvrouter.simulate.traces import TraceRequest, named_blocks, read_mooncake, scaled, spread
+from kvrouter.simulate.traces import TraceRequest, named_blocks, read_trace, scaled, spread
 from kvrouter.simulate.workloads import text_of
 
 
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(loaded: Loaded[SimulateSettings]) -> int:
     try:
         options = loaded.settings.options()
-        requests = read_mooncake(options.trace, options.requests)
+        requests = read_trace(options.trace, options.requests)
         if options.compared is not None:
             _compare(options, options.compared, requests)
         else:
@@ -112,12 +112,12 @@ def simulate(mode: str, arrivals: Sequence[Arrival], options: Options) -> Run:
 
 def to_arrivals(requests: Sequence[TraceRequest], options: Options) -> Iterator[Arrival]:
     """The requests that fit the model's length. Equal blocks become equal texts of four characters each."""
-    block_size, tokens_per_id = options.engine.block_size, options.scaling.tokens_per_id
+    block_size = options.engine.block_size
     for request in requests:
         # an engine would reject it; the report counts these
         if request.prompt_tokens >= options.engine.max_model_len:
             continue
-        hashes = named_blocks(request, tokens_per_id=tokens_per_id, block_size=block_size)
+        hashes = named_blocks(request, block_size)
         text = text_of(hashes)
         yield Arrival(request.arrival_s, hashes, request.prompt_tokens, max(1, request.output_tokens), text)
 

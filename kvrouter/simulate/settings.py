@@ -17,7 +17,7 @@ from kvrouter.simulate.generated import STAGED, WORKLOADS, Stage, stages_of, wor
 from kvrouter.simulate.measures import Slo
 from kvrouter.simulate.placement import Frontend, Sync
 from kvrouter.simulate.step_model import ORDERS, STEP_MODELS, StepModel
-from kvrouter.simulate.traces import CONVERSATION_EXCERPT, SHORT_EXCERPT, TRACE_ID_TOKENS, Scaling
+from kvrouter.simulate.traces import CONVERSATION_EXCERPT, SHORT_EXCERPT, Scaling
 
 DEFAULT_MODES = ("round-robin", "kv")
 MOCKER = "mocker"
@@ -115,7 +115,9 @@ class MockerEngines(Settings):
     duration: float | None = setting(
         None, "seconds from first to last request", above=0, default_text="as in the trace"
     )
-    tokens_per_id: int = setting(TRACE_ID_TOKENS, "fewer: shorter prompts", least=1)
+    tokens_per_id: int | None = setting(
+        None, "fewer: shorter prompts", least=1, default_text="as in the trace: 512, or 16 of Qwen-Bailian"
+    )
     output_divisor: int = setting(1, "divide the output lengths by this", least=1)
     seed: int = setting(1, "seed of the random numbers")
     num_blocks: int = setting(27_000, "KV blocks of each engine", least=1)
@@ -185,7 +187,7 @@ class SimulateSettings(Settings):
 
     trace: Path = setting(
         CONVERSATION_EXCERPT,
-        "requests in Mooncake's JSON lines, also .gz",
+        "requests in JSON lines as Mooncake's or Qwen-Bailian's, also .gz",
         default_text="the excerpt that comes with kvrouter",
         is_top=True,
     )
@@ -222,7 +224,7 @@ class SimulateSettings(Settings):
         if policy.custom is not None:
             modes = (*modes, CUSTOM)
         mocker = self.mocker
-        if mocker.tokens_per_id % mocker.block_size:
+        if mocker.tokens_per_id is not None and mocker.tokens_per_id % mocker.block_size:
             raise ConfigError(
                 f"--tokens-per-id {mocker.tokens_per_id} must be a multiple of "
                 f"--block-size {mocker.block_size}"

@@ -1,8 +1,12 @@
 """Request traces: read them, scale them to a small fleet, and make prompts for them.
 
-A Mooncake trace contains for each request its arrival, the lengths of prompt and output, and the ids of the
-512-token blocks of the prompt: equal ids are equal blocks after equal prefixes. It contains no text, so
-prompts are generated: an id always stands for the same tokens, which keeps exactly the sharing of the trace.
+A trace contains for each request its arrival, the lengths of prompt and output, and an id for each block of
+the prompt, the partial last one included. It contains no text, so prompts are generated: an id always stands
+for the same tokens, which keeps exactly the sharing of the trace.
+
+    Mooncake      512 tokens an id, milliseconds; equal ids are equal blocks after equal prefixes
+    Qwen-Bailian   16 tokens an id, seconds, known by its `chat_id`; its ids name blocks by their own tokens
+                   alone (its README: SipHash of each block), so here each becomes the hash of all up to it
 """
 
 from __future__ import annotations
@@ -12,18 +16,22 @@ import hashlib
 import io
 import itertools
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
+from kvrouter.core.wire.hashes import sequence_hashes
+from kvrouter.core.wire.ids import BlockHash
 from kvrouter.errors import KvRouterError
 
 # The block size of Mooncake traces: a hash id stands for this many prompt tokens.
 TRACE_ID_TOKENS = 512
+BAILIAN_ID_TOKENS = 16
 
 # The first 3,000 requests of the conversation trace; data/README.md names source and licence.
 CONVERSATION_EXCERPT = Path(__file__).parent / "data" / "mooncake_conversation_3000.jsonl.gz"
@@ -31,7 +39,9 @@ CONVERSATION_EXCERPT = Path(__file__).parent / "data" / "mooncake_conversation_3
 # What the demo and the mocker's engines take of it: more would take minutes.
 SHORT_EXCERPT = 700
 
-
+# A line of a prompt of a million tokens in ids of 16 is a tenth of it. A file without line ends is no trace.
+_MOST_LINE_BYTES = 8 * 1024 * 1024
+_FIELDS = "a line is a JSON object with timestamp, input_length, output_length and hash_ids"
 _NAME = struct.Struct("<QQ")
 
 
@@ -48,20 +58,22 @@ class TraceRequest:
     prompt_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...]
+    id_tokens: int = TRACE_ID_TOKENS
+    """The prompt tokens that an id stands for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
     """How to scale the trace of a large fleet down to a small machine."""
 
-    tokens_per_id: int = TRACE_ID_TOKENS
-    """Prompts shrink by tokens_per_id / 512; shared prefixes stay shared."""
+    tokens_per_id: int | None = None
+    """Prompts shrink by this over the trace's tokens per id, and share as before. None: they do not."""
     output_divisor: int = 1
     duration_s: float | None = None
     """Seconds from the first to the last request; None: as in the trace."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.tokens_per_id <= TRACE_ID_TOKENS:
+        if self.tokens_per_id is not None and not 1 <= self.tokens_per_id <= TRACE_ID_TOKENS:
             raise TraceError(f"tokens_per_id {self.tokens_per_id}: use 1 to {TRACE_ID_TOKENS}")
         if self.output_divisor < 1:
             raise TraceError(f"output_divisor {self.output_divisor}: use 1 or more")
@@ -70,57 +82,115 @@ class Scaling:
 
 
 NotNegative = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-Positive = Annotated[int, msgspec.Meta(ge=1)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Length = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
-class _Line(msgspec.Struct, frozen=True):
+class _Mooncake(msgspec.Struct, frozen=True):
     timestamp: NotNegative
     input_length: Positive
-    output_length: NotNegative
+    output_length: Length
     hash_ids: tuple[NotNegative, ...]
+    chat_id: object = None
+
+    def request(self, start: float) -> TraceRequest:
+        """The request, its arrival counted from `start`."""
+        arrival_s = (self.timestamp - start) / 1000
+        return TraceRequest(arrival_s, self.input_length, self.output_length, self.hash_ids)
 
 
-def read_mooncake(path: Path, limit: int | None = None) -> list[TraceRequest]:
-    """The first `limit` requests of a Mooncake trace, or all, with times from the first one on."""
+class _Bailian(msgspec.Struct, frozen=True):
+    timestamp: Seconds
+    input_length: Positive
+    output_length: Length
+    hash_ids: tuple[NotNegative, ...]
+    chat_id: int
+
+    def request(self, start: float) -> TraceRequest:
+        """The request, its arrival counted from `start`. Its ids name prefixes."""
+        names = tuple(sequence_hashes([BlockHash(id_) for id_ in self.hash_ids]))
+        return TraceRequest(
+            self.timestamp - start, self.input_length, self.output_length, names, BAILIAN_ID_TOKENS
+        )
+
+
+class _Kind(msgspec.Struct):
+    """What distinguishes the formats."""
+
+    chat_id: object = None
+
+
+def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
+    """The first `limit` requests of a trace, or all. Raises TraceError."""
+    return list(trace_requests(path, limit))
+
+
+def trace_requests(path: Path, limit: int | None = None) -> Iterator[TraceRequest]:
+    """One request after another, with times from the first one on. Raises TraceError with file and line."""
+    number = 0
+    kind: type[_Mooncake | _Bailian] = _Mooncake
+    start = previous = 0.0
     try:
         with _opened(path) as file:
-            lines = list(_lines(path, itertools.islice(file, limit)))
-    except OSError as error:
-        raise TraceError(f"cannot read the trace {path}: {error.strerror}") from error
-    if not lines:
+            for number, raw in enumerate(_lines(file, limit), start=1):
+                place = f"{path}:{number}"
+                if number == 1:
+                    kind = _kind(place, raw)
+                line = _line(place, raw, kind)
+                start = line.timestamp if number == 1 else start
+                # arrivals are differences of timestamps: a negative one would send requests before the first
+                if line.timestamp < previous:
+                    raise TraceError(
+                        f"{place}: timestamp {line.timestamp} is before the previous line's: sort by it"
+                    )
+                previous = line.timestamp
+                yield line.request(start)
+    except (OSError, EOFError, zlib.error) as error:
+        where = f"{path}:{number + 1}" if number else f"{path}"
+        reason = getattr(error, "strerror", None) or error
+        raise TraceError(f"cannot read the trace {where}: {reason}") from error
+    if not number:
         raise TraceError(f"{path}: no requests in it")
-    start_ms = lines[0].timestamp
-    return [
-        TraceRequest((line.timestamp - start_ms) / 1000, line.input_length, line.output_length, line.hash_ids)
-        for line in lines
-    ]
 
 
 def _opened(path: Path) -> gzip.GzipFile | io.BufferedReader:
     return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
 
 
-def _lines(path: Path, raw_lines: Iterable[bytes]) -> Iterator[_Line]:
-    previous_ms = 0
-    for number, raw in enumerate(raw_lines, start=1):
-        line = _line(f"{path}:{number}", raw)
-        # arrivals are differences of timestamps: a negative one would send requests before the first
-        if line.timestamp < previous_ms:
-            raise TraceError(f"{path}:{number}: timestamp {line.timestamp} is before the previous line's")
-        previous_ms = line.timestamp
-        yield line
+def _lines(file: gzip.GzipFile | io.BufferedReader, limit: int | None) -> Iterator[bytes]:
+    # not `for line in file`: a file without line ends would be read as a whole
+    lines = iter(lambda: file.readline(_MOST_LINE_BYTES + 1), b"")
+    return itertools.islice(lines, limit)
 
 
-def _line(place: str, raw: bytes) -> _Line:
+def _kind(place: str, raw: bytes) -> type[_Mooncake | _Bailian]:
+    """The format of a trace, by its first line."""
+    return _Bailian if _decoded(place, raw, _Kind).chat_id is not None else _Mooncake
+
+
+_Decoded = TypeVar("_Decoded")
+
+
+def _decoded(place: str, raw: bytes, kind: type[_Decoded]) -> _Decoded:
+    if len(raw) > _MOST_LINE_BYTES:
+        raise TraceError(f"{place}: longer than {_MOST_LINE_BYTES} bytes: {_FIELDS}")
     try:
-        line = msgspec.json.decode(raw, type=_Line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise TraceError(f"{place}: {error}") from error
-    needed = -(-line.input_length // TRACE_ID_TOKENS)
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise TraceError(f"{place}: {error}: {_FIELDS}") from error
+
+
+def _line(place: str, raw: bytes, kind: type[_Mooncake | _Bailian]) -> _Mooncake | _Bailian:
+    line = _decoded(place, raw, kind)
+    id_tokens = BAILIAN_ID_TOKENS if kind is _Bailian else TRACE_ID_TOKENS
+    if isinstance(line, _Mooncake) and line.chat_id is not None:
+        raise TraceError(f"{place}: has a chat_id, the first line has none: give each trace its own file")
+    needed = -(-line.input_length // id_tokens)
     # with an id too few, the prompt would be shorter than its length says, and share less than the trace
     if len(line.hash_ids) != needed:
         raise TraceError(
-            f"{place}: input_length {line.input_length} needs {needed} hash ids of {TRACE_ID_TOKENS} tokens,"
+            f"{place}: input_length {line.input_length} needs {needed} hash ids of {id_tokens} tokens,"
             f" not {len(line.hash_ids)}"
         )
     return line
@@ -134,12 +204,18 @@ def scaled(requests: Sequence[TraceRequest], scaling: Scaling) -> list[TraceRequ
 
 
 def _scaled_one(request: TraceRequest, scaling: Scaling, compression: float) -> TraceRequest:
-    prompt_tokens = max(1, request.prompt_tokens * scaling.tokens_per_id // TRACE_ID_TOKENS)
+    tokens_per_id = scaling.tokens_per_id or request.id_tokens
+    if tokens_per_id > request.id_tokens:
+        raise TraceError(
+            f"tokens_per_id {tokens_per_id}: the trace has {request.id_tokens}: use that, or fewer"
+        )
+    prompt_tokens = max(1, request.prompt_tokens * tokens_per_id // request.id_tokens)
     return TraceRequest(
         arrival_s=request.arrival_s * compression,
         prompt_tokens=prompt_tokens,
         output_tokens=max(1, request.output_tokens // scaling.output_divisor),
-        hash_ids=request.hash_ids[: -(-prompt_tokens // scaling.tokens_per_id)],
+        hash_ids=request.hash_ids[: -(-prompt_tokens // tokens_per_id)],
+        id_tokens=tokens_per_id,
     )
 
 
@@ -158,14 +234,27 @@ def spread(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
     ]
 
 
-def named_blocks(request: TraceRequest, *, tokens_per_id: int, block_size: int) -> list[int]:
-    """Sequence hashes of the prompt's full blocks, for uses that need no tokens.
+def named_blocks(request: TraceRequest, block_size: int) -> list[int]:
+    """Sequence hashes of the prompt's full blocks, for uses that need no tokens. Raises TraceError.
 
-    An id stands for its block and all blocks before it, so the id and a place in its block make a hash.
+    An id stands for its block and all blocks before it, so the id and a place in its block make a hash; of a
+    block of several ids the last one is enough.
     """
-    places = range(tokens_per_id // block_size)
-    hashes = [xxh3_64_intdigest(_NAME.pack(id_, place)) for id_ in request.hash_ids for place in places]
+    check_block_size(request.id_tokens, block_size)
+    ids = request.hash_ids
+    if block_size > request.id_tokens:
+        ids = ids[block_size // request.id_tokens - 1 :: block_size // request.id_tokens]
+    places = range(max(1, request.id_tokens // block_size))
+    hashes = [xxh3_64_intdigest(_NAME.pack(id_, place)) for id_ in ids for place in places]
     return hashes[: request.prompt_tokens // block_size]
+
+
+def check_block_size(id_tokens: int, block_size: int) -> None:
+    """Raise TraceError if ids and blocks do not end at the same tokens."""
+    if id_tokens % block_size and block_size % id_tokens:
+        raise TraceError(
+            f"--block-size {block_size}: must divide the trace's {id_tokens} tokens of an id or be a multiple"
+        )
 
 
 class Prompts:

@@ -22,7 +22,7 @@ from kvrouter.simulate.placement import Sync
 from kvrouter.simulate.progress import shown_progress
 from kvrouter.simulate.report import new_console
 from kvrouter.simulate.step_model import STEP_MODELS
-from kvrouter.simulate.traces import read_mooncake
+from kvrouter.simulate.traces import read_trace
 from kvrouter.simulate.tune_settings import COMMAND, TuneSettings
 from kvrouter.simulate.workloads import BLOCK, trace, working_set_blocks
 
@@ -66,7 +66,7 @@ def _main(loaded: Loaded[TuneSettings]) -> int:
 
 def cell_of(settings: TuneSettings) -> Cell:
     """The fleet and its requests. Raises KvRouterError."""
-    requests = read_mooncake(settings.trace, settings.requests)
+    requests = read_trace(settings.trace, settings.requests)
     if len(requests) < _FEWEST:
         raise ConfigError(f"{settings.trace}: {len(requests)} requests; at least {_FEWEST} are needed")
     workload = trace(requests)

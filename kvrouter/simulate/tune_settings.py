@@ -16,7 +16,10 @@ class TuneSettings(Settings):
     heading = "Search"
 
     trace: Path = setting(
-        MISSING, "requests in Mooncake's JSON lines, also .gz", is_positional=True, is_top=True
+        MISSING,
+        "requests in JSON lines as Mooncake's or Qwen-Bailian's, also .gz",
+        is_positional=True,
+        is_top=True,
     )
     workers: int = setting(8, "number of engines", least=1, is_top=True)
     slo_ttft_s: float | None = setting(

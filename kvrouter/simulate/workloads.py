@@ -107,7 +107,7 @@ def _drawn(requests: Sequence[TraceRequest], seed: int) -> Iterator[TraceRequest
 
 
 def as_arrival(request: TraceRequest) -> Arrival:
-    hashes = named_blocks(request, tokens_per_id=TRACE_ID_TOKENS, block_size=BLOCK)
+    hashes = named_blocks(request, BLOCK)
     return Arrival(
         request.arrival_s, hashes, request.prompt_tokens, max(1, request.output_tokens), text_of(hashes)
     )

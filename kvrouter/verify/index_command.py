@@ -46,10 +46,13 @@ class ReplicaIndex:
         self._http = http
         self._tls_name = tls_name
 
+    async def state(self) -> dict[str, Any]:
+        """/workers. Raises VerifyError."""
+        return _decoded(b"".join([line async for line in self.lines("/workers")]), self.url)
+
     async def workers(self) -> list[str]:
         """The ids of all workers. Raises VerifyError."""
-        body = b"".join([line async for line in self._lines("/workers")])
-        return sorted({row["worker_id"] for row in _decoded(body, self.url)["targets"]})
+        return sorted({row["worker_id"] for row in (await self.state())["targets"]})
 
     async def blocks(self, worker_id: str) -> AsyncIterator[Block]:
         """The blocks of a worker. Raises VerifyError, also if an answer breaks off."""
@@ -57,7 +60,7 @@ class ReplicaIndex:
         while page is not None:
             last: dict[str, Any] = {}
             path = f"/workers/{quote(worker_id, safe='')}/blocks?after={page}"
-            async for line in self._lines(path):
+            async for line in self.lines(path):
                 last = _decoded(line, self.url)
                 for hash_ in last.get("hashes", ()):
                     yield Block(f"{worker_id}/{last['rank']}", last["tier"], hash_)
@@ -65,7 +68,8 @@ class ReplicaIndex:
                 raise VerifyError(f"{self.url}{path} broke off")
             page = last["next"]
 
-    async def _lines(self, path: str) -> AsyncIterator[bytes]:
+    async def lines(self, path: str) -> AsyncIterator[bytes]:
+        """The lines of an answer. Raises VerifyError."""
         try:
             async with self._http.get(f"{self.url}{path}", server_hostname=self._tls_name) as response:
                 if response.status in _NOT_FOR_CLIENTS:

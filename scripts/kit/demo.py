@@ -25,7 +25,7 @@ from kvrouter.simulate.traces import (
     Prompts,
     Scaling,
     TraceError,
-    read_mooncake,
+    read_trace,
     scaled,
     spread,
 )
@@ -150,7 +150,7 @@ class Stage:
 def load_requests(count: int, *, output_divisor: int = OUTPUT_DIVISOR) -> list[LoadRequest]:
     """The first `count` requests of the excerpt, scaled, as streaming completions of token ids."""
     scaling = replace(_scaling(count), output_divisor=output_divisor)
-    trace = spread(scaled(read_mooncake(CONVERSATION_EXCERPT, count), scaling))
+    trace = spread(scaled(read_trace(CONVERSATION_EXCERPT, count), scaling))
     prompts = Prompts(tokens_per_id=TOKENS_PER_ID, vocabulary_size=VOCABULARY_SIZE)
     return [
         LoadRequest(

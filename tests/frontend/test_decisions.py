@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from kvrouter.analyze.live import read_live
 from kvrouter.core.routing.cost import Prompt
 from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.simulate.traces import TraceError
+from kvrouter.verify.settings import ReplicaAccess
 from tests.frontend.clients import ask
 from tests.frontend.fleet import BODY, STREAM, Fleet, FleetOf
 from tests.frontend.workers import OK, SSE_HEAD, answer, chunk, event, in_turn, says, says_and_stalls
@@ -166,6 +171,39 @@ async def test_wrong_limit(fleet_of: FleetOf, limit: str) -> None:
         response = await fleet.get(f"/decisions?limit={limit}")
 
         assert (400, "limit") == (response.status, response.json["error"]["param"])
+
+
+async def test_kept_decisions_as_a_trace(fleet_of: FleetOf) -> None:
+    """?blocks=true is JSON lines with the hashes of each prompt; `kvrouter analyze --live` reads a trace."""
+    scripts = in_turn(says(answer(b"{}", 500)), OK)
+    async with fleet_of(*KV, scripts=(scripts, OK)) as fleet:
+        prompts = [[*range(64)], [*range(64)], [*range(32), *range(100, 140)]]
+        for number, prompt in enumerate(prompts):
+            await fleet.ask({**BODY, "prompt": prompt}, f"x-request-id: a/{number}")
+        answered = await fleet.get("/decisions?blocks=true&limit=10")
+        rows = [json.loads(line) for line in answered.body.splitlines()]
+
+        newest = rows[0]["prompts"]
+        assert (200, "a/2", [72], 4) == (
+            answered.status, rows[0]["request_id"], [one["isl"] for one in newest], len(newest[0]["hashes"]),
+        )  # fmt: skip
+        live = await read_live(fleet.frontend.admin_url, ReplicaAccess(), None)
+        assert (2, 16) == (live.workers, live.block_size)
+        assert [64, 64, 72] == [one.prompt_tokens for one in live.requests], "each once, the oldest first"
+        first, second, third = (one.hash_ids for one in live.requests)
+        assert (first, first[:2]) == (second, third[:2])
+        assert first[2] != third[2]
+        with pytest.raises(TraceError, match=r"--model x: .* keeps decisions about m"):
+            await read_live(fleet.frontend.admin_url, ReplicaAccess(), "x")
+
+
+async def test_no_trace_of_nothing(fleet_of: FleetOf) -> None:
+    """Without kept decisions, the message says what to do."""
+    async with fleet_of("--decisions", "0") as fleet:
+        await fleet.ask(None)
+
+        with pytest.raises(TraceError, match="keeps no decisions: send requests first, or start it with"):
+            await read_live(fleet.frontend.admin_url, ReplicaAccess(), None)
 
 
 async def test_none_are_kept(fleet_of: FleetOf) -> None:

@@ -10,10 +10,10 @@ import pytest
 
 from kvrouter.simulate import workloads
 from kvrouter.simulate.cells import Cell
-from kvrouter.simulate.traces import CONVERSATION_EXCERPT, read_mooncake
+from kvrouter.simulate.traces import CONVERSATION_EXCERPT, read_trace
 from scripts.kit.bench import decisions
 
-SMALL = Cell(workloads.trace(read_mooncake(CONVERSATION_EXCERPT, 100)), 0.5, load=0.6, workers=2)
+SMALL = Cell(workloads.trace(read_trace(CONVERSATION_EXCERPT, 100)), 0.5, load=0.6, workers=2)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from kvrouter.simulate.cells import ORACLE, Cell
 from kvrouter.simulate.measures import Measures
 from kvrouter.simulate.step_model import REFERENCE, SHORTEST
 
-TRACE = workloads.trace(traces.read_mooncake(traces.CONVERSATION_EXCERPT)[:1200])
+TRACE = workloads.trace(traces.read_trace(traces.CONVERSATION_EXCERPT)[:1200])
 AUTO, EIGHT, LEAST_LOADED = "kv", "kv:8", "least-loaded"
 
 
@@ -118,6 +118,6 @@ def test_bursts_of_siblings_share_where_it_pays() -> None:
 
 def test_without_reuse_it_balances() -> None:
     """As well as the fewest requests do."""
-    cell = Cell(workloads.zero(traces.read_mooncake(traces.CONVERSATION_EXCERPT)[:1200]), cache=1.0)
+    cell = Cell(workloads.zero(traces.read_trace(traces.CONVERSATION_EXCERPT)[:1200]), cache=1.0)
 
     assert run(cell).ttft_p90_s < 1.03 * run(cell, LEAST_LOADED).ttft_p90_s

@@ -20,9 +20,9 @@ from kvrouter.simulate.fleet import Fleet, reference_kind
 from kvrouter.simulate.measures import Measures
 from kvrouter.simulate.placement import Oracle, Replicas, Sync
 from kvrouter.simulate.step_model import REFERENCE, SHORTEST
-from kvrouter.simulate.traces import CONVERSATION_EXCERPT, read_mooncake
+from kvrouter.simulate.traces import CONVERSATION_EXCERPT, read_trace
 
-TRACE = workloads.trace(read_mooncake(CONVERSATION_EXCERPT, 600))
+TRACE = workloads.trace(read_trace(CONVERSATION_EXCERPT, 600))
 SAME_SIDE = 2  # a seed with which two ties fall on the same side
 CELL = Cell(TRACE, 0.5, load=0.7, workers=4)
 DEFAULTS = PolicySettings()
@@ -44,7 +44,7 @@ def test_modes_can_be_told_apart() -> None:
 
 def test_load_is_a_share_of_saturation() -> None:
     """Beyond 0.8 queues grow: the oracle's times rise with the length of the run. Below they do not."""
-    half = replace(CELL, workload=workloads.trace(read_mooncake(CONVERSATION_EXCERPT, 300)))
+    half = replace(CELL, workload=workloads.trace(read_trace(CONVERSATION_EXCERPT, 300)))
 
     assert pytest.approx(0.7 * CELL.saturation) == CELL.offered_pace
     below = [measured(replace(cell, load=0.5), ORACLE).ttft_p90_s for cell in (half, CELL)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvrouter.simulate.__main__ import main
-from kvrouter.simulate.traces import CONVERSATION_EXCERPT, TraceRequest, named_blocks, read_mooncake
+from kvrouter.simulate.traces import CONVERSATION_EXCERPT, TraceRequest, named_blocks, read_trace
 
 SMALL = [
     "--requests",
@@ -100,7 +100,7 @@ def test_rejected_flags(flags: list[str], message: str, capsys: pytest.CaptureFi
 
 def test_too_long_requests_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     """The output counts them."""
-    trace = read_mooncake(CONVERSATION_EXCERPT, 80)
+    trace = read_trace(CONVERSATION_EXCERPT, 80)
     longer = sum(request.prompt_tokens // 8 >= 2000 for request in trace)
 
     assert 0 == main([*SMALL, "--max-model-len", "2000", "--router-mode", "kv"])
@@ -111,8 +111,8 @@ def test_too_long_requests_are_left_out(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_named_blocks() -> None:
     """Equal ids are equal blocks; a partial block has no name."""
-    one = named_blocks(TraceRequest(0.0, 100, 1, (7, 8)), tokens_per_id=64, block_size=16)
-    other = named_blocks(TraceRequest(0.0, 128, 1, (7, 9)), tokens_per_id=64, block_size=16)
+    one = named_blocks(TraceRequest(0.0, 100, 1, (7, 8), 64), 16)
+    other = named_blocks(TraceRequest(0.0, 128, 1, (7, 9), 64), 16)
 
     assert (6, 8) == (len(one), len(other))
     assert one[:4] == other[:4]

@@ -16,12 +16,12 @@ from kvrouter.settings.read import load
 from kvrouter.simulate import generated
 from kvrouter.simulate.cells import Cell
 from kvrouter.simulate.measures import Measures
-from kvrouter.simulate.traces import CONVERSATION_EXCERPT, read_mooncake
+from kvrouter.simulate.traces import CONVERSATION_EXCERPT, read_trace
 from kvrouter.simulate.tune import DEFAULT, MODES, PUBLISHED, Choice, Found, HeldOut, Search, Tried, drawn
 from kvrouter.simulate.tune_command import command_line, main
 from kvrouter.simulate.workloads import trace
 
-CELL = Cell(trace(read_mooncake(CONVERSATION_EXCERPT, 200)), 0.5, load=0.7, workers=4)
+CELL = Cell(trace(read_trace(CONVERSATION_EXCERPT, 200)), 0.5, load=0.7, workers=4)
 
 
 @pytest.mark.parametrize("mode", MODES)

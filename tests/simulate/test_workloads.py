@@ -13,9 +13,9 @@ from kvrouter.simulate import generated, workloads
 from kvrouter.simulate.cells import Cell
 from kvrouter.simulate.engines import Arrival
 from kvrouter.simulate.generated import WORKLOADS
-from kvrouter.simulate.traces import CONVERSATION_EXCERPT, read_mooncake
+from kvrouter.simulate.traces import CONVERSATION_EXCERPT, read_trace
 
-REQUESTS = read_mooncake(CONVERSATION_EXCERPT, 200)
+REQUESTS = read_trace(CONVERSATION_EXCERPT, 200)
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

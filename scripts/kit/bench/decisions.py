@@ -28,7 +28,7 @@ from kvrouter.simulate.placement import Sync
 from kvrouter.simulate.report import as_json
 from kvrouter.simulate.settings import mode_name
 from kvrouter.simulate.step_model import H100, LARGE_STEPS, SHORTEST
-from kvrouter.simulate.traces import CONVERSATION_EXCERPT, read_mooncake
+from kvrouter.simulate.traces import CONVERSATION_EXCERPT, read_trace
 from scripts.kit.bench.meter import machine
 
 KV = ("kv:auto", "kv:1", "kv:8")
@@ -47,7 +47,7 @@ class Group:
 
 def groups() -> dict[str, Group]:
     """All tables, by the name that `--only` takes."""
-    trace = read_mooncake(CONVERSATION_EXCERPT)
+    trace = read_trace(CONVERSATION_EXCERPT)
     base = Cell(workloads.trace(trace), 0.25, load=0.7)
     conversation = _grid(base, CACHES, LOADS)
     docs = _grid(replace(base, workload=generated.docs()), CACHES, LOADS)

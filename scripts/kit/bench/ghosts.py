@@ -27,7 +27,7 @@ from kvrouter.core.tables.ghosts import USE_HALVINGS, Ghosts
 from kvrouter.core.wire.hashes import sequence_hashes
 from kvrouter.core.wire.ids import BlockHash
 from kvrouter.simulate import workloads
-from kvrouter.simulate.traces import CONVERSATION_EXCERPT, read_mooncake
+from kvrouter.simulate.traces import CONVERSATION_EXCERPT, read_trace
 from scripts.kit.bench.meter import machine
 
 LENGTHS = (24, 64, 512)
@@ -93,7 +93,7 @@ def _prompts(blocks: int) -> Iterator[array[int]]:
 
 def judged(requests: int, share: float) -> dict[str, tuple[float, float]]:
     """The cached share of the trace's blocks in each cache: by the sample, and in the whole cache."""
-    trace = workloads.trace(read_mooncake(CONVERSATION_EXCERPT, requests)).draw(0)
+    trace = workloads.trace(read_trace(CONVERSATION_EXCERPT, requests)).draw(0)
     prompts = [sequence_hashes([BlockHash(block) for block in one.hashes]) for one in trace]
     capacity = int(share * len({hash_ for hashes in prompts for hash_ in hashes}))
     sampled, whole = Ghosts(), Ghosts(sys.maxsize, sys.maxsize)

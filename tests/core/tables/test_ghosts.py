@@ -37,7 +37,7 @@ class _Whole:
             self._blocks.popitem(last=False)
 
 
-_EXCERPT = traces.read_mooncake(traces.CONVERSATION_EXCERPT)
+_EXCERPT = traces.read_trace(traces.CONVERSATION_EXCERPT)
 _STREAMS = {
     "conversation": workloads.trace(_EXCERPT),
     "docs": generated.docs(),

@@ -1,0 +1,84 @@
+"""`kvrouter analyze`: what a trace, or live traffic, holds for a router."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.progress import Progress
+
+from kvrouter.analyze.analysis import Analysis, FleetSize, analyze
+from kvrouter.analyze.guide import advice_of
+from kvrouter.analyze.live import Live, read_live
+from kvrouter.analyze.report import show, write_html, write_json
+from kvrouter.analyze.settings import COMMAND, AnalyzeSettings
+from kvrouter.errors import ConfigError, KvRouterError
+from kvrouter.settings.read import Loaded, run
+from kvrouter.simulate.report_html import Page
+from kvrouter.simulate.traces import TraceRequest, trace_requests
+
+WORKERS, BLOCKS_EACH, BLOCK_SIZE = 8, 27_000, 16
+"""The fleet if neither flags nor workers say: as in `kvrouter simulate`."""
+# A line of progress for each of these.
+_EVERY = 1_000
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Analyze and print; returns the exit code."""
+    return run(COMMAND, arguments, _main)
+
+
+def _main(loaded: Loaded[AnalyzeSettings]) -> int:
+    settings = loaded.settings
+    # before the work, so that a missing library does not waste it
+    page = Page("What a trace holds for a router") if settings.html is not None else None
+    try:
+        found = _analysis(settings)
+    except KvRouterError as error:
+        raise ConfigError(str(error)) from None
+    advice = advice_of(found)
+    # files first: nothing is printed if one cannot be written
+    if settings.json is not None:
+        write_json(settings.json, found, advice)
+    if page is not None and settings.html is not None:
+        write_html(page, settings.html, found, advice)
+    show(found, advice)
+    return 0
+
+
+def _analysis(settings: AnalyzeSettings) -> Analysis:
+    if settings.live is not None:
+        live = asyncio.run(read_live(settings.live, settings.access, settings.model))
+        requests = live.requests[-settings.requests :] if settings.requests else live.requests
+        return _counted(requests, _fleet(settings, live), live.source)
+    assert settings.trace is not None
+    trace = trace_requests(settings.trace, settings.requests)
+    return _counted(trace, _fleet(settings), settings.trace.name)
+
+
+def _counted(requests: Iterable[TraceRequest], fleet: FleetSize, source: str) -> Analysis:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(f"requests of {source}", total=None)
+
+        def on_request(number: int) -> None:
+            if not number % _EVERY:
+                progress.update(task, completed=number, description=f"{number:,} requests")
+
+        return analyze(requests, fleet, source=source, on_request=on_request)
+
+
+def _fleet(settings: AnalyzeSettings, live: Live | None = None) -> FleetSize:
+    """Flags, then what the workers report, then the defaults."""
+    reported = (live.workers, live.blocks_each, live.block_size) if live is not None else (0, 0, 0)
+    return FleetSize(
+        settings.workers or reported[0] or WORKERS,
+        settings.num_blocks or reported[1] or BLOCKS_EACH,
+        settings.block_size or reported[2] or BLOCK_SIZE,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
