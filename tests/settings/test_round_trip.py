@@ -25,6 +25,7 @@ SAMPLES = {
     "imbalanced-threshold": ["10", "2.5", "inf"],
     "kv-replay": ["w=tcp://a:1", "w=tcp://a:1,tcp://a:2"],
     "label": ["zone=a", "zone=a=b"],
+    "live": ["http://a:1", "https://a:1"],
     "load": ["0.5", "0.5,1.5"],
     "max-body-mib": ["1", "65"],
     "model-path": ["/m", "name=/m"],
@@ -66,7 +67,10 @@ def values_of(one: Declared) -> st.SearchStrategy[Any]:
         whole = st.integers(math.floor(low * 100) + 1, int(100 * (setting.most or 10**9)))
         choices.append(whole.map(lambda number: number / 100))
     elif "Path" in kinds:
-        choices.append(TEXTS.filter(lambda text: text.strip() != "").map(Path))
+        texts = TEXTS.filter(lambda text: text.strip() != "")
+        if setting.is_positional:  # a word that begins with a dash is a flag: people write ./-name
+            texts = texts.filter(lambda text: not text.startswith("-"))
+        choices.append(texts.map(Path))
     elif not choices:
         choices.append(TEXTS)
     value = st.one_of(choices)

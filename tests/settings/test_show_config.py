@@ -14,6 +14,7 @@ REQUIRED = {
     "serve": ["--engine=http://127.0.0.1:9000"],
     "worker": ["--engine-url=http://127.0.0.1:9000"],
     "verify": ["--replica=http://a:1", "--replica=http://b:1"],
+    "analyze": ["--live=http://a:1"],
     "tune": ["trace.jsonl"],
     "index": ["dump", "--replica=http://a:1"],
 }
