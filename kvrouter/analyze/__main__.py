@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterable, Sequence
-
-from rich.console import Console
-from rich.progress import Progress
+from collections.abc import Sequence
 
 from kvrouter.analyze.analysis import Analysis, FleetSize, analyze
 from kvrouter.analyze.guide import advice_of
@@ -16,13 +13,12 @@ from kvrouter.analyze.report import show, write_html, write_json
 from kvrouter.analyze.settings import COMMAND, AnalyzeSettings
 from kvrouter.errors import ConfigError, KvRouterError
 from kvrouter.settings.read import Loaded, run
+from kvrouter.simulate.progress import shown_progress
 from kvrouter.simulate.report_html import Page
-from kvrouter.simulate.traces import TraceRequest, trace_requests
+from kvrouter.simulate.traces import trace_requests
 
 WORKERS, BLOCKS_EACH, BLOCK_SIZE = 8, 27_000, 16
 """The fleet if neither flags nor workers say: as in `kvrouter simulate`."""
-# A line of progress for each of these.
-_EVERY = 1_000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,23 +47,13 @@ def _main(loaded: Loaded[AnalyzeSettings]) -> int:
 def _analysis(settings: AnalyzeSettings) -> Analysis:
     if settings.live is not None:
         live = asyncio.run(read_live(settings.live, settings.access, settings.model))
-        requests = live.requests[-settings.requests :] if settings.requests else live.requests
-        return _counted(requests, _fleet(settings, live), live.source)
-    assert settings.trace is not None
-    trace = trace_requests(settings.trace, settings.requests)
-    return _counted(trace, _fleet(settings), settings.trace.name)
-
-
-def _counted(requests: Iterable[TraceRequest], fleet: FleetSize, source: str) -> Analysis:
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"requests of {source}", total=None)
-
-        def on_request(number: int) -> None:
-            if not number % _EVERY:
-                progress.update(task, completed=number, description=f"{number:,} requests")
-
-        return analyze(requests, fleet, source=source, on_request=on_request)
+        kept = live.requests[-settings.requests :] if settings.requests else live.requests
+        return analyze(kept, _fleet(settings, live), source=live.source)
+    path = settings.trace
+    assert path is not None
+    with shown_progress(f"percent of {path.name}") as on_done:
+        requests = trace_requests(path, settings.requests, lambda share: on_done(int(100 * share), 100))
+        return analyze(requests, _fleet(settings), source=path.name)
 
 
 def _fleet(settings: AnalyzeSettings, live: Live | None = None) -> FleetSize:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvrouter.analyze.fleet_caches import PerfectPlacement, RandomPlacement
@@ -28,7 +28,7 @@ from kvrouter.simulate.traces import TraceRequest, check_block_size
 BLOCK_SIZES = (16, 32, 64, 128)
 CACHE_SIZES = (0.25, 0.5, 1.0, 2.0, 4.0)
 # Blocks in the sample of a pooled cache, and uses at one rate: about 100 MB for each size.
-_GHOST_BLOCKS, _GHOST_USES = 1 << 18, 1 << 20
+_GHOST_BLOCKS, _GHOST_USES = 1 << 18, 1 << 19
 # Prefixes that are named.
 _NAMED = 100
 _CLASSES = (0.1, 0.01, 0.001, 0.0)
@@ -163,21 +163,14 @@ class Analysis:
     """Shares of the hits, by the seconds since the block was used last."""
 
 
-def analyze(
-    requests: Iterable[TraceRequest],
-    fleet: FleetSize,
-    *,
-    source: str,
-    on_request: Callable[[int], None] = lambda number: None,
-) -> Analysis:
-    """The figures of a trace; `on_request` is called with how many are done. Raises KvRouterError."""
+def analyze(requests: Iterable[TraceRequest], fleet: FleetSize, *, source: str) -> Analysis:
+    """The figures of a trace. Raises KvRouterError."""
     counting: _Counting | None = None
-    for number, request in enumerate(requests, start=1):
+    for request in requests:
         if counting is None:
             check_block_size(request.id_tokens, fleet.block_size)
             counting = _Counting(fleet, request.id_tokens)
         counting.add(request)
-        on_request(number)
     if counting is None:
         raise KvRouterError(f"{source}: no requests in it")
     return counting.result(source)

@@ -15,9 +15,10 @@ import gzip
 import hashlib
 import io
 import itertools
+import os
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -42,6 +43,7 @@ SHORT_EXCERPT = 700
 # A line of a prompt of a million tokens in ids of 16 is a tenth of it. A file without line ends is no trace.
 _MOST_LINE_BYTES = 8 * 1024 * 1024
 _FIELDS = "a line is a JSON object with timestamp, input_length, output_length and hash_ids"
+_READ_EVERY = 1_000
 _NAME = struct.Struct("<QQ")
 
 
@@ -126,8 +128,13 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
     return list(trace_requests(path, limit))
 
 
-def trace_requests(path: Path, limit: int | None = None) -> Iterator[TraceRequest]:
-    """One request after another, with times from the first one on. Raises TraceError with file and line."""
+def trace_requests(
+    path: Path, limit: int | None = None, on_read: Callable[[float], None] = lambda share: None
+) -> Iterator[TraceRequest]:
+    """One request after another, with times from the first one on. Raises TraceError with file and line.
+
+    `on_read` is called now and then with the share of the file that has been read.
+    """
     number = 0
     kind: type[_Mooncake | _Bailian] = _Mooncake
     start = previous = 0.0
@@ -145,6 +152,8 @@ def trace_requests(path: Path, limit: int | None = None) -> Iterator[TraceReques
                         f"{place}: timestamp {line.timestamp} is before the previous line's: sort by it"
                     )
                 previous = line.timestamp
+                if not number % _READ_EVERY:
+                    on_read(_share_read(file))
                 yield line.request(start)
     except (OSError, EOFError, zlib.error) as error:
         where = f"{path}:{number + 1}" if number else f"{path}"
@@ -156,6 +165,13 @@ def trace_requests(path: Path, limit: int | None = None) -> Iterator[TraceReques
 
 def _opened(path: Path) -> gzip.GzipFile | io.BufferedReader:
     return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
+
+
+def _share_read(file: gzip.GzipFile | io.BufferedReader) -> float:
+    """Of a file; of a pipe, whose size is not known, 0."""
+    size = os.fstat(file.fileno()).st_size
+    # of an archive, the compressed bytes
+    return os.lseek(file.fileno(), 0, os.SEEK_CUR) / size if size else 0.0
 
 
 def _lines(file: gzip.GzipFile | io.BufferedReader, limit: int | None) -> Iterator[bytes]:

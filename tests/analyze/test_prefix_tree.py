@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvrouter.analyze.prefix_tree import Branch, PrefixTree
 from kvrouter.core.wire.hashes import sequence_hashes
@@ -69,6 +72,23 @@ def test_nothing_shared() -> None:
 
     assert (Branch(5, 0), []) == (tree.parting().trunk, tree.parting().branches)
     assert Branch(0, 0) == PrefixTree().parting().trunk
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=5).map(tuple), max_size=12))
+def test_counts_as_a_list_of_prefixes_does(prompts: list[tuple[int, ...]]) -> None:
+    """Any few prompts of few blocks: the same figures as from all their prefixes, written down."""
+    tree = PrefixTree()
+    found = [tree.visit(names(*prompt), 0.0) for prompt in prompts]
+    tree.check()
+
+    prefixes = [[prompt[: depth + 1] for depth in range(len(prompt))] for prompt in prompts]
+    visits = Counter(prefix for all_of in prefixes for prefix in all_of)
+    before = [{prefix for all_of in prefixes[:place] for prefix in all_of} for place in range(len(prompts))]
+    known = [sum(prefix in seen for prefix in own) for own, seen in zip(prefixes, before, strict=True)]
+    assert known == found
+    assert [sum(visits[prefix] >= 2 for prefix in own) for own in prefixes] == [*tree.core_depths]
+    assert (len(visits), sum(number >= 2 for number in visits.values())) == (tree.blocks, tree.core_blocks)
+    assert sum(known) == tree.ages.total()
 
 
 @pytest.mark.parametrize("most", [1 << 30, 400])

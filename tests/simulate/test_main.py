@@ -109,6 +109,24 @@ def test_too_long_requests_are_left_out(capsys: pytest.CaptureFixture[str]) -> N
     assert f"left out: {longer} requests longer than --max-model-len" in capsys.readouterr().out
 
 
+def test_qwen_bailian_trace(tmp_path: Path) -> None:
+    """Its ids of 16 tokens are the engines' blocks; step models take 32 of them as one."""
+    rows = [
+        {"chat_id": n, "timestamp": 60.5 + n, "input_length": 1040, "output_length": 4, "hash_ids": ids}
+        for n, ids in enumerate([[*range(64), 1000 + n] for n in range(10)])
+    ]
+    trace = tmp_path / "qwen.jsonl"
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = tmp_path / "figures.json"
+    flags = ["--trace", str(trace), "--json", str(file), "--router-mode", "kv", "--workers", "2"]
+
+    assert 0 == main(flags)
+    assert pytest.approx(9 * 1024 / 10_400) == json.loads(file.read_text())["achievable_rate"]
+    assert 0 == main([*flags, "--timing", "reference"])
+    (cell,) = json.loads(file.read_text())["cells"]
+    assert pytest.approx(9 * 1024 / 10_400) == cell["modes"]["kv"]["mean"]["achievable"]
+
+
 def test_named_blocks() -> None:
     """Equal ids are equal blocks; a partial block has no name."""
     one = named_blocks(TraceRequest(0.0, 100, 1, (7, 8), 64), 16)
