@@ -95,6 +95,8 @@ class Core:
     ratio_p50: float
     """Depth / ISL."""
     ratio_p90: float
+    ratios: Sequence[float]
+    """Depth / ISL at 0, 1, ... 100 % of the requests."""
     is_estimate: bool
 
 
@@ -256,7 +258,8 @@ class _Counting:
             min(depth * size, length) for depth, length in zip(tree.core_depths, self._lengths, strict=True)
         ]
         of_depth = percentiles(depths)
-        of_ratio = percentiles(depth / length for depth, length in zip(depths, self._lengths, strict=True))
+        ratios = sorted(depth / length for depth, length in zip(depths, self._lengths, strict=True))
+        of_ratio = percentiles(ratios)
         return Core(
             nodes=tree.core_blocks,
             distinct=tree.blocks,
@@ -266,6 +269,7 @@ class _Counting:
             depth_max=max(depths),
             ratio_p50=of_ratio.p50,
             ratio_p90=of_ratio.p90,
+            ratios=[round(ratios[(len(ratios) - 1) * percent // 100], 4) for percent in range(101)],
             is_estimate=tree.scale > 1,
         )
 

@@ -76,6 +76,8 @@ def show(found: Analysis, advice: Sequence[Advice]) -> None:
 def write_json(path: Path, found: Analysis, advice: Sequence[Advice]) -> None:
     """Write all figures. Raises ConfigError."""
     body: dict[str, Any] = asdict(found) | {"guide": [asdict(one) for one in advice]}
+    for lengths in filter(None, (body["input"], body["output"])):
+        del lengths["counts"]  # one number for each length that occurs
     try:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(body), indent=2) + b"\n")
     except OSError as error:
@@ -108,6 +110,14 @@ def _plot(page: Page, heading: str, found: Analysis) -> None:
         pooled = Series("one pooled cache", megatokens, [*rates.by_cache_size.values()], "lines+markers")
         endless = Series("endless cache", [megatokens[0], megatokens[-1]], [rates.endless] * 2)
         page.chart("Hit rate by size of the cache", [pooled, endless], x="M tokens", y="hit rate", log_x=True)
+    elif heading == _CORE:
+        shares = [percent / 100 for percent in range(101)]
+        page.chart(
+            "Depth of the core tree / input length",
+            [Series("requests", found.core.ratios, shares)],
+            x="depth / ISL",
+            y="share of the requests",
+        )
     elif heading == _BREADTH:
         shares = [one.share for one in found.breadth.top]
         names = [f"{place}" for place in range(1, len(shares) + 1)]
@@ -135,6 +145,7 @@ def _length_cdf(name: str, lengths: Lengths) -> Series:
 
 _LENGTHS = "Lengths, in tokens"
 _SIZES = "Hit rate by size"
+_CORE = "Core prefix tree: blocks visited at least twice"
 _BREADTH = "Breadth: what prompts begin with"
 _MEMORY = "Working set and ages"
 
@@ -185,7 +196,7 @@ def _core(found: Analysis) -> Section:
         ["depth p50 / p90 / most, tokens", f"{core.depth_p50:,} / {core.depth_p90:,} / {core.depth_max:,}"],
         ["depth / ISL p50 / p90", f"{core.ratio_p50:.3f} / {core.ratio_p90:.3f}"],
     ]
-    return Section("Core prefix tree: blocks visited at least twice", ["", ""], rows)
+    return Section(_CORE, ["", ""], rows)
 
 
 def _breadth(found: Analysis) -> Section:

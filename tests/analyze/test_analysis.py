@@ -28,6 +28,8 @@ def test_conversation_excerpt() -> None:
     assert (700, 234.0, 0.187, 0.173) == (
         found.requests, found.span_s, round(rates.endless, 3), round(found.core.ratio_p50, 3),
     )  # fmt: skip
+    assert (101, True) == (len(found.core.ratios), found.core.ratios == sorted(found.core.ratios))
+    assert pytest.approx(found.core.ratio_p50, abs=0.002) == found.core.ratios[50]
     assert (15_534, 2_169) == (found.core.distinct, found.core.nodes)
     assert (Prefix(1.0, 700, 512), 98) == (found.breadth.trunk, found.breadth.prefixes)
     assert rates.random < 0.5 * rates.perfect < rates.perfect < rates.endless

@@ -34,10 +34,11 @@ def test_text_json_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert (300, 512, 1.0) == (read["requests"], read["core"]["id_tokens"], read["breadth"]["trunk"]["share"])
     assert endless == text.partition("one endless cache")[2].split()[0]
     assert f"<td>one endless cache</td><td>{endless}</td>" in html
+    assert {"mean", "p50", "p90", "p99"} == {*read["input"]}
     for rule in read["guide"]:
         assert rule["rule"] in text
         assert f"<li>{rule['rule']}</li>" in html
-    assert 4 == html.count('class="plotly-graph-div"')
+    assert 5 == html.count('class="plotly-graph-div"')
     assert "src=" not in html.partition("<h1>")[2], "nothing is loaded from elsewhere"
 
 
