@@ -1,0 +1,45 @@
+"""`scripts/wheels`: a pure wheel has no extension modules, and what is built works where it is installed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from scripts.kit.wheels import ROOT, WheelError, main, pythons, run, without_extensions
+
+
+def test_pure_wheel() -> None:
+    """Only the extension modules and their compiler are gone from pyproject.toml."""
+    text = (ROOT / "pyproject.toml").read_text()
+    before, after = tomllib.loads(text), tomllib.loads(without_extensions(text))
+
+    assert 3 == len(before["tool"]["setuptools"].pop("ext-modules"))
+    before["build-system"]["requires"].remove("Cython>=3.1")
+    assert before == after
+
+
+def test_interpreters() -> None:
+    """A named one that exists is taken."""
+    assert [sys.executable] == pythons([sys.executable, "/nowhere/python3"])
+
+
+def test_the_last_lines_of_a_failure(tmp_path: Path) -> None:
+    """A command that fails is named, with its output."""
+    with pytest.raises(WheelError, match=r"exit code 3\nbroken"):
+        run(sys.executable, "-c", "print('broken'); raise SystemExit(3)", cwd=tmp_path)
+
+
+@pytest.mark.skipif(not os.environ.get("KVROUTER_TEST_LONG"), reason="minutes: KVROUTER_TEST_LONG=1")
+@pytest.mark.timeout(1200)
+def test_builds_and_tries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sdist, pure wheel and wheel with C tables each serve a completion in an empty environment."""
+    assert 0 == main([str(tmp_path), "--python", sys.executable]), capsys.readouterr().err
+
+    said = capsys.readouterr().out
+    assert 3 == len(list(tmp_path.iterdir())) == said.count("environment of")
+    assert 2 == said.count("tables in native")
+    assert "-py3-none-any.whl: Python" in said
