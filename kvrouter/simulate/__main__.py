@@ -17,6 +17,8 @@ from kvrouter.simulate.fleet import Fleet, Run, mocker_kind
 from kvrouter.simulate.placement import Replicas
 from kvrouter.simulate.progress import shown_progress
 from kvrouter.simulate.report import Possible, show, show_compared, write_compared, write_json
+from kvrouter.simulate.report_html import Page
+from kvrouter.simulate.report_page import TITLE, write_cells, write_runs
 from kvrouter.simulate.settings import COMMAND, Engines, Options, SimulateSettings
 from kvrouter.simulate.traces import TraceRequest, named_blocks, read_trace, scaled, spread
 from kvrouter.simulate.workloads import text_of
@@ -30,17 +32,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(loaded: Loaded[SimulateSettings]) -> int:
     try:
         options = loaded.settings.options()
+        # before the work, so that a missing library does not waste it
+        page = Page(TITLE) if options.html is not None else None
         requests = read_trace(options.trace, options.requests)
         if options.compared is not None:
-            _compare(options, options.compared, requests)
+            _compare(options, options.compared, requests, page)
         else:
-            _replay(options, requests)
+            _replay(options, requests, page)
     except KvRouterError as error:
         raise ConfigError(str(error)) from None
     return 0
 
 
-def _replay(options: Options, requests: Sequence[TraceRequest]) -> None:
+def _replay(options: Options, requests: Sequence[TraceRequest], page: Page | None) -> None:
     """The mocker's engines, at the pace of the trace."""
     arrivals = list(to_arrivals(spread(scaled(requests, options.scaling)), options))
     left_out = len(requests) - len(arrivals)
@@ -53,9 +57,11 @@ def _replay(options: Options, requests: Sequence[TraceRequest]) -> None:
     show(runs, possible, left_out=left_out)
     if options.json is not None:
         write_json(options.json, runs, possible, left_out=left_out)
+    if page is not None and options.html is not None:
+        write_runs(page, options.html, runs, possible, left_out=left_out)
 
 
-def _compare(options: Options, engines: Engines, requests: Sequence[TraceRequest]) -> None:
+def _compare(options: Options, engines: Engines, requests: Sequence[TraceRequest], page: Page | None) -> None:
     """Step models' engines: every mode and the oracle, in every cell."""
     cells = list(cells_of(engines, requests))
     with shown_progress("runs") as on_done:
@@ -70,6 +76,8 @@ def _compare(options: Options, engines: Engines, requests: Sequence[TraceRequest
     show_compared(compared, seeds=engines.seeds)
     if options.json is not None:
         write_compared(options.json, compared, seeds=engines.seeds)
+    if page is not None and options.html is not None:
+        write_cells(page, options.html, compared, seeds=engines.seeds)
 
 
 def cells_of(engines: Engines, requests: Sequence[TraceRequest]) -> Iterator[Cell]:

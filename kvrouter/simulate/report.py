@@ -19,7 +19,7 @@ from kvrouter.simulate.fleet import Run
 from kvrouter.simulate.percentiles import Percentiles
 from kvrouter.simulate.workloads import achievable
 
-_COLUMNS: dict[str, Callable[[Run], str]] = {
+COLUMNS: dict[str, Callable[[Run], str]] = {
     "cached": lambda run: f"{run.hit_rate:.1%}",
     "TTFT p50/p90/p99 ms": lambda run: _ms(run.ttft),
     "latency p50/p90/p99 ms": lambda run: _ms(run.latency),
@@ -65,10 +65,10 @@ def show(runs: Mapping[str, Run], possible: Possible, *, left_out: int) -> None:
     console = new_console()
     table = Table()
     table.add_column("mode", no_wrap=True)
-    for name in _COLUMNS:
+    for name in COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
     for mode, run in runs.items():
-        table.add_row(mode, *(value(run) for value in _COLUMNS.values()))
+        table.add_row(mode, *(value(run) for value in COLUMNS.values()))
     console.print(table)
     shares = {mode: Cached(run.hit_rate, run.held_rate) for mode, run in runs.items()}
     console.print(cached_line(shares, possible), highlight=False)
@@ -89,15 +89,13 @@ def show_compared(compared: Sequence[Compared], *, seeds: int) -> None:
     for one in compared:
         table = Table(box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
         table.add_column("mode", no_wrap=True)
-        for name in _COMPARED:
+        for name in COMPARED_COLUMNS:
             table.add_column(name, justify="right", no_wrap=True)
         for row in one.rows:
-            table.add_row(row.mode, *(value(row) for value in _COMPARED.values()))
-        console.print(_title(one, seeds), style="bold", highlight=False)
+            table.add_row(row.mode, *(value(row) for value in COMPARED_COLUMNS.values()))
+        console.print(title_of(one, seeds), style="bold", highlight=False)
         console.print(table)
-        cached = {row.mode: Cached(row.mean.cached, row.mean.held) for row in one.rows}
-        mean = one.rows[0].mean
-        console.print(cached_line(cached, Possible(mean.achievable, mean.pooled)), highlight=False)
+        console.print(cached_line_of(one), highlight=False)
         if one.cell.workload.name == "heimdall":
             console.print(_beside_published(one))
 
@@ -132,6 +130,13 @@ def cached_line(shares: Mapping[str, Cached], possible: Possible) -> str:
     rest = "".join(f"; {mode} {shares[mode].real:.1%}" for mode in others)
     bounds = f"best engines {shares[first].held:.1%}, one pooled cache {possible.pooled:.1%}"
     return f"cached: {first} {shares[first].real:.1%} of {possible.endless:.1%} possible ({bounds}){rest}"
+
+
+def cached_line_of(compared: Compared) -> str:
+    """`cached_line` of a cell's modes."""
+    shares = {row.mode: Cached(row.mean.cached, row.mean.held) for row in compared.rows}
+    mean = compared.rows[0].mean
+    return cached_line(shares, Possible(mean.achievable, mean.pooled))
 
 
 def write_compared(path: Path, compared: Sequence[Compared], *, seeds: int) -> None:
@@ -174,7 +179,7 @@ def _facts(compared: Compared) -> dict[str, Any]:
     }
 
 
-def _title(compared: Compared, seeds: int) -> str:
+def title_of(compared: Compared, seeds: int) -> str:
     cell = compared.cell
     load = f"load {cell.load:g}, " if cell.load is not None else ""
     sync = f" (sync {1000 * cell.sync.delay_s:g} ms)" if cell.sync else " (sync off)"
@@ -185,7 +190,7 @@ def _title(compared: Compared, seeds: int) -> str:
     )
 
 
-_COMPARED: dict[str, Callable[[Row], str]] = {
+COMPARED_COLUMNS: dict[str, Callable[[Row], str]] = {
     "TTFT s\nmean": lambda row: _s(row.mean.ttft_mean_s),
     "\np50": lambda row: _s(row.mean.ttft_p50_s),
     "\np90": lambda row: f"{_s(row.mean.ttft_p90_s)} ±{_s(row.spread.ttft_p90_s)}",

@@ -113,10 +113,10 @@ class Page:
         figure = {
             "data": [_trace(one) for one in shown],
             "layout": {
-                "title": {"text": escape(title)},
-                "xaxis": {"title": {"text": escape(x)}, "type": _axis(shown, is_log=log_x)},
+                "title": {"text": _label(title)},
+                "xaxis": {"title": {"text": _label(x)}, "type": _axis(shown, is_log=log_x)},
                 "yaxis": {
-                    "title": {"text": escape(y)},
+                    "title": {"text": _label(y)},
                     "type": "log" if log_y else "linear",
                     "rangemode": "tozero",
                 },
@@ -148,6 +148,11 @@ class Page:
             raise ConfigError(f"--html {path}: {error.strerror}") from None
 
 
+def _label(text: str) -> str:
+    """Plotly reads a few tags in its texts."""
+    return escape(text, quote=False)
+
+
 def _row(cells: Sequence[str], tag: str) -> str:
     return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
@@ -159,8 +164,8 @@ def _axis(series: Sequence[Series], *, is_log: bool) -> str:
 
 
 def _trace(one: Series) -> dict[str, Any]:
-    labels = {"hovertext": [escape(label) for label in one.labels]} if one.labels else {}
-    points: dict[str, Any] = {"x": [*one.x], "y": [*one.y], "name": escape(one.name), **labels}
+    labels = {"hovertext": [_label(label) for label in one.labels]} if one.labels else {}
+    points: dict[str, Any] = {"x": [*one.x], "y": [*one.y], "name": _label(one.name), **labels}
     return (
         {"type": "bar", **points} if one.mode == "bars" else {"type": "scatter", "mode": one.mode, **points}
     )

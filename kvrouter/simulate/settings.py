@@ -63,6 +63,7 @@ class Options:
     policy: PolicySettings
     seed: int
     json: Path | None
+    html: Path | None
 
 
 _MODES = sorted(set(SERVED_MODES) - {_UNSERVED})
@@ -195,6 +196,9 @@ class SimulateSettings(Settings):
         None, "read only the first ones", least=1, default_text="700 for mocker, else all", is_top=True
     )
     json: Path | None = setting(None, "also write the figures to this file", is_top=True)
+    html: Path | None = setting(
+        None, "also write a page with plots to this file (needs kvrouter[report])", is_top=True
+    )
     workers: int = setting(8, "number of engines", least=1, is_top=True)
     timing: str = setting(
         MOCKER,
@@ -246,6 +250,7 @@ class SimulateSettings(Settings):
             policy=policy,
             seed=mocker.seed,
             json=self.json,
+            html=self.html,
         )
 
     def _few(self) -> int | None:

@@ -61,6 +61,17 @@ def test_modes_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert f"{kv_part} round-robin {plain['cached_token_rate']:.1%}" in capsys.readouterr().out
 
 
+def test_page(tmp_path: Path) -> None:
+    """--html has the table of the modes and three plots."""
+    page = tmp_path / "page.html"
+    modes = simulated(tmp_path, "--html", str(page), "--router-mode", "random", "--router-mode", "kv")
+
+    html = page.read_text().partition("</head>")[2]
+    for mode, figures in modes.items():
+        assert f"<td>{mode}</td><td>{figures['cached_token_rate']:.1%}</td>" in html
+    assert 3 == html.count('class="plotly-graph-div"')
+
+
 def test_same_seed_same_figures(tmp_path: Path) -> None:
     """Runs with the same seed agree, and runs with different seeds differ."""
     flags = ["--router-mode", "kv", "--router-temperature", "0.5"]
@@ -151,6 +162,20 @@ def test_published_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert ["217", "719", "1,107", "20.5×", "/", "12.9×", "/", "16.2×"] == published.split()[3:]
     assert "here: random" in printed
     assert "here: kv:auto" in printed
+
+
+def test_page_of_a_ladder(tmp_path: Path) -> None:
+    """Two plots for each load, and three over the loads; the weights of a mode are one line."""
+    page = tmp_path / "page.html"
+    flags = ["--timing", "reference", "--requests", "80", "--workers", "2", "--load", "0.3,0.6"]
+    weights = ["--router-mode", "kv:8", "--router-mode", "kv:1", "--router-mode", "kv"]
+
+    assert 0 == main([*flags, *weights, "--html", str(page)])
+
+    html = page.read_text().partition("</head>")[2]
+    assert 2 * 2 + 3 == html.count('class="plotly-graph-div"')
+    assert 2 == html.count('"hovertext":["kv:1","kv:8"]')
+    assert "<h2>trace, cache 100%: by load</h2>" in html
 
 
 def test_compared_under_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
