@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvrouter.analyze.analysis import Analysis, FleetSize, analyze
 from kvrouter.analyze.guide import advice_of
@@ -15,7 +16,7 @@ from kvrouter.errors import ConfigError, KvRouterError
 from kvrouter.settings.read import Loaded, run
 from kvrouter.simulate.progress import shown_progress
 from kvrouter.simulate.report_html import Page
-from kvrouter.simulate.traces import trace_requests
+from kvrouter.simulate.traces import trace_requests, write_trace
 
 WORKERS, BLOCKS_EACH, BLOCK_SIZE = 8, 27_000, 16
 """The fleet if neither flags nor workers say: as in `kvrouter simulate`."""
@@ -48,6 +49,9 @@ def _analysis(settings: AnalyzeSettings) -> Analysis:
     if settings.live is not None:
         live = asyncio.run(read_live(settings.live, settings.access, settings.model))
         kept = live.requests[-settings.requests :] if settings.requests else live.requests
+        if settings.save_trace is not None:
+            answers = settings.output_tokens or 0
+            write_trace(settings.save_trace, [replace(one, output_tokens=answers) for one in kept])
         return analyze(kept, _fleet(settings, live), source=live.source)
     path = settings.trace
     assert path is not None

@@ -40,6 +40,14 @@ class AnalyzeSettings(Settings):
     block_size: int | None = setting(
         None, "tokens of a block", least=1, default_text="16, or that of --live", is_top=True
     )
+    save_trace: Path | None = setting(
+        None,
+        "with --live: also write the requests to this file, a trace for kvrouter simulate and tune",
+        is_top=True,
+    )
+    output_tokens: int | None = setting(
+        None, "with --save-trace: the length of every answer, which decisions do not have", least=1
+    )
     json: Path | None = setting(None, "also write the figures to this file", is_top=True)
     html: Path | None = setting(
         None, "also write a page with plots to this file (needs kvrouter[report])", is_top=True
@@ -49,6 +57,10 @@ class AnalyzeSettings(Settings):
     def checked(self) -> Self:
         if (self.trace is None) == (self.live is None):
             raise ConfigError("give a trace, or --live ADMIN_URL: one of the two")
+        if self.save_trace is not None and self.live is None:
+            raise ConfigError("--save-trace needs --live")
+        if (self.save_trace is None) != (self.output_tokens is None):
+            raise ConfigError("give --save-trace and --output-tokens together")
         return self
 
 

@@ -7,6 +7,8 @@ for the same tokens, which keeps exactly the sharing of the trace.
     Mooncake      512 tokens an id, milliseconds; equal ids are equal blocks after equal prefixes
     Qwen-Bailian   16 tokens an id, seconds, known by its `chat_id`; its ids name blocks by their own tokens
                    alone (its README: SipHash of each block), so here each becomes the hash of all up to it
+
+Mooncake's lines may have a `block_size`, the tokens of an id: `write_trace` writes it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import itertools
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -86,6 +88,7 @@ class Scaling:
 NotNegative = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Length = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+IdTokens = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
@@ -94,12 +97,17 @@ class _Mooncake(msgspec.Struct, frozen=True):
     input_length: Positive
     output_length: Length
     hash_ids: tuple[NotNegative, ...]
+    block_size: IdTokens = TRACE_ID_TOKENS
     chat_id: object = None
+
+    @property
+    def id_tokens(self) -> int:
+        return self.block_size
 
     def request(self, start: float) -> TraceRequest:
         """The request, its arrival counted from `start`."""
         arrival_s = (self.timestamp - start) / 1000
-        return TraceRequest(arrival_s, self.input_length, self.output_length, self.hash_ids)
+        return TraceRequest(arrival_s, self.input_length, self.output_length, self.hash_ids, self.block_size)
 
 
 class _Bailian(msgspec.Struct, frozen=True):
@@ -108,6 +116,10 @@ class _Bailian(msgspec.Struct, frozen=True):
     output_length: Length
     hash_ids: tuple[NotNegative, ...]
     chat_id: int
+
+    @property
+    def id_tokens(self) -> int:
+        return BAILIAN_ID_TOKENS
 
     def request(self, start: float) -> TraceRequest:
         """The request, its arrival counted from `start`. Its ids name prefixes."""
@@ -138,6 +150,7 @@ def trace_requests(
     number = 0
     kind: type[_Mooncake | _Bailian] = _Mooncake
     start = previous = 0.0
+    id_tokens = 0
     try:
         with _opened(path) as file:
             for number, raw in enumerate(_lines(file, limit), start=1):
@@ -145,7 +158,10 @@ def trace_requests(
                 if number == 1:
                     kind = _kind(place, raw)
                 line = _line(place, raw, kind)
-                start = line.timestamp if number == 1 else start
+                if number == 1:
+                    start, id_tokens = line.timestamp, line.id_tokens
+                if line.id_tokens != id_tokens:
+                    raise TraceError(f"{place}: block_size {line.id_tokens}, the first line has {id_tokens}")
                 # arrivals are differences of timestamps: a negative one would send requests before the first
                 if line.timestamp < previous:
                     raise TraceError(
@@ -161,6 +177,30 @@ def trace_requests(
         raise TraceError(f"cannot read the trace {where}: {reason}") from error
     if not number:
         raise TraceError(f"{path}: no requests in it")
+
+
+def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
+    """Write a trace as Mooncake's, with block sizes. Ids are numbered anew. Raises TraceError.
+
+    A prompt without an id for its partial last block gets one of its own.
+    """
+    numbers: dict[int, int] = {}
+    own = itertools.count(1 << 40)
+    try:
+        with path.open("wb") as file:
+            for request in requests:
+                ids = [numbers.setdefault(id_, len(numbers)) for id_ in request.hash_ids]
+                missing = -(-request.prompt_tokens // request.id_tokens) - len(ids)
+                line = {
+                    "timestamp": round(1000 * request.arrival_s),
+                    "input_length": request.prompt_tokens,
+                    "output_length": request.output_tokens,
+                    "hash_ids": [*ids, *(next(own) for _ in range(missing))],
+                    "block_size": request.id_tokens,
+                }
+                file.write(msgspec.json.encode(line) + b"\n")
+    except OSError as error:
+        raise TraceError(f"cannot write the trace {path}: {error.strerror}") from error
 
 
 def _opened(path: Path) -> gzip.GzipFile | io.BufferedReader:
@@ -199,14 +239,13 @@ def _decoded(place: str, raw: bytes, kind: type[_Decoded]) -> _Decoded:
 
 def _line(place: str, raw: bytes, kind: type[_Mooncake | _Bailian]) -> _Mooncake | _Bailian:
     line = _decoded(place, raw, kind)
-    id_tokens = BAILIAN_ID_TOKENS if kind is _Bailian else TRACE_ID_TOKENS
     if isinstance(line, _Mooncake) and line.chat_id is not None:
         raise TraceError(f"{place}: has a chat_id, the first line has none: give each trace its own file")
-    needed = -(-line.input_length // id_tokens)
+    needed = -(-line.input_length // line.id_tokens)
     # with an id too few, the prompt would be shorter than its length says, and share less than the trace
     if len(line.hash_ids) != needed:
         raise TraceError(
-            f"{place}: input_length {line.input_length} needs {needed} hash ids of {id_tokens} tokens,"
+            f"{place}: input_length {line.input_length} needs {needed} hash ids of {line.id_tokens} tokens,"
             f" not {len(line.hash_ids)}"
         )
     return line

@@ -84,6 +84,8 @@ def test_hostile_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], line:
     [
         ([], "give a trace, or --live ADMIN_URL: one of the two"),
         ([*EXCERPT, "--live", "http://127.0.0.1:1"], "one of the two"),
+        ([*EXCERPT, "--save-trace", "t", "--output-tokens", "9"], "--save-trace needs --live"),
+        (["--live", "http://a:1", "--save-trace", "t"], "give --save-trace and --output-tokens together"),
         ([*EXCERPT, "--block-size", "24"], "--block-size 24: must divide the trace's 512 tokens"),
         (["nowhere.jsonl"], "cannot read the trace nowhere.jsonl: No such file"),
         (["--live", "http://127.0.0.1:1"], "http://127.0.0.1:1 cannot be reached"),

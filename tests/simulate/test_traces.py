@@ -19,6 +19,7 @@ from kvrouter.simulate.traces import (
     read_trace,
     scaled,
     spread,
+    write_trace,
 )
 
 GOOD = {"timestamp": 5, "input_length": 700, "output_length": 9, "hash_ids": [0, 7]}
@@ -119,6 +120,31 @@ def test_qwen_bailian(trace_file: Path) -> None:
     assert first.hash_ids[:2] == second.hash_ids[:2]
     assert 4 == len({*first.hash_ids, *second.hash_ids}), "7 at the end is not 7 at the beginning"
     assert first.hash_ids[1] != third.hash_ids[0], "8 without 7 before it is another block"
+
+
+def test_written_and_read(trace_file: Path) -> None:
+    """A trace of kept decisions: ids of any size, equal where they were; a partial block gets an id."""
+    kept = [TraceRequest(0.0, 130, 7, (1 << 63, 5), 64), TraceRequest(1.5, 128, 7, (1 << 63, 6), 64)]
+    write_trace(trace_file, kept)
+
+    first, second = read_trace(trace_file)
+
+    assert (kept[0].prompt_tokens, 7, 64, 3) == (
+        first.prompt_tokens, first.output_tokens, first.id_tokens, len(first.hash_ids),
+    )  # fmt: skip
+    assert (1.5, 2) == (second.arrival_s, len(second.hash_ids))
+    assert first.hash_ids[0] == second.hash_ids[0]
+    assert 4 == len({*first.hash_ids, *second.hash_ids})
+    with pytest.raises(TraceError, match=r"cannot write the trace .*: Is a directory"):
+        write_trace(trace_file.parent, kept)
+
+
+def test_sizes_of_ids_differ(trace_file: Path) -> None:
+    """One trace has one size."""
+    write(trace_file, {**GOOD, "block_size": 350}, {**GOOD, "timestamp": 6})
+
+    with pytest.raises(TraceError, match=r"trace\.jsonl:2: block_size 512, the first line has 350"):
+        read_trace(trace_file)
 
 
 def test_blocks_of_short_ids() -> None:
