@@ -97,6 +97,8 @@ def cells_of(engines: Engines, requests: Sequence[TraceRequest]) -> Iterator[Cel
                     replicas=engines.replicas,
                     sync=engines.sync,
                     frontend=engines.frontend,
+                    fails=engines.fails,
+                    joins=engines.joins,
                     kv_delay_s=engines.kv_delay_s,
                     leaving=engines.leaving,
                     slo=engines.slo,

@@ -52,6 +52,10 @@ class Cell:
     frontend: Frontend = field(default_factory=Frontend)
     kv_delay_s: float = 0.0
     """Until a KV event reaches the routers' index."""
+    fails: tuple[tuple[str, float], ...] = ()
+    """Engines that fail, by name, and when: in seconds of virtual time."""
+    joins: tuple[float, ...] = ()
+    """When further engines join, empty."""
     leaving: float = 0.0
     """The share of the requests whose clients leave within 5 s."""
     slo: Slo = field(default_factory=Slo)
@@ -84,6 +88,8 @@ class Cell:
                 sync=None,
                 frontend=Frontend(),
                 kv_delay_s=0.0,
+                fails=(),
+                joins=(),
                 leaving=0.0,
                 slo=Slo(),
             )
@@ -129,7 +135,9 @@ class Cell:
 
     def _fleet(self, new_placer: NewPlacer) -> Fleet:
         speeds = [self.speeds[number % len(self.speeds)] for number in range(self.workers)]
-        return Fleet(new_placer, reference_kind(self.model, self.capacity_blocks), speeds)
+        joins = {f"w{self.workers + number}": at for number, at in enumerate(self.joins, start=1)}
+        kind = reference_kind(self.model, self.capacity_blocks)
+        return Fleet(new_placer, kind, speeds, joins=joins, fails=dict(self.fails))
 
 
 @cache

@@ -175,7 +175,7 @@ class Fleet:
     """Engines and one placer, for one run.
 
     `speeds` are the relative speeds of the engines, one each. `joins` maps workers that join later to the
-    time, `labels` maps workers to the labels on their cards.
+    time, `fails` those that fail, `labels` maps workers to the labels on their cards.
     """
 
     def __init__(
@@ -185,6 +185,7 @@ class Fleet:
         speeds: Sequence[float],
         *,
         joins: Mapping[str, float] | None = None,
+        fails: Mapping[str, float] | None = None,
         labels: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
         self._labels = labels or {}
@@ -205,6 +206,8 @@ class Fleet:
             self._join(f"w{number}", speed)
         for name, at in (joins or {}).items():
             self._agenda.at(at, partial(self._join, name, 1.0))
+        for name, at in (fails or {}).items():
+            self._agenda.at(at, partial(self._fail, Target(WorkerId(name))))
 
     def run(self, arrivals: Sequence[Arrival], on_done: Callable[[int], None] | None = None) -> Run:
         """Serve all arrivals. `on_done` is called with the number of requests that have ended."""
@@ -273,6 +276,24 @@ class Fleet:
         self.record.deepest[target.worker_id] = 0
         self.placer.join(target, engine, card_of(name, self._kind.card, self._labels.get(name, {})))
 
+    def _fail(self, target: Target, now: float) -> None:
+        """The engine is gone. Requests without a token are sent elsewhere, the others have failed."""
+        engine = self.engines.pop(target)
+        engine.due = math.inf
+        lost = [number for number, to in self._flights.items() if to == target]
+        again = [number for number in lost if math.isnan(self.record.first_s[number])]
+        for number in lost:
+            if number in again:
+                self._depths[self._flights.pop(number)] -= 1
+                self.placer.ended(number, now, None)
+                self._unplaced += 1
+            else:
+                self.record.first_s[number] = math.nan
+                self._leave(number, now, None)
+        self.placer.left(target)
+        for number in again:
+            self._place(number, self.record.arrivals[number], now)
+
     def _arrive(self, number: int, arrival: Arrival, now: float) -> None:
         self.record.sent_s[number] = now
         self._place(number, arrival, now)
@@ -330,6 +351,6 @@ class Fleet:
 
     def _advance(self, engine: SimulatedEngine, now: float) -> None:
         if now != engine.due:
-            return  # its run was cut: the earlier entry has advanced it
+            return  # its run was cut: the earlier entry has advanced it; or it has failed
         engine.advance(now)
         self._await(engine, now)

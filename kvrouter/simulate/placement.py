@@ -59,6 +59,9 @@ class Placer(Protocol):
 
     def stored(self, target: Target, hashes: Sequence[int]) -> None: ...
     def removed(self, target: Target, hashes: Sequence[int]) -> None: ...
+    def left(self, target: Target) -> None:
+        """An engine has failed. Its requests have ended before."""
+
     def report(self, engines: Mapping[Target, SimulatedEngine]) -> None:
         """The engines report their load."""
 
@@ -77,10 +80,12 @@ class Sync:
 
 @dataclass(frozen=True, slots=True)
 class Frontend:
-    """How the frontend around the router is set: its queue, which has no end here, and its sessions."""
+    """How the frontend around the router is set: queue (which has no end here), sessions, index."""
 
     queue_threshold: float = 0.0
     session_affinity: Literal["off", "soft", "hard"] = "off"
+    use_kv_events: bool = True
+    """Else prompts are taken for cached where they were sent, for `router-ttl-s`."""
 
     @property
     def queue(self) -> AdmissionSettings:
@@ -122,8 +127,9 @@ class Replicas:
         *,
         kv_delay_s: float = 0.0,
         frontend: Frontend = Frontend(),
+        in_turn: bool = False,
     ) -> None:
-        """`kv_delay_s`: until a KV event reaches the index."""
+        """`kv_delay_s`: until a KV event reaches the index. `in_turn`: requests do not enter at random."""
         self._agenda = agenda
         self._kv_delay_s = kv_delay_s
         self._chance = chance
@@ -135,6 +141,7 @@ class Replicas:
         self._sync = sync if len(policies) > 1 else None
         self.index = BlockIndex()
         self._frontend = frontend
+        self._in_turn = in_turn
         self._replicas = [
             _Replica(self._router(number, policy), AdmissionQueue(frontend.queue))
             for number, policy in enumerate(policies, start=1)
@@ -188,7 +195,14 @@ class Replicas:
     def removed(self, target: Target, hashes: Sequence[int]) -> None:
         self._after_delay(lambda _now: self.index.remove(target, hashes))
 
+    def left(self, target: Target) -> None:
+        for replica in self._replicas:
+            replica.router.forget(replica.router.pool.remove(target.worker_id))
+            replica.router.report_workers()
+
     def _after_delay(self, act: Callable[[float], None]) -> None:
+        if not self._frontend.use_kv_events:
+            return
         if self._kv_delay_s:
             self._agenda.at(self._agenda.now + self._kv_delay_s, act)
         else:
@@ -203,6 +217,8 @@ class Replicas:
     def _replica_of(self, number: int) -> _Replica:
         if number in self._tickets:
             return self._tickets[number][0]
+        if self._in_turn:
+            return self._replicas[number % len(self._replicas)]
         return self._entrance.choice(self._replicas) if len(self._replicas) > 1 else self._replicas[0]
 
     def _may_pass(self, number: int, request: RouteRequest, replica: _Replica, now: float) -> bool:
@@ -225,9 +241,14 @@ class Replicas:
             asyncio.run(replica.router.selection.policy.refresh())
 
     def _router(self, number: int, policy: BuiltInPolicy) -> Router:
-        index = self.index
+        index, uses = self.index, self._frontend.use_kv_events
+        settings = (
+            PoolSettings(new_index=lambda _bounds, _secret: index)
+            if uses
+            else PoolSettings(use_kv_events=False)
+        )
         return Router(
-            Pool(_POOL, PoolSettings(new_index=lambda _bounds, _secret: index)),
+            Pool(_POOL, settings),
             RouterRules(policy, self._chance.random, filters=new_filters(self._frontend.filters)),
             router_id=RouterId(f"simulated-{number}"),
             incarnation=1,
@@ -274,6 +295,9 @@ class Oracle:
     def began(self, number: int, now: float) -> None: ...
     def next_waiting(self) -> Sequence[int]:
         return ()
+
+    def left(self, target: Target) -> None:
+        del self._engines[target]
 
     def ended(self, number: int, now: float, output_tokens: int | None) -> None: ...
     def stored(self, target: Target, hashes: Sequence[int]) -> None: ...

@@ -96,6 +96,10 @@ def show_compared(compared: Sequence[Compared], *, seeds: int) -> None:
         console.print(title_of(one, seeds), style="bold", highlight=False)
         console.print(table)
         console.print(cached_line_of(one), highlight=False)
+        answered = {row.mode: row.mean.completed for row in one.rows}
+        if min(answered.values()) < 1:  # clients have left, or engines failed
+            shown = "; ".join(f"{mode} {share:.1%}" for mode, share in answered.items())
+            console.print(f"answered: {shown}", highlight=False)
         if one.cell.workload.name == "heimdall":
             console.print(_beside_published(one))
 

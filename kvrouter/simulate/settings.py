@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +41,8 @@ class Engines:
     replicas: int
     sync: Sync | None
     frontend: Frontend
+    fails: tuple[tuple[str, float], ...]
+    joins: tuple[float, ...]
     kv_delay_s: float
     leaving: float
     slo: Slo
@@ -98,6 +100,16 @@ def _list(text: str) -> tuple[float, ...]:
 
 def _list_text(values: Sequence[float]) -> str:
     return ",".join(f"{value:g}" for value in values)
+
+
+def _failures(text: str) -> tuple[tuple[str, float], ...]:
+    found = {}
+    for one in text.split(","):
+        name, _, at = one.partition("@")
+        if not (name[:1] == "w" and name[1:].isdecimal() and int(name[1:])):
+            raise ValueError("must be engines and seconds, as w3@60,w4@90; engines are w1, w2, ...")
+        found[name] = _above(at, least=0)
+    return tuple(found.items())
 
 
 def _sync_ms(text: str) -> float | None:
@@ -169,6 +181,21 @@ class StepModelEngines(Settings):
     )
     session_affinity: Literal["off", "soft", "hard"] = setting(
         "off", "as the frontend's, for workloads with sessions: multi-turn, agents"
+    )
+    use_kv_events: bool = setting(
+        True, "as the frontend's; without, prompts are taken for cached where they went"
+    )
+    fail: tuple[tuple[str, float], ...] = setting(
+        (),
+        "an engine that fails, and when: w3@60 is the third, after 60 s",
+        metavar="wN@S,…",
+        read=_failures,
+        text=lambda fails: ",".join(f"{name}@{at:g}" for name, at in fails),
+        is_repeated=False,
+    )
+    join: tuple[float, ...] = _numbers("seconds after which one more engine joins, each", "S,S")
+    step_tokens: int | None = setting(
+        None, "prompt tokens of a step, at most", least=1, default_text="those of --timing"
     )
     kv_delay_ms: float = setting(0.0, "until a KV event reaches the routers", least=0)
     slo_ttft_s: float = setting(Slo().ttft_s, "goodput: most seconds to the first token", above=0)
@@ -263,10 +290,15 @@ class SimulateSettings(Settings):
             if given.given():
                 raise ConfigError(f"{given.given()[0]} needs --timing {' or '.join(STEP_MODELS)}")
             return None
+        unknown = [name for name, _ in given.fail if int(name[1:]) > self.workers]
+        if unknown or len(given.fail) >= self.workers:
+            raise ConfigError(
+                f"--fail {unknown[0] if unknown else 'all'}: there are {self.workers} --workers"
+            )
         if given.load and given.pace:
             raise ConfigError("--load and --pace both say how fast requests come: use one of them")
         return Engines(
-            model=STEP_MODELS[self.timing].served(given.order, given.parallel_prefill),
+            model=self._model(),
             workers=self.workers,
             speeds=given.speeds or (1.0,),
             workloads=given.workload or (TRACE,),
@@ -276,13 +308,20 @@ class SimulateSettings(Settings):
             paces=given.pace or (1.0,),
             replicas=given.replicas,
             sync=Sync(given.sync_ms / 1000, given.sync_loss) if given.sync_ms is not None else None,
-            frontend=Frontend(given.queue_threshold, given.session_affinity),
+            frontend=Frontend(given.queue_threshold, given.session_affinity, given.use_kv_events),
+            fails=given.fail,
+            joins=given.join,
             kv_delay_s=given.kv_delay_ms / 1000,
             leaving=given.cancel,
             slo=Slo(given.slo_ttft_s, given.slo_itl_ms / 1000),
             seeds=given.seeds,
             jobs=given.jobs,
         )
+
+    def _model(self) -> StepModel:
+        given, model = self.step_model, STEP_MODELS[self.timing]
+        model = model.served(given.order, given.parallel_prefill)
+        return replace(model, step_tokens=given.step_tokens) if given.step_tokens is not None else model
 
 
 COMMAND = Command(

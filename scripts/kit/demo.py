@@ -1,14 +1,15 @@
-"""The demo: two replicas, four simulated engines, one NATS, and a real trace; round-robin against kv."""
+"""The demo: chats about shared documents through two replicas to four simulated engines, in three modes."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import json
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import uvloop
@@ -18,18 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvrouter.core.wire.hashes import prompt_hashes
 from kvrouter.simulate.engines import Arrival
 from kvrouter.simulate.report import Possible
-from kvrouter.simulate.traces import (
-    CONVERSATION_EXCERPT,
-    SHORT_EXCERPT,
-    TRACE_ID_TOKENS,
-    Prompts,
-    Scaling,
-    TraceError,
-    read_trace,
-    scaled,
-    spread,
-)
-from kvrouter.tokens.tiny import VOCABULARY_SIZE, build_tiny_model
+from kvrouter.tokens.tiny import build_tiny_model
 from scripts.kit import deployment, report
 from scripts.kit.deployment import Deployment, Plan
 from scripts.kit.figures import MachineTime, figures
@@ -38,16 +28,19 @@ from scripts.kit.http_client import Client, HttpError
 from scripts.kit.load import LoadRequest, Outcome, run_load
 from scripts.kit.replicas import settled
 from scripts.kit.script import log_directory, new_console, until_signalled
+from scripts.kit.workload import MODEL, Chats
 
-MODEL = "mock"
-REQUESTS = 640
-SECONDS_PER_REQUEST = 35.0 / REQUESTS
-TOKENS_PER_ID = 64
-OUTPUT_DIVISOR = 8
+MODES = ("round-robin", "least-loaded", "kv")
+REQUESTS = 560
+REQUESTS_PER_SECOND = 20.0
+MOST_REQUESTS = 2_000
 REQUEST_TIMEOUT_S = 30.0
-# Blocks of an engine's cache: three quarters of what round-robin would fill, so that engines must evict.
-NUM_BLOCKS = 12_288
+ENGINES = 4
 BLOCK_SIZE = 16
+# Blocks of an engine's cache: all engines together hold every document and chat once, one engine a third.
+NUM_BLOCKS = 2_048
+# Half as fast as Llama-3-8B on an H100: then prefill is what users wait for, not this machine.
+SPEEDUP = 0.5
 
 
 class FailedError(Exception):
@@ -61,6 +54,7 @@ class Options:
     requests: int
     keep: bool
     json: Path | None
+    html: Path | None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,38 +62,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     try:
         return uvloop.run(until_signalled("demo", _run(options)))
-    except (FailedError, FleetError, HttpError, TraceError) as error:
+    except (FailedError, FleetError, HttpError) as error:
         print(f"demo: failed: {error}", file=sys.stderr)
         return 1
 
 
 async def _run(options: Options) -> int:
     console = new_console()
-    requests = load_requests(options.requests)
+    chats = Chats(options.requests, options.requests / REQUESTS_PER_SECOND)
+    requests = chats.drawn()
     async with AsyncExitStack() as stack:
         directory = stack.enter_context(log_directory("demo"))
         client = Client()
         stack.callback(client.close)
         fleet = await stack.enter_async_context(Fleet(directory))
-        console.print("starting NATS, and building a tiny model directory")
+        console.print(_about(chats), highlight=False)
         nats_url = await deployment.start_nats(fleet, client)
         build_tiny_model(directory / "model")
         stage = Stage(console, fleet, client, nats_url, directory / "model")
-        plain, deployed = await stage.measure("round-robin", requests)
-        await deployment.stop(fleet, deployed)
-        kv, deployed = await stage.measure("kv", requests)
-        possible = _possible(requests, len(deployed.engines))
-        report.show(console, plain, kv, possible, _caption(options.requests))
+        results: list[report.ModeResult] = []
+        for mode in MODES:
+            result, deployed = await stage.measure(mode, requests)
+            results.append(result)
+            if mode != MODES[-1]:
+                await deployment.stop(fleet, deployed)
+        possible = _possible(requests)
+        report.show(console, results, possible)
         if options.json is not None:
-            about = {
-                "scaling": asdict(_scaling(options.requests)),
-                "achievable_rate": possible.endless,
-                "pooled_rate": possible.pooled,
-            }
-            report.write_json(options.json, plain, kv, about)
+            about = {"workload": asdict(chats), "achievable_rate": possible.endless}
+            report.write_json(options.json, results, about | {"pooled_rate": possible.pooled})
+        if options.html is not None:
+            report.write_html(options.html, results, possible, _about(chats))
+            console.print(f"plots: {options.html}", highlight=False)
         if options.keep:
             await _keep(console, fleet, deployed)
-        if report.problems(plain, kv):
+        else:
+            console.print(_NEXT, highlight=False, markup=False)
+        if report.problems(results):
             raise FailedError("see above")
         return 0
 
@@ -113,29 +112,47 @@ class Stage:
     client: Client
     nats_url: str
     model_path: Path
+    speedup: float = SPEEDUP
 
     async def measure(
         self, mode: str, requests: Sequence[LoadRequest]
     ) -> tuple[report.ModeResult, Deployment]:
-        """Deploy with cold caches, replay the trace, and read the replicas' final state."""
-        namespace = f"demo-{mode}"
-        plan = Plan(mode, self.model_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, namespace=namespace)
-        self.console.print(f"[bold]{mode}[/]: starting 4 engines with their agents, and 2 replicas")
+        """Deploy with cold caches, send the requests, and read the replicas' final state.
+
+        `mode` may have a weight: `kv:1`.
+        """
+        name, _, weight = mode.partition(":")
+        plan = Plan(
+            name,
+            self.model_path,
+            engines=ENGINES,
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            speedup=self.speedup,
+            namespace=f"demo-{name}-{weight}",
+            frontend_flags=(f"--kv-overlap-score-weight={weight}",) if weight else (),
+        )
         deployed = await deployment.deploy(self.fleet, self.client, plan, self.nats_url)
         before = MachineTime.now()
-        outcomes = await self._replay(mode, requests, [replica.url for replica in deployed.replicas])
+        outcomes = await self._send(mode, requests, [replica.url for replica in deployed.replicas])
         after = MachineTime.now()
         self.fleet.check()
         busy = after.busy_since(before) if before and after else None
         views = await settled(deployed.replicas)
         failed = [outcome for outcome in outcomes if outcome.error is not None]
-        return report.ModeResult(mode, figures(outcomes), views, busy, failed), deployed
+        times = [
+            outcome.ttft_s for outcome in outcomes if outcome.error is None and outcome.ttft_s is not None
+        ]
+        return report.ModeResult(mode, figures(outcomes), views, busy, failed, times), deployed
 
-    async def _replay(self, mode: str, requests: Sequence[LoadRequest], urls: list[str]) -> list[Outcome]:
+    async def _send(self, mode: str, requests: Sequence[LoadRequest], urls: list[str]) -> list[Outcome]:
         columns = (
-            TextColumn(f"[bold]{mode}[/]: replaying"),
-            BarColumn(), MofNCompleteColumn(), TextColumn("answers"), TimeRemainingColumn(),
-        )  # fmt: skip
+            TextColumn(f"{mode:12}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("answers"),
+            TimeRemainingColumn(),
+        )
         with Progress(*columns, console=self.console, refresh_per_second=4) as progress:
             bar = progress.add_task(mode, total=len(requests))
             return await run_load(
@@ -147,54 +164,35 @@ class Stage:
             )
 
 
-def load_requests(count: int, *, output_divisor: int = OUTPUT_DIVISOR) -> list[LoadRequest]:
-    """The first `count` requests of the excerpt, scaled, as streaming completions of token ids."""
-    scaling = replace(_scaling(count), output_divisor=output_divisor)
-    trace = spread(scaled(read_trace(CONVERSATION_EXCERPT, count), scaling))
-    prompts = Prompts(tokens_per_id=TOKENS_PER_ID, vocabulary_size=VOCABULARY_SIZE)
+def arrivals(requests: Sequence[LoadRequest]) -> list[Arrival]:
+    """The same requests for the simulator."""
+    prompts = [json.loads(request.body)["prompt"] for request in requests]
     return [
-        LoadRequest(
-            at_s=request.arrival_s,
-            body=_body(prompts.token_ids(request), request.output_tokens),
-            output_tokens=request.output_tokens,
-        )
-        for request in trace
+        Arrival(request.at_s, prompt_hashes(prompt, BLOCK_SIZE), len(prompt), request.output_tokens or 1)
+        for request, prompt in zip(requests, prompts, strict=True)
     ]
 
 
-def _scaling(count: int) -> Scaling:
-    return Scaling(TOKENS_PER_ID, OUTPUT_DIVISOR, duration_s=count * SECONDS_PER_REQUEST)
-
-
-def _body(prompt: list[int], output_tokens: int) -> bytes:
-    body = {
-        "model": MODEL,
-        "prompt": prompt,
-        "max_tokens": output_tokens,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    return json.dumps(body, separators=(",", ":")).encode()
-
-
-def _possible(requests: Sequence[LoadRequest], engines: int) -> Possible:
+def _possible(requests: Sequence[LoadRequest]) -> Possible:
     """What caches that all engines share would have had."""
-    prompts = [json.loads(request.body)["prompt"] for request in requests]
-    arrivals = [Arrival(0.0, prompt_hashes(prompt, BLOCK_SIZE), len(prompt), 0) for prompt in prompts]
-    return Possible.of(arrivals, engines * NUM_BLOCKS, block_size=BLOCK_SIZE)
+    return Possible.of(arrivals(requests), ENGINES * NUM_BLOCKS, block_size=BLOCK_SIZE)
 
 
-def _caption(count: int) -> str:
-    scaling = _scaling(count)
+def _about(chats: Chats) -> str:
+    least, most = chats.document_tokens
     return (
-        f"Mooncake conversation trace (FAST'25), first {count} requests, open loop, streamed through 2"
-        f" replicas in turn to 4 simulated engines of {NUM_BLOCKS:,} blocks. Scaled alike for both: one hash"
-        f" id = {TOKENS_PER_ID} tokens instead of {TRACE_ID_TOKENS}, outputs ÷ {OUTPUT_DIVISOR}, arrivals"
-        f" in {scaling.duration_s:.0f} s (the trace's 3 s steps spread evenly). Caches cold at each start."
-        " Possible: what one endless cache, shared by all engines, would have; pooled: one of their size;"
-        " best engines: if each request had gone where most of its prompt was cached."
+        f"{chats.requests} requests of generated chats about {chats.documents} documents of {least:,} to "
+        f"{most:,} tokens,\n{REQUESTS_PER_SECOND:g} a second through 2 replicas to {ENGINES} simulated "
+        "engines, whose caches hold a third of it each\nand are empty at each start"
     )
+
+
+_NEXT = """
+next:
+  scripts/demo --keep                            leaves the fleet running, with URLs and a curl to try
+  scripts/demo --html demo.html                  plots of the same
+  kvrouter serve --engine http://HOST:PORT …     in front of your own vLLM or SGLang engines (README.md)
+  kvrouter analyze TRACE, kvrouter tune TRACE    what your own traffic would gain (docs/tune.md)"""
 
 
 async def _keep(console: Console, fleet: Fleet, deployed: Deployment) -> None:
@@ -231,14 +229,17 @@ def _options(arguments: Sequence[str] | None) -> Options:
         type=int,
         default=REQUESTS,
         metavar="N",
-        help="number of requests, 2 to 700 (%(default)s)",
+        help=f"number of requests, 2 to {MOST_REQUESTS} (%(default)s)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write plots to FILE")
     parser.add_argument("--keep", action="store_true", help="leave the kv fleet running until Ctrl-C")
     flags = parser.parse_args(arguments)
-    if not 2 <= flags.requests <= SHORT_EXCERPT:
-        parser.error(f"--requests {flags.requests}: the excerpt has 700 requests, and both replicas need one")
-    return Options(flags.requests, flags.keep, flags.json)
+    if not 2 <= flags.requests <= MOST_REQUESTS:
+        parser.error(f"--requests {flags.requests}: use 2 to {MOST_REQUESTS}; both replicas need one")
+    if flags.html is not None and importlib.util.find_spec("plotly") is None:
+        parser.error("--html needs Plotly: scripts/setup installs it")
+    return Options(flags.requests, flags.keep, flags.json, flags.html)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,13 @@ import pytest
 
 from kvrouter.tokens.tiny import build_tiny_model
 from scripts.kit import deployment, proxies
-from scripts.kit.demo import load_requests
 from scripts.kit.deployment import Deployment, Plan
 from scripts.kit.fleet import Fleet, wait_until_ok
 from scripts.kit.http_client import Client
 from scripts.kit.proxies import HAPROXY, PROXIES, Proxy, with_addresses
 from scripts.kit.replicas import Replica
 from scripts.kit.steady import SteadyLoad
+from scripts.kit.workload import load_requests
 
 RATE = 20.0
 GRACE_S = 4

@@ -14,12 +14,13 @@ from rich.console import Console
 
 from kvrouter.simulate.percentiles import Percentiles, percentiles
 from kvrouter.simulate.report import Possible
-from scripts.kit.demo import load_requests, main
+from scripts.kit.demo import main
 from scripts.kit.figures import MachineTime, figures
 from scripts.kit.load import Outcome
 from scripts.kit.replicas import View, _view, disagreements
-from scripts.kit.report import ModeResult, problems, show, write_json
+from scripts.kit.report import ModeResult, problems, show, write_html, write_json
 from scripts.kit.script import new_console
+from scripts.kit.workload import Chats, load_requests
 
 GOOD_VIEW = View("r0", ("r1",), 4, {"w1/0": (10, "ab"), "w2/0": (7, "cd")}, {}, 0, 0, 0, 1000, 300)
 
@@ -118,25 +119,24 @@ def test_disagreement(change: dict[str, Any], says: str) -> None:
 # --- verdict ---
 
 
-def printed(plain: ModeResult, kv: ModeResult) -> str:
+def printed(*results: ModeResult) -> str:
     """The printed report."""
     text = io.StringIO()
-    show(Console(file=text, width=300), plain, kv, Possible(0.9, 0.85), "the caption")
+    show(Console(file=text, width=300), results, Possible(0.9, 0.85))
     return text.getvalue()
 
 
 def test_passed() -> None:
     """A successful run prints one table and a verdict."""
-    plain, kv = result("round-robin", 10), result("kv", 20)
-    text = printed(plain, kv)
+    plain, least, kv = result("round-robin", 10), result("least-loaded", 8), result("kv", 20)
+    text = printed(plain, least, kv)
 
-    assert [] == problems(plain, kv)
-    assert all(part in text for part in ("10.0%", "20.0%", "+100%", "0/0", "equal", "50%", "the caption"))
-    assert (
-        "cached: kv 20.0% of 90.0% possible (best engines 30.0%, one pooled cache 85.0%); round-robin 10.0%"
-        in text
-    )
-    assert "passed: kv cached 2.0× as much, TTFT p50 +0%; replicas agree, no bookings left" in text
+    assert [] == problems([plain, least, kv])
+    assert all(part in text for part in ("10.0%", "8.0%", "20.0%", "+150%", "0/0", "equal", "50%"))
+    bounds = "(best engines 30.0%, one pooled cache 85.0%)"
+    assert f"cached: kv 20.0% of 90.0% possible {bounds}; round-robin 10.0%; least-loaded 8.0%" in text
+    said = "nine of ten first tokens within 100 ms with kv, within 100 ms with round-robin"
+    assert f"passed: {said}; replicas agree, no bookings left" in text
     assert "failed" not in text
     assert "warning" not in text
 
@@ -183,7 +183,7 @@ def test_warnings() -> None:
 def test_json(tmp_path: Path) -> None:
     """The JSON has the same figures."""
     file = tmp_path / "figures.json"
-    write_json(file, result("rr", 10), result("kv", 20), {"scaling": {"tokens_per_id": 64}})
+    write_json(file, [result("rr", 10), result("kv", 20)], {"scaling": {"tokens_per_id": 64}})
     written = json.loads(file.read_text())
 
     assert (True, []) == (written["passed"], written["problems"])
@@ -197,22 +197,51 @@ def test_json(tmp_path: Path) -> None:
 
 
 def test_demo_requests() -> None:
-    """640 streaming requests of token ids in 35 s, equal each time they are made."""
-    requests = load_requests(640)
+    """Chats, equal each time they are made: each turn sends the whole chat so far."""
+    requests = Chats(200, 10.0).drawn()
+    prompts = [json.loads(one.body)["prompt"] for one in requests]
     body = json.loads(requests[0].body)
 
+    assert requests == Chats(200, 10.0).drawn()
+    assert sorted(one.at_s for one in requests) == [one.at_s for one in requests]
+    assert all(0 <= one.at_s <= 10.0 for one in requests)
+    assert (True, {"include_usage": True}) == (body["stream"], body["stream_options"])
+    assert body["max_tokens"] == requests[0].output_tokens
+    documents = {tuple(prompt[:1000]) for prompt in prompts}
+    assert 10 < len(documents) <= 32
+    later = [one for one in prompts if any(len(o) < len(one) and one[: len(o)] == o for o in prompts)]
+    assert len(later) > 80, "turns go on from turns"
+
+
+def test_trace_requests() -> None:
+    """Those of chaos and benchmarks: 640 in 35 s, equal each time they are made."""
+    requests = load_requests(640)
+
     assert requests == load_requests(640)
-    assert (640, 62, 844) == (len(requests), requests[0].output_tokens, len(body["prompt"]))
-    assert (True, {"include_usage": True}, 62) == (body["stream"], body["stream_options"], body["max_tokens"])
+    assert (640, 62, 844) == (
+        len(requests), requests[0].output_tokens, len(json.loads(requests[0].body)["prompt"])
+    )  # fmt: skip
     assert pytest.approx(35.0) == requests[-1].at_s
 
 
-def test_demo_refuses(capsys: pytest.CaptureFixture[str]) -> None:
-    """More requests than the trace has is an error."""
-    with pytest.raises(SystemExit):
-        main(["--requests", "701"])
+def test_html(tmp_path: Path) -> None:
+    """One file with the figures and two plots."""
+    file = tmp_path / "demo.html"
+    results = [replace(result(mode, 10 + n), ttft_s=[0.1, 0.2]) for n, mode in enumerate(["rr", "kv"])]
+    write_html(file, results, Possible(0.9, 0.85), "about <it>")
+    text = file.read_text()
 
-    assert "--requests 701: the excerpt has 700 requests" in capsys.readouterr().err
+    assert "about &lt;it&gt;" in text
+    assert text.count("Plotly.newPlot(") >= 2
+    assert "one endless cache" in text
+
+
+def test_demo_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    """A number that it cannot serve is an error."""
+    with pytest.raises(SystemExit):
+        main(["--requests", "1"])
+
+    assert "--requests 1: use 2 to 2000" in capsys.readouterr().err
 
 
 # --- where it is shown ---

@@ -22,6 +22,8 @@ SAMPLES = {
     "advertise": ("router-0", "10.0.0.5", "fd00::5"),
     "cache": ["0.5", "0.25,2"],
     "engine": ["http://a:1", "http://a:1,kv=tcp://a:2,replay=tcp://a:3,id=w,label.zone=b"],
+    "fail": ["w3@60", "w1@0,w22@1.5"],
+    "join": ["1", "0.5,2"],
     "imbalanced-threshold": ["10", "2.5", "inf"],
     "kv-replay": ["w=tcp://a:1", "w=tcp://a:1,tcp://a:2"],
     "label": ["zone=a", "zone=a=b"],

@@ -18,7 +18,7 @@ from kvrouter.simulate.compare import compare
 from kvrouter.simulate.engines import Arrival
 from kvrouter.simulate.fleet import Fleet, reference_kind
 from kvrouter.simulate.measures import Measures
-from kvrouter.simulate.placement import Oracle, Replicas, Sync
+from kvrouter.simulate.placement import Frontend, Oracle, Replicas, Sync
 from kvrouter.simulate.step_model import REFERENCE, SHORTEST
 from kvrouter.simulate.traces import CONVERSATION_EXCERPT, read_trace
 
@@ -179,3 +179,39 @@ def test_oracle_breaks_ties_by_chance() -> None:
     run = fleet.run([Arrival(0.0, [1], 600, 1), Arrival(9.0, [2], 600, 1)])
 
     assert [Target(WorkerId("w1")), Target(WorkerId("w2"))] == run.targets
+
+
+def test_engines_fail_and_join() -> None:
+    """What a failed engine has begun is lost, what waits there goes elsewhere; a new one takes its share."""
+    cell = replace(CELL, fails=(("w2", 30.0),), joins=(40.0,))
+    for mode in (ORACLE, "kv", "round-robin"):
+        run = cell.run(mode, DEFAULTS, 0)
+        at = [run.sent_s[number] for number, target in enumerate(run.targets) if target.worker_id == "w2"]
+
+        assert set(run.deepest) == {"w1", "w2", "w3", "w4", "w5"}
+        assert max(at) < 30.0 < max(run.sent_s)
+        assert run.share("w5") > 0.1
+        assert 0 < len(run.targets) - len(run.completed) < 40
+
+
+def test_without_kv_events() -> None:
+    """Prompts are taken for cached where they were sent: more than by load alone is cached."""
+    cell = replace(CELL, frontend=Frontend(use_kv_events=False))
+
+    assert measured(cell, "kv").cached > 1.5 * measured(cell, "least-loaded").cached
+
+
+def test_queue_and_sessions() -> None:
+    """Requests wait while all engines have much to prefill, none in vain; a session stays on its engine."""
+    cell = replace(CELL, load=1.2)
+    waits = replace(cell, frontend=Frontend(queue_threshold=1.0))
+    run = waits.run("least-loaded", DEFAULTS, 0)
+
+    assert len(run.completed) == len(run.targets)
+    assert run.targets != cell.run("least-loaded", DEFAULTS, 0).targets
+    chats = Cell(generated.named("multi-turn:sessions=20", ()), 1.0, workers=4)
+    bound = replace(chats, frontend=Frontend(session_affinity="soft")).run("random", DEFAULTS, 0)
+    placed: dict[str, set[Target]] = {}
+    for arrival, target in zip(bound.arrivals, bound.targets, strict=True):
+        placed.setdefault(arrival.session, set()).add(target)
+    assert {1} == {len(targets) for targets in placed.values()}

@@ -28,13 +28,13 @@ from rich.table import Table
 from kvrouter.tokens.tiny import build_tiny_model
 from scripts.kit import deployment
 from scripts.kit.bench.meter import cpu_ns
-from scripts.kit.demo import OUTPUT_DIVISOR, TOKENS_PER_ID, load_requests
 from scripts.kit.deployment import Deployment, Plan
 from scripts.kit.figures import Figures, MachineTime, figures
 from scripts.kit.fleet import Fleet, FleetError
 from scripts.kit.http_client import Client, HttpError
 from scripts.kit.load import LoadRequest, Outcome, run_load, send
 from scripts.kit.script import log_directory, new_console, until_signalled
+from scripts.kit.workload import OUTPUT_DIVISOR, TOKENS_PER_ID, load_requests
 
 SCALE = OUTPUT_DIVISOR
 assert TOKENS_PER_ID * SCALE == 512, "prompts and outputs must shrink alike"

@@ -20,11 +20,11 @@ from kvrouter.worker.options import worker_id_of
 from scripts.kit.chaos.cluster import busiest
 from scripts.kit.chaos.judge import Damage, Excuse
 from scripts.kit.chaos.stage import Stage
-from scripts.kit.demo import MODEL
 from scripts.kit.fleet import wait_until_ok
 from scripts.kit.http_client import HttpError
 from scripts.kit.load import LoadRequest, Outcome
 from scripts.kit.steady import SteadyLoad
+from scripts.kit.workload import MODEL
 
 STOPPED_S = 10.0
 # Longer than a lease of five heartbeats.

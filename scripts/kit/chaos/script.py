@@ -38,13 +38,13 @@ from scripts.kit.chaos.faults import (
 )
 from scripts.kit.chaos.judge import RowResult, judge, table
 from scripts.kit.chaos.stage import Stage, open_stage
-from scripts.kit.demo import load_requests
 from scripts.kit.deployment import Plan
 from scripts.kit.fleet import Fleet, FleetError
 from scripts.kit.http_client import HttpError
 from scripts.kit.load import LoadRequest
 from scripts.kit.script import log_directory, new_console, until_signalled
 from scripts.kit.steady import SteadyLoad
+from scripts.kit.workload import load_requests
 
 NAMESPACE = "chaos"
 REPLICAS, ENGINES = 3, 4

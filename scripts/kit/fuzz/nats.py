@@ -27,12 +27,12 @@ from rich.table import Table
 
 from scripts.kit.chaos.judge import Damage
 from scripts.kit.chaos.stage import Stage, open_stage
-from scripts.kit.demo import load_requests
 from scripts.kit.deployment import Plan
 from scripts.kit.fleet import Fleet, Process
 from scripts.kit.fuzz.mutate import Mutator
 from scripts.kit.script import log_directory, new_console
 from scripts.kit.steady import SteadyLoad
+from scripts.kit.workload import load_requests
 
 NAMESPACE = "fuzz"
 REPLICAS, ENGINES = 2, 3
