@@ -7,15 +7,17 @@ are no queues and batches: so `perfect` is a bound for the cache alone.
     perfect     the worker that holds most of the prompt. If all that is held is a prefix too popular for one
                 worker (more than its share of the requests have it), the worker that has computed the least
 
-Bounded: above MOST_BLOCKS of all caches together, a sample of the blocks in caches as much smaller.
+Bounded: when all caches together hold more than MOST_BLOCKS, half of the blocks by hash stay, in caches half
+as large, then a quarter, ... (as in core/tables/ghosts.py).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
-MOST_BLOCKS = 1 << 17
+MOST_BLOCKS = 1 << 19
 # Uses before a prefix can be popular: of few requests, two are already a large share.
 _FEW = 8
 
@@ -26,9 +28,10 @@ class FleetCaches:
     def __init__(self, workers: int, blocks_each: int, most_blocks: int = MOST_BLOCKS) -> None:
         self.computed = [0] * workers
         """Blocks, by worker."""
-        halvings = max(0, (workers * blocks_each - 1).bit_length() - (most_blocks - 1).bit_length())
-        self._mask = (1 << halvings) - 1
-        self._each = blocks_each >> halvings
+        self._most = most_blocks
+        self._mask = 0
+        self._each = blocks_each
+        self._held = 0
         self._caches: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(workers)]
 
     @property
@@ -47,27 +50,52 @@ class FleetCaches:
         worker = self._choose(sampled)
         cache = self._caches[worker]
         found = next((place for place, name in enumerate(sampled) if name not in cache), len(sampled))
-        self._use(worker, sampled, found)
         missing = (len(sampled) - found) * (self._mask + 1)
         self.computed[worker] += missing
+        self._held -= len(cache)
+        self._use(worker, sampled, found)
+        self._held += len(cache)
+        while self._held > self._most:
+            self._halve()
         return missing
 
     def check(self) -> None:
         """Raise if an invariant is broken."""
+        assert self._held == sum(len(cache) for cache in self._caches) <= self._most
         for cache in self._caches:
             assert len(cache) <= self._each
 
     def _choose(self, names: Sequence[int]) -> int:
         raise NotImplementedError
 
-    def _use(self, worker: int, names: Sequence[int], found: int) -> list[int]:
-        """Cache a prompt of whose blocks `found` are cached; returns what is evicted."""
+    def _halve(self) -> None:
+        """Keep every other block, in caches half as large."""
+        self._mask = 2 * self._mask + 1
+        self._each //= 2
+        self._held = 0
+        for worker in range(len(self._caches)):
+            gone = [name for name in self._caches[worker] if name & self._mask]
+            self._drop(worker, gone)
+            self._drop(worker, self._excess(worker))
+            self._held += len(self._caches[worker])
+
+    def _excess(self, worker: int) -> list[int]:
+        """What does not fit, the least recently used first."""
+        cache = self._caches[worker]
+        return [*islice(cache, max(0, len(cache) - self._each))]
+
+    def _drop(self, worker: int, names: Sequence[int]) -> None:
+        for name in names:
+            del self._caches[worker][name]
+
+    def _use(self, worker: int, names: Sequence[int], found: int) -> None:
+        """Cache a prompt of whose blocks the first `found` are cached."""
         cache = self._caches[worker]
         # the deepest first, so that it is evicted first
         for name in reversed(names):
             cache[name] = None
             cache.move_to_end(name)
-        return [cache.popitem(last=False)[0] for _ in range(len(cache) - self._each)]
+        self._drop(worker, self._excess(worker))
 
 
 class RandomPlacement(FleetCaches):
@@ -113,20 +141,21 @@ class PerfectPlacement(FleetCaches):
         among = range(len(self._caches)) if is_popular else _bits(holders)
         return min(among, key=self.computed.__getitem__)
 
-    def _use(self, worker: int, names: Sequence[int], found: int) -> list[int]:
-        bit = 1 << worker
+    def _use(self, worker: int, names: Sequence[int], found: int) -> None:
         self._requests += 1
         for name in names:
             self._uses[name] = self._uses.get(name, 0) + 1
         # of the blocks behind the first missing one, some may be cached
         for name in names[found:]:
-            self._holders[name] = self._holders.get(name, 0) | bit
-        evicted = super()._use(worker, names, found)
-        for name in evicted:
-            self._holders[name] &= ~bit
+            self._holders[name] = self._holders.get(name, 0) | 1 << worker
+        super()._use(worker, names, found)
+
+    def _drop(self, worker: int, names: Sequence[int]) -> None:
+        super()._drop(worker, names)
+        for name in names:
+            self._holders[name] &= ~(1 << worker)
             if not self._holders[name]:
                 del self._holders[name], self._uses[name]
-        return evicted
 
 
 def _bits(mask: int) -> Iterator[int]:

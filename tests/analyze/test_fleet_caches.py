@@ -56,9 +56,20 @@ def test_random_placement() -> None:
     caches.check()
 
 
+def test_caches_that_stay_empty_are_exact() -> None:
+    """However large they are: only blocks that they hold need memory."""
+    caches = PerfectPlacement(4, 1 << 40, most_blocks=100)
+    for number in range(9):
+        caches.place(names(0, *(10 * number + place for place in range(1, 8))))
+    caches.check()
+
+    assert not caches.is_sampled
+    assert [0, 4] == [caches.place(names(0, 1)), caches.place(names(100, 101, 102, 103))]
+
+
 def test_large_caches_are_sampled() -> None:
     """A sample of an eighth finds the same misses, about."""
-    whole, sampled = PerfectPlacement(4, 2000), PerfectPlacement(4, 2000, most_blocks=1000)
+    whole, sampled = PerfectPlacement(4, 2000), PerfectPlacement(4, 2000, most_blocks=1500)
     chance = random.Random(3)
     misses = [0, 0]
     for _ in range(1500):
