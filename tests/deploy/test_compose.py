@@ -24,12 +24,12 @@ from kvrouter.bus.embedded import server_binary
 from kvrouter.settings.commands import command_named
 from kvrouter.settings.read import load
 from kvrouter.verify import VerifyError, compare
-from scripts.kit.demo import load_requests
 from scripts.kit.deployment import python
 from scripts.kit.fleet import Fleet, wait_until_ok
 from scripts.kit.http_client import Client
 from scripts.kit.proxies import DEPLOY, HAPROXY
 from scripts.kit.steady import SteadyLoad
+from scripts.kit.workload import load_requests
 
 COMPOSE = DEPLOY / "compose"
 SERVICES: dict[str, Any] = yaml.safe_load((COMPOSE / "compose.yaml").read_text())["services"]
