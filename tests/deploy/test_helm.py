@@ -1,0 +1,171 @@
+"""deploy/helm and deploy/kubernetes: rendered by Helm, valid for Kubernetes, with commands that exist.
+
+Helm and the schemas of Kubernetes are large packages; without them the rendered files are tested alone.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvrouter.bus import accounts
+from kvrouter.bus.embedded import server_binary
+from kvrouter.settings.commands import command_named
+from kvrouter.settings.read import load
+from scripts.kit.manifests import CHART, MANIFESTS, examples, render, values_of, written
+
+SERVICE_MONITOR = Path(__file__).with_name("servicemonitor.schema.json")
+EXAMPLES = examples()
+
+
+def helm() -> None:
+    """Skips the test without Helm."""
+    pytest.importorskip("helm_python", reason="Helm is not installed: pip install helm-python-sdk")
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    """The manifests of an example."""
+    return [one for one in yaml.safe_load_all((MANIFESTS / name).read_text()) if one]
+
+
+def of_kind(name: str, *kinds: str) -> list[dict[str, Any]]:
+    return [one for one in documents(name) if one["kind"] in kinds]
+
+
+def pods(name: str) -> list[tuple[str, dict[str, Any]]]:
+    """Each pod template, with the name of its Deployment or StatefulSet."""
+    owners = of_kind(name, "Deployment", "StatefulSet")
+    return [(one["metadata"]["name"], one["spec"]["template"]) for one in owners]
+
+
+def containers(name: str) -> list[tuple[str, dict[str, Any]]]:
+    """Each container, with the name of its Deployment or StatefulSet."""
+    return [(owner, container) for owner, pod in pods(name) for container in pod["spec"]["containers"]]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_manifests_are_those_of_the_chart(name: str) -> None:
+    """deploy/kubernetes was written after the last change of the chart."""
+    helm()
+
+    assert written(name) == (MANIFESTS / name).read_text(), "run python -m scripts.kit.manifests"
+
+
+@pytest.mark.parametrize(
+    ("taken", "reason"),
+    [
+        (("usersSecret",), "usersSecret"),
+        (("workers", 0, "model"), "model"),
+        (("workers", 0, "replicas"), "replicas"),
+    ],
+)
+def test_required_values(taken: tuple[Any, ...], reason: str) -> None:
+    """Without a required value nothing is rendered, and the message names it."""
+    helm()
+    values = values_of("one-host.yaml")
+    at: Any = values
+    for key in taken[:-1]:
+        at = at[key]
+    del at[taken[-1]]
+
+    with pytest.raises(Exception, match=reason):
+        render(values)
+
+
+def test_other_refusals() -> None:
+    """A misspelt value and a missing URL of NATS are found."""
+    helm()
+    values = values_of("one-host.yaml")
+
+    with pytest.raises(Exception, match="replica"):
+        render(values | {"frontend": {"image": "i", "replicas": 1, "replica": 2}})
+    with pytest.raises(Exception, match=r"nats\.url"):
+        render(values | {"nats": {"enabled": False}})
+    assert "--nats=nats://n:4222" in render(values | {"nats": {"enabled": False, "url": "nats://n:4222"}})
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_kubernetes_accepts(name: str) -> None:
+    """Strictly valid for the oldest and the newest Kubernetes; a planted key is found."""
+    validator = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    import jsonschema
+    from kubernetes_validate.utils import all_versions
+
+    minors = {int(version.split(".")[1]) for version in all_versions()}
+    versions = [f"1.{minor}" for minor in (min(minors), max(minors))]
+    for version in versions:
+        for one in documents(name):
+            if one["kind"] == "ServiceMonitor":
+                jsonschema.validate(one, json.loads(SERVICE_MONITOR.read_text()))
+            else:
+                validator.validate(one, version, strict=True)
+    (deployment,) = of_kind(name, "Deployment")
+    deployment["spec"]["replica"] = 1
+    with pytest.raises(validator.ValidationError):
+        validator.validate(deployment, versions[-1], strict=True)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_commands(name: str, tmp_path: Path) -> None:
+    """Frontends and agents accept their flags."""
+    assert 0 == accounts.main([str(tmp_path), "--tool", "any"])
+    seed = tmp_path / "any.nk"
+    seen = set()
+    for _, container in containers(name):
+        command = {"frontend": "frontend", "agent": "worker"}.get(container["name"])
+        if command is None:
+            continue
+        text = "\n".join(container["args"]).replace("$(POD_IP)", "10.0.0.1").replace("$(POD_NAME)", "w-0")
+        words = text.split("\n")
+        words = [f"--nats-nkey={seed}" if word.startswith("--nats-nkey=") else word for word in words]
+        assert load(command_named(command), words, {}).settings
+        seen.add(command)
+
+    assert {"frontend", "worker"} == seen
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_nats_accepts(name: str, tmp_path: Path) -> None:
+    """nats-server accepts the ConfigMap next to accounts.conf."""
+    (config,) = of_kind(name, "ConfigMap")
+    assert 0 == accounts.main([str(tmp_path), "--agent", "kvrouter-vllm-0"])
+    (file := tmp_path / "nats.conf").write_text(config["data"]["nats.conf"])
+    command = [str(server_binary()), "-t", "--config", str(file)]
+    ended = subprocess.run(command, env={"POD_NAME": "n-0"}, capture_output=True, text=True, check=False)
+
+    assert 0 == ended.returncode, ended.stderr
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_selectors(name: str) -> None:
+    """Each Service, budget and policy selects pods that exist; ours run without rights."""
+    labelled = [pod["metadata"]["labels"] for _, pod in pods(name)]
+    for one in of_kind(name, "Service", "PodDisruptionBudget", "NetworkPolicy"):
+        spec = one["spec"]
+        wanted = spec.get("podSelector", spec.get("selector", {}))
+        wanted = wanted.get("matchLabels", wanted)
+        assert any(wanted.items() <= labels.items() for labels in labelled), one["metadata"]["name"]
+    for owner, container in containers(name):
+        if container["name"] != "engine":
+            assert container["securityContext"]["readOnlyRootFilesystem"], owner
+            assert ["ALL"] == container["securityContext"]["capabilities"]["drop"], owner
+
+
+def test_an_agent_sees_its_own_seed() -> None:
+    """Its container mounts the file of its pod's user, not the secret."""
+    for owner, container in containers("16-gpus.yaml"):
+        if container["name"] == "agent":
+            (mount,) = [one for one in container["volumeMounts"] if one["name"] == "users"]
+            assert "$(POD_NAME).nk" == mount["subPathExpr"], owner
+
+
+def test_defaults_have_a_schema() -> None:
+    """Every top-level value is described."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+
+    assert set(yaml.safe_load((CHART / "values.yaml").read_text())) == set(schema["properties"]) - {"global"}
