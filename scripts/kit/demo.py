@@ -55,6 +55,7 @@ class Options:
     keep: bool
     json: Path | None
     html: Path | None
+    svg: Path | None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -94,6 +95,8 @@ async def _run(options: Options) -> int:
         if options.html is not None:
             report.write_html(options.html, results, possible, _about(chats))
             console.print(f"plots: {options.html}", highlight=False)
+        if options.svg is not None:
+            report.write_svg(options.svg, results)
         if options.keep:
             await _keep(console, fleet, deployed)
         else:
@@ -233,13 +236,14 @@ def _options(arguments: Sequence[str] | None) -> Options:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write plots to FILE")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also write one picture to FILE")
     parser.add_argument("--keep", action="store_true", help="leave the kv fleet running until Ctrl-C")
     flags = parser.parse_args(arguments)
     if not 2 <= flags.requests <= MOST_REQUESTS:
         parser.error(f"--requests {flags.requests}: use 2 to {MOST_REQUESTS}; both replicas need one")
     if flags.html is not None and importlib.util.find_spec("plotly") is None:
         parser.error("--html needs Plotly: scripts/setup installs it")
-    return Options(flags.requests, flags.keep, flags.json, flags.html)
+    return Options(flags.requests, flags.keep, flags.json, flags.html, flags.svg)
 
 
 if __name__ == "__main__":

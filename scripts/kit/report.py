@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.table import Table
 
 from kvrouter.simulate.report import Cached, Possible, cached_line
 from kvrouter.simulate.report_html import Page, Series, cdf
+from scripts.kit.bench.plot import write_plot
 from scripts.kit.figures import BUSY_LIMIT, Figures
 from scripts.kit.load import Outcome
 from scripts.kit.replicas import View, disagreements
@@ -218,3 +220,17 @@ def write_html(path: Path, results: Sequence[ModeResult], possible: Possible, ab
     curves = [cdf(result.mode, [1000 * second for second in result.ttft_s]) for result in results]
     page.chart("Time to first token", curves, x="ms", y="share of the requests", log_x=True)
     page.write(path)
+
+
+def write_svg(path: Path, results: Sequence[ModeResult]) -> None:
+    """The times to first token, as a picture for a page: a point for every twentieth of the requests."""
+    shares = [number / 20 for number in range(1, 21)]
+    lines = {
+        result.mode: [
+            (1000 * sorted(result.ttft_s)[math.ceil(share * len(result.ttft_s)) - 1], share)
+            for share in shares
+        ]
+        for result in results
+        if result.ttft_s
+    }
+    write_plot(path, "Time to first token in the demo", "ms", "share of the requests", lines, log_x=True)

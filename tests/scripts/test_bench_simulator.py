@@ -1,10 +1,13 @@
-"""`scripts/bench simulator`: its verdict, and its simulated half."""
+"""`scripts/bench simulator` and `simulating`: their figures."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from kvrouter.simulate.percentiles import Percentiles
+from scripts.kit.bench import simulating
 from scripts.kit.bench.simulator import Both, simulated
 from scripts.kit.demo import arrivals
 from scripts.kit.workload import Chats
@@ -28,3 +31,13 @@ def test_simulated_half() -> None:
 
     assert kv[0] > plain[0] > 0
     assert kv[1].p90 < plain[1].p90
+
+
+def test_growth(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table and a plot, by requests and engines."""
+    monkeypatch.setattr(simulating, "REQUESTS", (20, 40))
+
+    simulating.main(["--most-engines=16", f"--plots={tmp_path}", "--mode=round-robin"])
+
+    assert "16 engines" in capsys.readouterr().out
+    assert "CPU s" in (tmp_path / "simulating.svg").read_text()

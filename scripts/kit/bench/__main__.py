@@ -27,6 +27,7 @@ usage: scripts/bench SUBCOMMAND [flags]
   overload   goodput and rejections at twice the load that the engines can serve
   live       weight `auto`, fixed weights and least-loaded over real frontends, at 70 % of saturation
   simulator  the same requests through real frontends and mockers, and through the simulator
+  simulating seconds and memory of a simulated run, by requests and engines
   walks      how many files a chat, a KV event and a booking run through: pictures in docs/concepts
   nats       messages, bytes and cores of one NATS server, by workers and replicas
   peers      comparison with nginx, vllm-router, sglang-router and Dynamo's frontend
@@ -36,7 +37,8 @@ usage: scripts/bench SUBCOMMAND [flags]
 
 _COMMANDS = (
     "policies", "decisions", "sync", "herding", "lag", "tokens", "hashes", "index", "ghosts", "churn",
-    "growth", "long", "request", "relay", "overload", "live", "simulator", "walks", "peers", "nats",
+    "growth", "long", "request", "relay", "overload", "live", "simulator", "simulating", "walks",
+    "peers", "nats",
 )  # fmt: skip
 
 
