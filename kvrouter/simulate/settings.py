@@ -12,7 +12,7 @@ from kvrouter.errors import ConfigError
 from kvrouter.mocker.engine import EngineConfig, speed_up
 from kvrouter.policies import CUSTOM, SERVED_MODES, PolicySettings
 from kvrouter.policies.files import PolicyFiles
-from kvrouter.settings.declare import Command, Settings, did_you_mean, number, setting
+from kvrouter.settings.declare import Command, Settings, declared, did_you_mean, number, setting
 from kvrouter.simulate.generated import STAGED, WORKLOADS, Stage, stages_of, workload_name
 from kvrouter.simulate.measures import Slo
 from kvrouter.simulate.placement import Frontend, Sync
@@ -204,9 +204,8 @@ class StepModelEngines(Settings):
     jobs: int = setting(1, "processes", least=1)
 
     def given(self) -> list[str]:
-        """What only step models have, as flags."""
-        names = ("workload", "stages", "cache", "load", "pace", "speeds")
-        return [f"--{name}" for name in names if getattr(self, name)]
+        """What only step models have, as flags, if it is not the default."""
+        return [one.flag for one in declared(type(self)) if one.value_in(self) != one.default]
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,9 +291,8 @@ class SimulateSettings(Settings):
             return None
         unknown = [name for name, _ in given.fail if int(name[1:]) > self.workers]
         if unknown or len(given.fail) >= self.workers:
-            raise ConfigError(
-                f"--fail {unknown[0] if unknown else 'all'}: there are {self.workers} --workers"
-            )
+            what = f"there is no {unknown[0]}" if unknown else "one must be left"
+            raise ConfigError(f"--fail: {what}, with --workers {self.workers}")
         if given.load and given.pace:
             raise ConfigError("--load and --pace both say how fast requests come: use one of them")
         return Engines(
