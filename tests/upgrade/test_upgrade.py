@@ -1,0 +1,173 @@
+"""The version of tests/upgrade/PREVIOUS and this one together: a rolling upgrade and a rollback lose nothing.
+
+Real processes under load. Those of the version before run from its files in git's history, in this
+environment: what it needs is installed here, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvrouter.settings.commands import command_named
+from kvrouter.tokens.tiny import build_tiny_model
+from kvrouter.verify import VerifyError, compare
+from scripts.kit import deployment
+from scripts.kit.deployment import Deployment, Plan
+from scripts.kit.fleet import Fleet, Process, wait_until_ok
+from scripts.kit.http_client import Client
+from scripts.kit.steady import SteadyLoad
+from scripts.kit.workload import load_requests
+
+ROOT = Path(__file__).resolve().parents[2]
+PREVIOUS = Path(__file__).with_name("PREVIOUS").read_text().strip()
+EQUAL_WITHIN_S = 20.0
+RATE = 10.0
+
+
+@pytest.fixture(scope="module")
+def previous(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of the version before."""
+    directory = tmp_path_factory.mktemp("previous")
+    archive = directory / "tree.tar"
+    command = ["git", "-C", str(ROOT), "archive", f"--output={archive}", PREVIOUS, "kvrouter"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        pytest.skip(f"git has no {PREVIOUS[:12]}, the version before: {ended.stderr.strip()}")
+    with tarfile.open(archive) as packed:
+        packed.extractall(directory, filter="data")
+    return directory
+
+
+class MixedFleet(Fleet):
+    """A fleet whose processes named in `old` are of the version before, from their next start on."""
+
+    def __init__(self, directory: Path, previous: Path) -> None:
+        super().__init__(directory)
+        self.old: set[str] = set()
+        self._previous = previous
+
+    async def start(self, name: str, command: Sequence[str], env: Mapping[str, str] | None = None) -> Process:
+        if command[0] == sys.executable:
+            tree = self._previous if name in self.old else ROOT
+            # -P: without it the current directory, which is this checkout, is searched first
+            words = [word for word in command[1:] if word != "-P"]
+            command, env = [sys.executable, "-P", *words], {"PYTHONPATH": str(tree)}
+        return await super().start(name, command, env)
+
+
+async def until_equal(deployed: Deployment) -> None:
+    """Return when both replicas see both workers, and hold the same blocks and bookings."""
+    until_s, found = time.monotonic() + EQUAL_WITHIN_S, ["never compared"]
+    while found:
+        assert time.monotonic() < until_s, found
+        try:
+            urls = [replica.admin_url for replica in deployed.replicas]
+            found = (await compare(urls, timeout_s=1.0)).differences
+            views = [await replica.view() for replica in deployed.replicas]
+            found += [f"{view.live_targets} workers" for view in views if view.live_targets < 2]
+            found += ["no peer" for view in views if not view.peers]
+        except VerifyError as error:
+            found = [str(error)]
+
+
+async def replace(
+    fleet: MixedFleet, client: Client, load: SteadyLoad, deployed: Deployment, name: str
+) -> None:
+    """End a process in order, and start it again in the other version, as a supervisor would."""
+    kind, _, number = name.partition("-")
+    url = deployed.replicas[int(number)].url if kind == "frontend" else ""
+    load.left_out.add(url)
+    assert 0 == await fleet.processes[name].stop(60.0)
+    process = await fleet.start_again(name)
+    if url:
+        await wait_until_ok(client, process, f"{url}/ready")
+    load.left_out.discard(url)
+    await until_equal(deployed)
+
+
+@pytest.mark.skipif(not os.environ.get("KVROUTER_TEST_LONG"), reason="a minute: KVROUTER_TEST_LONG=1")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("first", ["frontend", "agent"])
+async def test_upgrade_and_rollback(previous: Path, tmp_path: Path, first: str) -> None:
+    """All processes to this version one by one, and back: no request fails, replicas agree at each step."""
+    build_tiny_model(tmp_path / "model")
+    second = "agent" if first == "frontend" else "frontend"
+    names = [f"{kind}-{number}" for kind in (first, second) for number in range(2)]
+    client = Client()
+    async with MixedFleet(tmp_path, previous) as fleet:
+        fleet.old = {*names}
+        nats_url = await deployment.start_nats(fleet, client)
+        plan = Plan("kv", tmp_path / "model", engines=2, namespace="upgrade")
+        deployed = await deployment.deploy(fleet, client, plan, nats_url)
+        urls = [replica.url for replica in deployed.replicas]
+        async with SteadyLoad(load_requests(200, output_divisor=8), urls, rate=RATE) as load:
+            for name in names:
+                fleet.old.discard(name)
+                await replace(fleet, client, load, deployed, name)
+            for name in reversed(names):
+                fleet.old.add(name)
+                await replace(fleet, client, load, deployed, name)
+            await load.stop()
+        assert [] == [one.error for one in load.outcomes if one.error]
+        assert len(load.outcomes) > 100
+    client.close()
+
+
+async def test_versions_differ(previous: Path, tmp_path: Path) -> None:
+    """A process named in `old` runs the files of the version before, the others those of this checkout."""
+    async with MixedFleet(tmp_path, previous) as fleet:
+        fleet.old = {"old"}
+        for name in ("old", "new"):
+            code = "import kvrouter; print(kvrouter.__file__)"
+            process = await fleet.start(name, [sys.executable, "-c", code])
+            assert 0 == await asyncio.wait_for(process.wait(), 30)
+        shown = [fleet.processes[name].tail() for name in ("old", "new")]
+
+    assert [str(tree / "kvrouter" / "__init__.py") for tree in (previous, ROOT)] == shown
+
+
+def page(path: str) -> str:
+    """A page of the version before; skips the test without the history."""
+    command = ["git", "-C", str(ROOT), "show", f"{PREVIOUS}:{path}"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        pytest.skip(f"git has no {PREVIOUS[:12]}, the version before: {ended.stderr.strip()}")
+    return ended.stdout
+
+
+# Metrics that were announced as deprecated in the version before, and are gone: docs/deploy.md#upgrade.
+GONE: set[str] = set()
+
+
+def test_metric_names() -> None:
+    """Every metric of the version before is still there, or was announced to go."""
+    names = re.compile(r"`(kvrouter_[a-z0-9_]+)`")
+    before = {*names.findall(page("docs/metrics.md"))}
+
+    assert len(before) > 80
+    assert set() == before - {*names.findall((ROOT / "docs/metrics.md").read_text())} - GONE
+
+
+def test_flags() -> None:
+    """Every flag of the version before still works, or answers with what to use instead."""
+    sections = re.split(r"^## kvrouter (\S+)$", page("docs/reference/settings.md"), flags=re.MULTILINE)[1:]
+    gone, count = [], 0
+    for name, text in zip(sections[::2], sections[1::2], strict=True):
+        command = command_named(name)
+        for flag in re.findall(r"^\| `--([a-z0-9-]+)`", text, re.MULTILINE):
+            count += 1
+            if not command.has(f"--{flag}") and flag not in command.removed and flag not in command.left_out:
+                gone.append(f"{name} --{flag}")
+
+    assert count > 150
+    assert [] == gone
