@@ -143,12 +143,12 @@ _ROWS = (
     _Row("requests", lambda r: r.figures.requests, _count, compares=False),
     _Row("errors", lambda r: r.figures.errors, _count, compares=False),
     _Row("prompt tokens from caches", lambda r: r.figures.cached_token_rate, _percent, ends_section=True),
-    _Row("TTFT p50", lambda r: r.figures.ttft_s.p50, _ms),
-    _Row("TTFT p90", lambda r: r.figures.ttft_s.p90, _ms),
-    _Row("TTFT p99", lambda r: r.figures.ttft_s.p99, _ms, ends_section=True),
-    _Row("latency p50", lambda r: r.figures.latency_s.p50, _ms),
-    _Row("latency p90", lambda r: r.figures.latency_s.p90, _ms),
-    _Row("latency p99", lambda r: r.figures.latency_s.p99, _ms, ends_section=True),
+    _Row("first token: half of the requests within", lambda r: r.figures.ttft_s.p50, _ms),
+    _Row("9 of 10 within", lambda r: r.figures.ttft_s.p90, _ms),
+    _Row("99 of 100 within", lambda r: r.figures.ttft_s.p99, _ms, ends_section=True),
+    _Row("whole answer: half within", lambda r: r.figures.latency_s.p50, _ms),
+    _Row("9 of 10 within", lambda r: r.figures.latency_s.p90, _ms),
+    _Row("99 of 100 within", lambda r: r.figures.latency_s.p99, _ms, ends_section=True),
 )
 
 
@@ -187,8 +187,8 @@ def _busy(result: ModeResult) -> str:
 
 _MODE_ROWS: Sequence[tuple[str, Callable[[ModeResult], str]]] = (
     ("requests by worker", _per_worker),
-    ("bookings left, by replica", _bookings_left),
-    ("indexes of replicas", _indexes),
+    ("requests still booked, by replica", _bookings_left),
+    ("what the replicas know is", _indexes),
     ("machine busy", _busy),
 )
 
