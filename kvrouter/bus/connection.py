@@ -29,7 +29,6 @@ from nats.aio.msg import Msg
 from kvrouter.bus.addresses import host_of
 from kvrouter.bus.options import NatsOptions
 from kvrouter.bus.outage import Outage
-from kvrouter.errors import KvRouterError
 
 log = structlog.get_logger()
 
@@ -52,10 +51,6 @@ CLOSE_S = 2.0
 
 # `(subject, payload, reply)`. It must be quick: it runs between two reads of the socket.
 OnMessage = Callable[[str, bytes, str], None]
-
-
-class BusError(KvRouterError):
-    """A request over NATS has got no answer."""
 
 
 @dataclass(slots=True)
@@ -128,7 +123,7 @@ class Bus:
     def publish(self, subject: str, payload: bytes, reply: str = "") -> bool:
         """Queue a message, in order. Returns False, and sends nothing, while NATS is away.
 
-        `reply`: the subject for answers, if all of them are wanted; for the first one alone see `request`.
+        `reply`: the subject for answers.
         """
         if not self.connected or self._outbox_bytes + len(payload) > OUTBOX_BYTES:
             self.counters.unsent += 1
@@ -164,19 +159,6 @@ class Bus:
                 self._receivers[subject].remove(on_message)
             for callback in part.callbacks:
                 self._connect_callbacks.remove(callback)
-
-    async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
-        """Return the first answer. Raises BusError: NATS is away, no responder, or no answer in time."""
-        if self._client is None or not self.connected:
-            raise BusError("NATS is away")
-        try:
-            reply = await self._client.request(subject, payload, timeout=timeout_s)
-        except (Exception, asyncio.CancelledError) as error:
-            if _is_cancelled(error):
-                raise
-            raise BusError(f"no answer on {subject}: {type(error).__name__}") from error
-        data: bytes = reply.data
-        return data
 
     async def _repeat(self, turn: Callable[[], Awaitable[None]]) -> None:
         """Repeat `turn` after any error."""

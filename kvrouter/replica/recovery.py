@@ -9,12 +9,12 @@ from functools import partial
 
 import structlog
 
-from kvrouter.bus import Bus, BusError, Subjects
+from kvrouter.bus import Bus, Subjects
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.wire.ops import ReplayRequest, decode_answer
 from kvrouter.core.wire.ops import encode as encode_request
 from kvrouter.core.wire.senders import Feed, name
-from kvrouter.errors import MalformedFrameError
+from kvrouter.errors import KvRouterError, MalformedFrameError
 from kvrouter.replica.feed_log import FeedLog
 
 log = structlog.get_logger()
@@ -22,6 +22,10 @@ log = structlog.get_logger()
 # At a time. An answer may be a snapshot of 512 KB, and after a reconnect every feed lacks frames.
 RECOVERIES = 16
 ANSWER_TIMEOUT_S = 2.0
+
+
+class NoAnswerError(KvRouterError):
+    """A replay request has got no answer."""
 
 
 class Recovery:
@@ -76,21 +80,21 @@ class Recovery:
         on_answer()
 
     async def _ask(self, source: Feed, payload: bytes) -> bytes:
-        """The first answer. Raises BusError without one."""
+        """The first answer. Raises NoAnswerError without one."""
         reply = self._subjects.answer(source, self._replica.router_id, uuid.uuid4().hex)
         awaited: asyncio.Future[bytes] = self._loop.create_future()
         self._awaited[reply] = awaited
         try:
             if not self._bus.publish(self._subjects.replay(source), payload, reply):
-                raise BusError("NATS is away")
+                raise NoAnswerError("NATS is away")
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 data = await awaited
         except TimeoutError:
-            raise BusError(f"nothing within {ANSWER_TIMEOUT_S:g} s") from None
+            raise NoAnswerError(f"nothing within {ANSWER_TIMEOUT_S:g} s") from None
         finally:
             del self._awaited[reply]
         if not data:  # the NATS server's answer: no process has subscribed
-            raise BusError("its owner is not connected to NATS")
+            raise NoAnswerError("its owner is not connected to NATS")
         return data
 
     def _take(self, subject: str, data: bytes, _reply: str) -> None:

@@ -14,7 +14,7 @@ import structlog
 from kvrouter.bus import Bus, NatsOptions
 from kvrouter.errors import ConfigError
 from tests.bus.operators import account, creds, operator, server_config, user
-from tests.bus.watching import Connections
+from tests.bus.watching import Connections, ask
 from tests.conftest import NatsServer
 
 SOON_S = 10.0
@@ -57,9 +57,9 @@ async def test_users_of_an_account_reach_each_other(server: NatsServer, file: Pa
         await Connections(bus).reach(1)
         await Connections(other).reach(1)
         await bus.subscribe("a", lambda _subject, payload, reply: answer(bus, reply, payload[::-1]))
-        await bus.request("a", b"", timeout_s=SOON_S)  # so the server has its subscription
+        await ask(bus, "a", b"")  # so the server has its subscription
 
-        assert b"cba" == await other.request("a", b"abc", timeout_s=SOON_S)
+        assert b"cba" == await ask(other, "a", b"abc")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 
 from kvrouter.bus import Bus
 
@@ -31,6 +32,15 @@ class Inbox:
             while len(self.messages) < count:
                 self._arrived.clear()
                 await self._arrived.wait()
+
+
+async def ask(bus: Bus, subject: str, payload: bytes) -> bytes:
+    """The first answer to a request; b"" if nothing has subscribed."""
+    reply, inbox = f"_INBOX.{uuid.uuid4().hex}", Inbox()
+    await bus.subscribe(reply, inbox)
+    bus.publish(subject, payload, reply)
+    await inbox.holds(1)
+    return inbox.payloads[0]
 
 
 class Connections:

@@ -95,6 +95,24 @@ async def test_answer_of_a_worker_that_left_is_not_awaited(fleet_of: FleetOf) ->
         assert {} == fleet.frontend.replica_loop.recovery._tasks
 
 
+async def test_answer_on_the_subject_of_another_worker(fleet_of: FleetOf) -> None:
+    """Whoever may answer in another name only, because of its NATS user, cannot answer this request."""
+    async with fleet_of(publishes_events=True) as fleet:
+        agent = Agent(fleet)
+
+        def answer(subject: str, data: bytes, reply: str) -> None:
+            assert ".answer.kv.w0." in reply
+            fleet.bus.publish(reply.replace(".w0.", ".w9."), b"garbage")
+            agent._answer(subject, data, reply)
+
+        await fleet.bus.subscribe(fleet.subjects.kv_replay(WorkerId("w0")), answer)
+        agent.publish(Stored(0, None, pack_hashes(HASHES[:3])), lost=True)
+        agent.beat()
+        await until(lambda: blocks(fleet) == 3, "the snapshot is loaded")
+
+        assert [] == fleet.logged("feed.malformed")
+
+
 async def test_impossible_snapshot(fleet_of: FleetOf) -> None:
     """A parent outside 64 bits, in one answer, once ended every replica. Such an answer is rejected.
 

@@ -20,6 +20,7 @@ from kvrouter.core.wire.ops import (
     decode_frame,
 )
 from kvrouter.core.wire.ops import encode as encode_op
+from tests.bus.watching import ask
 from tests.worker.closed_sets import ClosedSets
 
 
@@ -114,7 +115,7 @@ class Listener:
     async def _ask(self, incarnation: int, from_seq: int) -> Answer:
         request = encode_op(ReplayRequest(VERSION, 0, incarnation, from_seq))
         subject = self.subjects.kv_replay(self._worker_id)
-        return decode_answer(await self.bus.request(subject, request, timeout_s=5))
+        return decode_answer(await ask(self.bus, subject, request))
 
     async def _recover(self) -> None:
         """Request frames, or a snapshot if the agent no longer has them."""

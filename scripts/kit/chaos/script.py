@@ -22,7 +22,6 @@ import structlog
 import uvloop
 from rich.console import Console
 
-from kvrouter.bus.connection import BusError
 from kvrouter.simulate.traces import TraceError
 from kvrouter.verify import VerifyError, compare
 from kvrouter.version import __version__
@@ -78,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         return uvloop.run(until_signalled("chaos", _run(options)))
-    except (BrokenPromiseError, BusError, FleetError, HttpError, TraceError, VerifyError) as error:
+    except (BrokenPromiseError, FleetError, HttpError, TraceError, VerifyError) as error:
         print(f"chaos: failed: {error}", file=sys.stderr)
         return 1
 
