@@ -1,8 +1,10 @@
-"""The five request routers of Ray's documents, for --router-policy; only their imports are changed.
+"""The five request routers of Ray's documents, for --router-policy.
+
+Uniform and ThroughputAware are whole, and only their imports are changed. The others are put together from parts.
 
 Sources, under the Apache License 2.0: Ray Serve, "Use Custom Algorithm for Request Routing" (Uniform,
 ThroughputAware) and "Request routing" (the recommended pattern, StatefulRouter); Ray Serve LLM,
-"PrefixCacheAffinityRouter for LLM inference optimization", whose parts are put together.
+"PrefixCacheAffinityRouter for LLM inference optimization", and `initialize_state` of Ray 2.60's prefix_aware_router.py.
 """
 
 # ruff: noqa
@@ -15,6 +17,8 @@ from typing import Dict, List, Optional
 
 import kvrouter.compat.ray as ray
 from kvrouter.compat.ray import (
+    SERVE_CONTROLLER_NAME,
+    SERVE_NAMESPACE,
     FIFOMixin,
     LocalityMixin,
     MultiplexMixin,
@@ -169,9 +173,30 @@ class PrefixCacheAffinityRouter(LocalityMixin, MultiplexMixin, RequestRouter):
     def initialize_state(self, imbalanced_threshold=10, match_rate_threshold=0.1, tree_actor=None):
         self._imbalanced_threshold = imbalanced_threshold
         self._match_rate_threshold = match_rate_threshold
-        self._tree_actor = PrefixTreeActor.options(
-            name="LlmPrefixTreeActor", get_if_exists=True, lifetime="detached"
-        ).remote()
+        if tree_actor is None:
+            deployment_name = self._deployment_id.name if self._deployment_id else None
+            app_name = self._deployment_id.app_name if self._deployment_id else None
+            actor_name = "LlmPrefixTreeActor"
+            actor_namespace_components = [SERVE_NAMESPACE]
+
+            if app_name:
+                actor_namespace_components.append(app_name)
+            if deployment_name:
+                actor_namespace_components.append(deployment_name)
+            actor_namespace = "::".join(actor_namespace_components)
+
+            self._tree_actor = PrefixTreeActor.options(
+                name=actor_name,
+                namespace=actor_namespace,
+                get_if_exists=True,
+                lifetime="detached",
+            ).remote()
+
+            # Register the actor with the controller for cleanup on serve.shutdown()
+            controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+            ray.get(controller._register_shutdown_cleanup_actor.remote(self._tree_actor))
+        else:
+            self._tree_actor = tree_actor
 
     def _extract_text_from_request(self, pending_request):
         for arg in pending_request.args:

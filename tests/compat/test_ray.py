@@ -19,6 +19,7 @@ from kvrouter.compat.ray import (
     RunningReplica,
     SuspendedError,
     get,
+    get_actor,
 )
 from kvrouter.compat.ray.replicas import pending
 from kvrouter.core.routing.policy import RouteRequest
@@ -278,13 +279,52 @@ def test_what_a_router_hears() -> None:
     two, one = candidate("v").card, candidate("w").card
     two.ranks = 2
     router.on_workers([two, one])
-    router.on_workers([two, one])
     for status in (200, 502, 504, 499):
         router.on_request_routed(request(), Target(WorkerId("w")), status)
     router.on_request_end(request(), Target(WorkerId("w")), None, 1.0, None)
     router.on_worker_removed(WorkerId("v"))
+    router.on_workers([two, one])
 
-    assert [7, ["v/0", "v/1", "w/0"], ("r", "w/0", 200), ("r", "w/0"), "v/0", "v/1"] == heard
+    every = ["v/0", "v/1", "w/0"]
+    assert [7, every, ("r", "w/0", 200), ("r", "w/0"), "v/0", "v/1", every[:2]] == heard
+    assert set(every) == router._replica_id_set
+
+
+def test_smallest_tree_of_a_replica_that_is_no_candidate() -> None:
+    """It is found by its id, as in Ray, and one of the candidates is taken."""
+    router: Any = ray_routers.PrefixCacheAffinityRouter()
+    fleet = [candidate(name) for name in "abc"]
+    router.on_workers([one.card for one in fleet])
+    for one in fleet[:2]:
+        router.on_request_routed(request(text=FOX), one.target, 200)
+
+    assert ["c"] == names(router.choose(request(text=DOG), fleet))
+    ((first, second),) = router.choose(request(text=DOG), fleet[:2])
+    assert ["a", "b"] == [first.worker_id, second.worker_id]
+
+
+def test_engine_that_comes_back_at_once() -> None:
+    """Its tree is empty, and it is in the tree all the same: the smallest one."""
+    router: Any = ray_routers.PrefixCacheAffinityRouter()
+    fleet = [candidate(name) for name in "ab"]
+    cards = [one.card for one in fleet]
+    router.on_workers(cards)
+    for one in fleet:
+        router.on_request_routed(request(text=FOX), one.target, 200)
+    router.on_worker_removed(WorkerId("b"))
+    router.on_workers(cards)
+
+    assert ["b"] == names(router.choose(request(text=DOG), fleet))
+
+
+def test_all_are_full() -> None:
+    """An empty answer means later in Ray; it is a mistake if there is one with a place."""
+    router: Any = ray_routers.ThroughputAwareRequestRouter()
+    full, free = candidate("full", requests=2), candidate("free")
+
+    assert [[full.target]] == router.choose(request(), [full])
+    router.select_available_replicas = lambda candidates: []
+    assert [] == router.choose(request(), [full, free])
 
 
 def test_prefix_tree() -> None:
@@ -306,8 +346,14 @@ def test_names_that_are_not_here() -> None:
     replica = RunningReplica.of(candidate("w"))
     for one, name in [(shown, "future"), (shown.metadata, "is_streaming"), (shown.args[0], "messages"),
                       (replica, "actor_id"), (replica.replica_id, "deployment_id")]:  # fmt: skip
-        with pytest.raises(AttributeError, match=f"no '{name}' in kvrouter: docs/coming-from-ray.md"):
+        with pytest.raises(AttributeError, match=f"no '{name}' in kvrouter: .* .docs/coming-from-ray.md"):
             getattr(one, name)
+    with pytest.raises(AttributeError, match="prompt has the text of all messages"):
+        _ = shown.args[0].messages
+    with pytest.raises(AttributeError, match="no 'num_pending_requests'; if it is a name of Ray's: docs/"):
+        _ = PowerOfTwoChoicesRequestRouter().num_pending_requests
+    with pytest.raises(ValueError, match="no actor 'mine'"):
+        get_actor("mine")
     with pytest.raises(
         TypeError, match=r"Own.on_new_queue_len_info is not called in kvrouter: RunningReplica"
     ):
@@ -319,6 +365,17 @@ def test_created_at_is_the_time_of_day() -> None:
     now = time.monotonic()
 
     assert pytest.approx(time.time() - 5, abs=1) == pending(RouteRequest("r", now=now - 5)).created_at
+
+
+async def test_queue_length_is_not_asked_for() -> None:
+    """`get_queue_len` and the cache have the requests in flight; labels are the replica's metadata."""
+    router, fleet = ray_routers.UniformRequestRouter(), [candidate("w", requests=3, labels={"gpu": "h100"})]
+    router.choose(request(), fleet)
+    (replica,) = router.curr_replicas.values()
+
+    assert 3 == await replica.get_queue_len(deadline_s=0.1)
+    assert {replica.replica_id: 3} == router.replica_queue_len_cache
+    assert {"gpu": "h100"} == replica.replica_metadata
 
 
 def test_ids() -> None:

@@ -1,11 +1,19 @@
-"""Ray Serve's names for request routers: only the import changes (docs/coming-from-ray.md).
+"""Ray Serve's names for request routers: a router's imports change (docs/coming-from-ray.md).
 
 Names and signatures are those of `ray.serve.request_router`, and what PrefixCacheAffinityRouter uses of Ray.
 A subclass of `RequestRouter` is a policy: `--router-policy package.module:Class` takes it.
 """
 
 from kvrouter.compat.ray.mixins import FIFOMixin, LocalityMixin, MultiplexMixin
-from kvrouter.compat.ray.prefix_tree import PrefixTreeActor, get
+from kvrouter.compat.ray.prefix_tree import (
+    SERVE_CONTROLLER_NAME,
+    SERVE_LOGGER_NAME,
+    SERVE_NAMESPACE,
+    ActorHandle,
+    PrefixTreeActor,
+    get,
+    get_actor,
+)
 from kvrouter.compat.ray.replicas import (
     PendingRequest,
     ReplicaID,
@@ -16,6 +24,10 @@ from kvrouter.compat.ray.replicas import (
 from kvrouter.compat.ray.router import PowerOfTwoChoicesRequestRouter, RequestRouter, SuspendedError
 
 __all__ = [
+    "SERVE_CONTROLLER_NAME",
+    "SERVE_LOGGER_NAME",
+    "SERVE_NAMESPACE",
+    "ActorHandle",
     "FIFOMixin",
     "LocalityMixin",
     "MultiplexMixin",
@@ -29,4 +41,5 @@ __all__ = [
     "RunningReplica",
     "SuspendedError",
     "get",
+    "get_actor",
 ]

@@ -21,6 +21,12 @@ def get(value: _Value) -> _Value:
     return value
 
 
+SERVE_CONTROLLER_NAME = "SERVE_CONTROLLER_ACTOR"
+SERVE_NAMESPACE = "serve"
+SERVE_LOGGER_NAME = "ray.serve"
+ActorHandle = Any
+
+
 class _Called:
     """A method of an actor, which is called as `method.remote(...)`."""
 
@@ -86,6 +92,23 @@ class PrefixTreeActor:
     def start_eviction_loop(self, _threshold: int, _target: int, _interval_s: float) -> bool:
         """Nothing to start: the index is bounded (docs/policies.md)."""
         return False
+
+
+class _Controller:
+    """Ray's controller, as far as the prefix tree needs it."""
+
+    @_by_remote
+    def _register_shutdown_cleanup_actor(self, _actor: object) -> None:
+        """Nothing to clean up: the tree ends with its router."""
+
+
+def get_actor(name: str, namespace: str | None = None) -> Any:
+    """`ray.get_actor`: of Serve's actors the controller alone is here. Raises ValueError for another name."""
+    if name == SERVE_CONTROLLER_NAME:
+        return _Controller()
+    raise ValueError(
+        f"no actor {name!r} in namespace {namespace!r}: kvrouter has no actors but Serve's controller"
+    )
 
 
 def _target(tenant: str) -> Target:

@@ -12,15 +12,34 @@ from kvrouter.core.routing.policy import Candidate, RouteRequest
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import Target, WorkerId
 
+_NO_DEPLOYMENT = "a router serves one model, whose name is in RunningReplica.card.model"
+_NOT_CALLED = "the frontend sends requests, no router does"
+# Names of Ray's that have no counterpart, and what to use.
+_INSTEAD = {
+    "messages": "prompt has the text of all messages",
+    "future": _NOT_CALLED,
+    "reset_future": _NOT_CALLED,
+    "resolved": _NOT_CALLED,
+    "try_send_request": _NOT_CALLED,
+    "call_method": _NOT_CALLED,
+    "push_proxy_handle": _NOT_CALLED,
+    "actor_id": "replica_id names it",
+    "deployment_id": _NO_DEPLOYMENT,
+    "app_name": _NO_DEPLOYMENT,
+    "is_streaming": "routers see text, adapter and session of a request",
+    "route": "routers see text, adapter and session of a request",
+}
+
 
 class _Shown:
-    """Names that Ray has and a frontend has not are refused with where to look."""
+    """Names that Ray has and a frontend has not are refused with what to use, or where to look."""
 
     __slots__ = ()
 
     def __getattr__(self, name: str) -> Any:
         kind = type(self).__name__
-        raise AttributeError(f"{kind} has no {name!r} in kvrouter: docs/coming-from-ray.md has what it has")
+        instead = _INSTEAD.get(name, "it has other names")
+        raise AttributeError(f"{kind} has no {name!r} in kvrouter: {instead} (docs/coming-from-ray.md)")
 
 
 class ReplicaID(_Shown, str):
@@ -90,6 +109,11 @@ class RunningReplica(_Shown):
         return {} if self.candidate is None else self.candidate.metrics
 
     @property
+    def replica_metadata(self) -> dict[str, Any]:
+        """All labels of its agent: what a deployment's `record_replica_metadata` returns."""
+        return dict(self.card.labels)
+
+    @property
     def max_ongoing_requests(self) -> int:
         """Sequences that its engine runs at once; the largest number if they are not known."""
         return self.card.max_sequences or sys.maxsize
@@ -98,6 +122,10 @@ class RunningReplica(_Shown):
     def queue_len(self) -> int:
         """Requests in flight, booked by all frontends. As Ray's queue length cache has it."""
         return 0 if self.candidate is None else self.candidate.requests
+
+    async def get_queue_len(self, *, deadline_s: float = 0.0) -> int:
+        """The same, known without asking the replica."""
+        return self.queue_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +149,9 @@ class PromptArgument(_Shown):
 class RequestRoutingContext:
     """What Ray notes between attempts. Here a decision is one attempt."""
 
+    multiplexed_start_matching_time: float | None = None
+    tried_fewest_multiplexed_models: bool = False
+    tried_first_multiplexed_models: bool = False
     tried_same_node: bool = False
     tried_same_az: bool = False
     should_backoff: bool = False

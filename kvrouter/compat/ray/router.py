@@ -41,6 +41,17 @@ _NOT_CALLED = {
 }
 
 
+class _Views(dict[ReplicaID, RunningReplica]):
+    """The replicas that may be chosen. By its id any known one is found: a tree may name one that is full."""
+
+    def __init__(self, shown: Iterable[RunningReplica], known: Mapping[ReplicaID, RunningReplica]) -> None:
+        super().__init__((one.replica_id, one) for one in shown)
+        self._known = known
+
+    def __missing__(self, replica_id: ReplicaID) -> RunningReplica:
+        return self._known[replica_id]
+
+
 class SuspendedError(KvRouterError):
     """`choose_replicas` has waited for something."""
 
@@ -57,12 +68,12 @@ class RequestRouter(Policy):
     _is_initialized = False
     _replicas: dict[ReplicaID, RunningReplica]
     _replica_id_set: set[ReplicaID]
-    _known: list[RunningReplica]
+    _known: dict[ReplicaID, RunningReplica]
 
     def __new__(cls, *_args: Any, **_arguments: Any) -> RequestRouter:
         """With the state that is needed even if a subclass has an `__init__` of its own."""
         made = super().__new__(cls)
-        made._replicas, made._replica_id_set, made._known = {}, set(), []
+        made._replicas, made._replica_id_set, made._known = {}, set(), {}
         return made
 
     def __init__(self, *_args: Any, **_arguments: Any) -> None:
@@ -79,6 +90,12 @@ class RequestRouter(Policy):
                 raise TypeError(f"{cls.__name__}.{name} is not called in kvrouter: {instead}")
         if "on_request_routed" in cls.__dict__:
             cls.on_request_routed = _translated(cls.__dict__["on_request_routed"])  # type: ignore[method-assign]
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{type(self).__name__} has no {name!r}; if it is a name of Ray's: docs/coming-from-ray.md"
+            " has what there is in kvrouter"
+        )
 
     # --- what a subclass may define, as in Ray ---
 
@@ -121,6 +138,11 @@ class RequestRouter(Policy):
         return [one for one in shown if one.queue_len < one.max_ongoing_requests]
 
     @property
+    def replica_queue_len_cache(self) -> Mapping[ReplicaID, int]:
+        """Requests in flight by replica, booked by all frontends."""
+        return self._replica_queue_len_cache
+
+    @property
     def _replica_queue_len_cache(self) -> Mapping[ReplicaID, int]:
         return {one.replica_id: one.queue_len for one in self._replicas.values()}
 
@@ -138,17 +160,19 @@ class RequestRouter(Policy):
         self._show(replicas)
         answer = self.choose_replicas(replicas, pending(request))
         ranks = _driven(answer) if inspect.iscoroutine(answer) else answer
-        return [[one.replica_id.target] for one in _in_order(ranks)]
+        named = _in_order(ranks)
+        if _is_for_later(named, replicas):
+            return [[one.replica_id.target for one in replicas]]
+        return [[one.replica_id.target] for one in named]
 
     def on_workers(self, workers: Sequence[Card]) -> None:
-        """Tell `update_replicas` if they are others than before."""
+        """Tell `update_replicas`."""
         self._begin()
         now = [replica for card in workers for replica in replicas_of(card)]
-        if {one.replica_id for one in now} != {one.replica_id for one in self._known}:
-            # what a subclass compares with is the fleet, not the candidates of the last decision
-            self._show(self._known)
-            self._known = now
-            self.update_replicas(now)
+        # what a subclass compares with is the fleet, not the candidates of the last decision
+        self._show(list(self._known.values()))
+        self._known = {one.replica_id: one for one in now}
+        self.update_replicas(now)
 
     def on_request_end(self, request: RouteRequest, target: Target, *_facts: Any, **_more: Any) -> None:
         """Tell `on_request_completed`."""
@@ -156,9 +180,10 @@ class RequestRouter(Policy):
 
     def on_worker_removed(self, worker_id: WorkerId) -> None:
         """Each of its ranks was a replica."""
-        for one in self._known:
-            if one.card.worker_id == worker_id:
-                self.on_replica_actor_died(one.replica_id)
+        dead = [one.replica_id for one in self._known.values() if one.card.worker_id == worker_id]
+        for replica_id in dead:
+            del self._known[replica_id]  # its next engine is a new replica
+            self.on_replica_actor_died(replica_id)
 
     def _begin(self) -> None:
         if not self._is_initialized:
@@ -166,7 +191,7 @@ class RequestRouter(Policy):
             self.initialize_state(**self.request_router_kwargs)
 
     def _show(self, replicas: Iterable[RunningReplica]) -> None:
-        self._replicas = {one.replica_id: one for one in replicas}
+        self._replicas = _Views(replicas, self._known)
         self._replica_id_set = set(self._replicas)
 
 
@@ -188,6 +213,16 @@ def _in_order(ranks: Iterable[Iterable[RunningReplica]]) -> list[RunningReplica]
     """As Ray takes them: of a rank the shortest queue, of equal ones the first; full ones last."""
     ordered = [one for rank in ranks for one in sorted(rank, key=lambda one: one.queue_len)]
     return sorted(ordered, key=lambda one: one.queue_len >= one.max_ongoing_requests)
+
+
+def _is_for_later(named: Sequence[RunningReplica], replicas: Sequence[RunningReplica]) -> bool:
+    """Whether Ray would ask again after a while: none named may be chosen, or there is none to name.
+
+    An empty answer is a mistake, unless all replicas are full.
+    """
+    if named:
+        return not {one.replica_id for one in named} & {one.replica_id for one in replicas}
+    return all(one.queue_len >= one.max_ongoing_requests for one in replicas)
 
 
 def _driven(coroutine: Coroutine[Any, Any, Any]) -> Any:
