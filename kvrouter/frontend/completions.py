@@ -28,6 +28,7 @@ from kvrouter.errors import (
 )
 from kvrouter.frontend import passthrough
 from kvrouter.frontend.accept import Accept, Work
+from kvrouter.frontend.access_log import CLIENT_LEFT, AccessLog, Entry
 from kvrouter.frontend.admission_queue import WaitingRoom
 from kvrouter.frontend.bodies import apis, responses
 from kvrouter.frontend.bodies.apis import Api
@@ -80,6 +81,7 @@ class Completions:
         probe: Probe,
         waiting_room: WaitingRoom,
         metrics: RequestMetrics,
+        access: AccessLog,
         limits: Limits,
         retries: int,
     ) -> None:
@@ -98,6 +100,7 @@ class Completions:
         self._waiting_room = waiting_room
         self._upstream = upstream
         self._metrics = metrics
+        self._access = access
         self._limits = limits
         self._retries = retries
 
@@ -122,6 +125,7 @@ class Completions:
         """
         received_at = self._now()
         request_id = request_id_of(request.headers)
+        entry, why = self._access.begin(), ""
         try:
             self._in_flight.begin(request)
             work = await self._accept.work(request, api, request_id, received_at)
@@ -129,23 +133,34 @@ class Completions:
                 gate("a dry run", request.headers)
                 served = self._reply(request, self._decisions.preview(work))
             else:
-                served = self._finish(work, await self._try_workers(work))
+                served = self._finish(work, await self._try_workers(work, entry))
                 self._in_flight.answered(request)
         except KvRouterError as error:
+            why = str(error)
             served = self._reply(request, api.error_answer(error, request_id), closes=error.is_body_left)
         except asyncio.CancelledError:
             rejection = self._in_flight.take_rejection(request)
             if rejection is None:  # the client left; else cut_off cancelled the request
                 self._metrics.cancelled.inc()
+                if entry is not None:
+                    duration_s = self._now() - received_at
+                    self._access.end(
+                        request, request_id, CLIENT_LEFT, duration_s, entry=entry, why="the client left"
+                    )
                 raise
+            why = str(rejection)
             served = self._reply(request, api.error_answer(rejection, request_id))
         except Exception:
             log.exception("request.failed", path=request.head.path)
+            why = "an unexpected error, logged before"
             served = self._fail(api, request, request_id)
         finally:
             self._in_flight.end(request)
         self._metrics.requests.inc(str(served.status))
-        self._metrics.duration.observe(self._now() - received_at)
+        duration_s = self._now() - received_at
+        self._metrics.duration.observe(duration_s)
+        if entry is not None or why or served.status >= 400:
+            self._access.end(request, request_id, served.status, duration_s, entry=entry, why=why)
         return served
 
     def _reply(self, request: Request, answer: Answer, *, closes: bool = False) -> Served:
@@ -158,7 +173,7 @@ class Completions:
             return Served(KvRouterError.status, keeps_alive=False, needs_reset=True)
         return self._reply(request, api.error_answer(internal_error(), request_id))
 
-    async def _try_workers(self, work: Work) -> Outcome | None:
+    async def _try_workers(self, work: Work, entry: Entry | None) -> Outcome | None:
         """Route and relay. If a worker fails before the first byte, try another, `retries` times at most."""
         failed: frozenset[Target] = frozenset()
         fallbacks: tuple[Target, ...] = ()
@@ -166,6 +181,10 @@ class Completions:
         # Once, not before each retry: a retry replaces a booking of this request that has just been freed.
         if work.api.parse is not None and self._waiting_room.is_on:
             await self._waiting_room.admitted(work.router, work.route)
+        if entry is not None:
+            entry.model, entry.is_streamed = work.router.pool.model, work.stream
+            entry.mode = work.route.mode or self._decisions.default_mode
+            entry.routed_s = self._now() - work.received_at
         for tries in range(self._retries + 1):
             if tries > 1:
                 await asyncio.sleep(RETRY_DELAY_S * 2**tries * random.random())
@@ -176,7 +195,9 @@ class Completions:
                     raise
                 break  # no worker is left: the client gets the answer of the last one
             outcome = None  # stays None if this attempt is cancelled: `_end` then knows that the client left
-            running = Running(work, placement, failed if tries < self._retries else None)
+            running = Running(work, placement, failed if tries < self._retries else None, entry=entry)
+            if entry is not None:
+                entry.placed(placement, work.route.isl, work.router.pool.block_size)
             try:
                 outcome = await self._exchange(running)
                 if isinstance(outcome, Lost) and outcome.was_idle:
@@ -237,7 +258,7 @@ class Completions:
             self._limits,
             work.api.error_event,
             _response_headers(work, placement, self._replica.router_id),
-            partial(self._first_data, work, placement),
+            partial(self._first_data, running),
             request.head.wants_keep_alive and not self._is_draining,
             work.api.is_native,
             work.response is not None,
@@ -256,6 +277,9 @@ class Completions:
             del self._running[attempt]
             if work.reads_end:
                 running.output_tokens = _output_tokens(attempt)
+            if running.entry is not None:
+                running.entry.usage = work.api.find_usage(attempt.tail)
+                running.entry.output_tokens = _output_tokens(attempt)
 
     def _good_answer(self, work: Work, placement: Placement, tail: bytes) -> None:
         """Check the prediction by the answer's usage; keep what a later request may continue."""
@@ -269,10 +293,12 @@ class Completions:
                 work.router, work.route, placement, work.traits, audit=self._audit, usage=usage, now=now
             )
 
-    def _first_data(self, work: Work, placement: Placement) -> None:
-        now = self._now()
-        work.router.first_byte(placement.key, now)
+    def _first_data(self, running: Running) -> None:
+        work, now = running.work, self._now()
+        work.router.first_byte(running.placement.key, now)
         self._metrics.first_byte.observe(now - work.received_at)
+        if running.entry is not None:
+            running.entry.first_byte_s = now - work.received_at
         self._publishing.flush_soon()
 
     @property

@@ -35,6 +35,7 @@ from kvrouter.core.fleet.router import Placement
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.wire.ids import Target, WorkerId
 from kvrouter.frontend.accept import Work
+from kvrouter.frontend.access_log import Entry
 from kvrouter.relay.exchange import Attempt
 from kvrouter.tls import trusting
 
@@ -63,6 +64,8 @@ class Running(Struct):
     excluded: frozenset[Target] | None
     # The length of the answer, once it has ended; None: not known.
     output_tokens: int | None = None
+    entry: Entry | None = None
+    """Of the access log; None: it is not logged."""
 
 
 # Whether the engine at a URL answers.

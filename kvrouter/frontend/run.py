@@ -22,6 +22,7 @@ from kvrouter.core.routing.policy import AUTO
 from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.errors import ConfigError
 from kvrouter.frontend.accept import Accept
+from kvrouter.frontend.access_log import AccessLog
 from kvrouter.frontend.admin import Admin
 from kvrouter.frontend.admission_queue import WaitingRoom
 from kvrouter.frontend.background import audit_forever, evict_texts, report_progress, running
@@ -233,6 +234,7 @@ async def _open_request_path(
                 probe=probe,
                 waiting_room=member.waiting_room,
                 metrics=metrics,
+                access=AccessLog(options.rules.access_log, random.random),
                 limits=options.limits,
                 retries=options.retries,
             )

@@ -59,6 +59,9 @@ def _model_path_text(pair: tuple[str, str]) -> str:
     return "=".join(filter(None, pair))
 
 
+AccessMode = Literal["off", "sampled", "all"]
+
+
 @dataclass(frozen=True, slots=True)
 class TokenOptions(Settings):
     heading = "Tokens"
@@ -166,6 +169,12 @@ class RuleOptions(Settings):
     )
     log_decisions: bool = setting(
         False, "log each decision with the terms of every candidate", heading="Operators"
+    )
+    access_log: AccessMode = setting(
+        "off",
+        "log requests that were served: none, one in a hundred, or all; failed ones are always logged",
+        heading="Logs and core",
+        is_top=True,
     )
 
     @property
