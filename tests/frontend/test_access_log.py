@@ -62,7 +62,7 @@ async def test_retries_and_lost_workers(fleet_of: FleetOf) -> None:
     async with fleet_of("--access-log", "all", "--retries", "2", scripts=(DIES, OK)) as fleet:
         for _ in range(2):
             await fleet.ask()
-        assert {0, 1} == {one["retries"] for one in events(fleet)}
+        assert 1 == max(one["retries"] for one in events(fleet))
         assert {"w1"} == {one["worker"] for one in events(fleet)}
     async with fleet_of("--retries", "0", scripts=(DIES,)) as fleet:
         await fleet.ask()
