@@ -275,6 +275,8 @@ class Completions:
             raise
         finally:
             del self._running[attempt]
+            if running.first_at and attempt.events > 1:
+                self._metrics.between.observe((self._now() - running.first_at) / (attempt.events - 1))
             if work.reads_end:
                 running.output_tokens = _output_tokens(attempt)
             if running.entry is not None:
@@ -296,6 +298,7 @@ class Completions:
     def _first_data(self, running: Running) -> None:
         work, now = running.work, self._now()
         work.router.first_byte(running.placement.key, now)
+        running.first_at = now
         self._metrics.first_byte.observe(now - work.received_at)
         if running.entry is not None:
             running.entry.first_byte_s = now - work.received_at

@@ -64,6 +64,8 @@ class Running(Struct):
     excluded: frozenset[Target] | None
     # The length of the answer, once it has ended; None: not known.
     output_tokens: int | None = None
+    first_at: float = 0.0
+    """When its first data came; 0: not yet, or it is not streamed."""
     entry: Entry | None = None
     """Of the access log; None: it is not logged."""
 

@@ -62,6 +62,10 @@ class _Buckets:
         self.sum = 0.0
 
 
+BETWEEN = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
+"""Bounds for the time between two tokens, in seconds."""
+
+
 class Spread(Collector):
     """A histogram, or one for each value of a label."""
 
@@ -130,6 +134,12 @@ class RequestMetrics:
             "kvrouter_first_byte_seconds",
             "Request received to first data byte, streamed requests",
             registry,
+        )
+        self.between = Spread(
+            "kvrouter_inter_token_seconds",
+            "Mean time between two events of a streamed answer, one count for each answer",
+            registry,
+            bounds=BETWEEN,
         )
         self.duration = Spread("kvrouter_request_seconds", "Request received to end of the answer", registry)
         self.tokenize = Spread("kvrouter_tokenize_seconds", "Template and tokenizer", registry)

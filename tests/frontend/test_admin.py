@@ -21,7 +21,17 @@ from kvrouter.version import __version__
 from tests.conftest import NatsServer
 from tests.frontend.clients import Response, get
 from tests.frontend.fleet import BODY, POOL, STREAM, Fleet, FleetOf, no_trouble, running_fleet
-from tests.frontend.workers import OK, SSE_HEAD, FakeWorker, chunk, event, says_and_stalls, until
+from tests.frontend.workers import (
+    LAST_CHUNK,
+    OK,
+    SSE_HEAD,
+    FakeWorker,
+    chunk,
+    event,
+    says,
+    says_and_stalls,
+    until,
+)
 
 
 async def until_ready(url: str, status: int = 200) -> Response:
@@ -324,6 +334,20 @@ async def test_metrics(fleet_of: FleetOf) -> None:
         assert len([line for line in lines if line.startswith("# TYPE")]) == len(
             {line.split()[2] for line in lines if line.startswith("# TYPE")}
         )
+
+
+async def test_inter_token_time(fleet_of: FleetOf) -> None:
+    """One count for each streamed answer of two events or more; none for one in a piece."""
+    streamed = says(SSE_HEAD, chunk(event("a")), chunk(event("b")), chunk(event("c")), LAST_CHUNK)
+    async with fleet_of(scripts=(streamed,)) as fleet:
+        await fleet.ask(STREAM)
+        metrics = (await fleet.get("/metrics")).body.decode()
+    async with fleet_of(scripts=(OK,)) as fleet:
+        await fleet.ask()
+        whole = (await fleet.get("/metrics")).body.decode()
+
+    assert "kvrouter_inter_token_seconds_count 1.0" in metrics
+    assert "kvrouter_inter_token_seconds_count 0.0" in whole
 
 
 @pytest.mark.parametrize("path", ["/live", "/ready", "/health", "/metrics", "/workers", "/v1/models"])
