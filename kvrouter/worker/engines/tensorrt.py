@@ -174,11 +174,19 @@ class TensorrtAdapter:
                 self.skipped.note(
                     f"events of attention rank {event.attention_dp_rank}: only rank 0 is followed"
                 )
-            elif self._is_followed(event.window_size or 0):
+            elif self._is_followed(event.window_size or 0, sink):
                 self._pass_on(event.data, sink)
 
-    def _is_followed(self, window: int) -> bool:
-        """Whether an event belongs to the largest window. At its start the engine names all of them."""
+    def _is_followed(self, window: int, sink: Sink) -> bool:
+        """Whether an event belongs to the largest window.
+
+        An engine names all of them at its start. An agent that began later, or again after a gap, may meet a
+        smaller one first: its blocks are withdrawn, since its removals will be ignored.
+        """
+        if window > self._window:
+            if self._block_size:
+                sink.cleared()
+            self._block_size = 0
         self._has_windows |= self._window not in {0, window}
         self._window = max(self._window, window)
         return window == self._window

@@ -142,6 +142,16 @@ def test_windows() -> None:
     assert [WINDOWS] == bench.adapter.notes
 
 
+def test_smaller_window_first() -> None:
+    """Blocks of a window that turns out not to be the largest are withdrawn: no removal would end them."""
+    bench = Bench()
+    bench.receive(ALL, window_size=64)
+
+    assert {NAMES[0]} == bench.receive(stored(block(0)), window_size=512)[0]
+    assert {NAMES[0]} == bench.receive(removed(0, 1, 2), window_size=64)[0]
+    assert set() == bench.receive(removed(0), window_size=512)[0]
+
+
 def test_other_ranks() -> None:
     """Events of another attention rank name another cache."""
     bench = Bench()
