@@ -33,6 +33,8 @@ PRIORITY_HEADER = "x-kvrouter-priority"
 # A session's name is kept in a table and sent to every peer.
 MOST_SESSION_CHARACTERS = 256
 _MOST_BUCKET_CHARACTERS = 256
+# Of a value that is wrong.
+_MOST_SHOWN_CHARACTERS = 200
 _WHOLE = re.compile(r"[+-]?[0-9]{1,9}")
 _SWITCH = {"true": True, "1": True, "false": False, "0": False}
 
@@ -97,7 +99,10 @@ class _Given:
     place: str
 
     def wrong(self, what: str) -> BadRequestError:
-        return BadRequestError(f"{self.place}: {self.value!r} {what}", param=self.field)
+        shown = repr(self.value)
+        if len(shown) > _MOST_SHOWN_CHARACTERS:
+            shown = shown[:_MOST_SHOWN_CHARACTERS] + "…"
+        return BadRequestError(f"{self.place}: {shown} {what}", param=self.field)
 
 
 def read_overrides(

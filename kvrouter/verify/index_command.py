@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -162,6 +163,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(loaded: Loaded[IndexSettings]) -> int:
     try:
         return asyncio.run(_run(loaded.settings))
+    except BrokenPipeError:  # | head; what Python flushes at its end goes nowhere, too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EQUAL
     except (KvRouterError, OSError) as error:
         print(f"kvrouter index: {error}", file=sys.stderr)  # noqa: T201
         return UNUSABLE
@@ -171,6 +175,7 @@ async def _run(settings: IndexSettings) -> int:
     async with open_replicas(settings.replica, settings.access) as replicas:
         if settings.action == "dump":
             await dump(replicas[0], settings.worker, sys.stdout)
+            sys.stdout.flush()
             return EQUAL
         first, second = replicas
         only = await diff(first, second, settings.worker, settings.timeout_s)

@@ -250,6 +250,9 @@ async def test_what_would_be_wrong_is_refused(component: Component) -> None:
         await router.generate(TOKENS, router_config_override={"weight": 1})
     with pytest.raises(ConfigError, match="output_options return_full_text"):
         await router.generate(TOKENS, output_options={"return_full_text": True})
+    for wrong in ("text", [-1], [2**32], [[1, 2]], [1.5]):
+        with pytest.raises(ConfigError, match=r"token_ids: .*; use numbers"):
+            await router.generate(wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="dp_rank: give the worker_id"):
         await router.generate(TOKENS, dp_rank=1)
     with pytest.raises(ConfigError, match="lora_name"):

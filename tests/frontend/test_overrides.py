@@ -85,6 +85,14 @@ def test_wrong_values(headers: dict[str, str], body: dict[str, Any] | None, para
     assert told in str(caught.value)
 
 
+def test_a_long_wrong_value_is_shown_in_part() -> None:
+    """200 characters of it, and what it must be."""
+    with pytest.raises(BadRequestError, match=r"'s{199}… must be text of at most 256") as caught:
+        read({}, {"session": "s" * 100_000})
+
+    assert "kvrouter.session" == caught.value.param
+
+
 def test_wanted_target() -> None:
     """With or without a rank. The client's rank header counts if the worker's card has a rank header."""
     pool = new_pool(card("w1", ranks=4, rank_header="X-data-parallel-rank"), card("w2"))

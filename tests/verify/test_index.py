@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
+import sys
 
 import pytest
 from aiohttp import web
@@ -22,8 +24,11 @@ from tests.replica.agents import HASHES, Agent
 W0 = Target(WorkerId("w0"))
 
 
-async def test_dump_and_diff(fleet_of: FleetOf) -> None:
-    """One line for each block; replicas with equal feeds are equal, and a missing block is named."""
+async def test_dump_and_diff(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line for each block; replicas with equal feeds are equal, and a missing block is named.
+
+    A reader that has enough, as `head`, ends the dump without a word.
+    """
     async with fleet_of("--router-mode", "kv", replicas=2, publishes_events=True) as fleet:
         agent = Agent(fleet)
         agent.beat()
@@ -45,6 +50,11 @@ async def test_dump_and_diff(fleet_of: FleetOf) -> None:
         assert (f"w0/0: 1 blocks only in U: device:{HASHES[2]:016x}", set()) == (line, only[1])
         flags = [f"--replica={url}" for url in urls]
         assert 1 == await asyncio.to_thread(main, ["diff", *flags, "--timeout-s=0"])
+        reader, writer = os.pipe()
+        os.close(reader)
+        with os.fdopen(writer, "w") as closed:
+            monkeypatch.setattr(sys, "stdout", closed)
+            assert 0 == await asyncio.to_thread(main, ["dump", flags[0]])
 
 
 async def test_answer_that_breaks_off() -> None:

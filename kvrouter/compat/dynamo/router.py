@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from array import array
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -65,8 +66,8 @@ class KvRouterConfig:
             value = getattr(self, one.name)
             if one.name in NOT_NEEDED and value != one.default:
                 log.info("compat.not_needed", argument=one.name, why=NOT_NEEDED[one.name])
-            fixed, remedy = _FIXED.get(one.name, (value, ""))
-            if value != fixed:
+            fixed, remedy = _FIXED.get(one.name, (None, ""))
+            if remedy and value != fixed:
                 raise ConfigError(f"{one.name}={value!r} is not supported: {remedy}")
 
 
@@ -224,7 +225,11 @@ def _body(
     output: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """The completion request of an engine. Fields that are None are left out."""
-    body: dict[str, Any] = {"prompt": list(token_ids), "stream": True, "return_token_ids": True}
+    try:
+        prompt = array("I", token_ids).tolist()
+    except (TypeError, OverflowError) as error:  # a text would be a list of prompts, one for each character
+        raise ConfigError(f"token_ids: {error}; use numbers from 0 to 4294967295") from None
+    body: dict[str, Any] = {"prompt": prompt, "stream": True, "return_token_ids": True}
     for name, value in (stop or {}).items():
         body[_STOP_FIELDS.get(name, name)] = value
     body |= sampling or {}

@@ -15,12 +15,12 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from kvrouter.core.tables.predictions import Usage
-from kvrouter.core.wire.values import valid_unicode
 from kvrouter.errors import BadRequestError, KvRouterError
 from kvrouter.frontend.bodies.nvext import Nvext
 from kvrouter.frontend.bodies.openai import (
     CompletionRequest,
     decode,
+    error_message,
     priority_of,
     salt_of,
     template_variables,
@@ -121,7 +121,7 @@ def parse(body: bytes) -> CompletionRequest:
 def error_body(error: KvRouterError) -> bytes:
     """The JSON that Anthropic's clients expect with a status of 400 and above."""
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    details = {"type": kind, "message": valid_unicode(str(error))}
+    details = {"type": kind, "message": error_message(error)}
     return msgspec.json.encode({"type": "error", "error": details})
 
 

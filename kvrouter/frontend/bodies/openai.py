@@ -89,6 +89,9 @@ class _CompletionBody(_Common):
     logprobs: Any = None
 
 
+# Of an error that a client is sent.
+_MOST_MESSAGE_CHARACTERS = 2_000
+
 _CHAT = msgspec.json.Decoder(_ChatBody)
 _COMPLETION = msgspec.json.Decoder(_CompletionBody)
 
@@ -109,10 +112,16 @@ def parse_completion(body: bytes) -> CompletionRequest:
     return _request(completion, _completion_prompt(completion))
 
 
+def error_message(error: KvRouterError) -> str:
+    """Its text, in valid Unicode; what a client sent is not sent back at full length."""
+    text = valid_unicode(str(error))
+    return text if len(text) <= _MOST_MESSAGE_CHARACTERS else text[:_MOST_MESSAGE_CHARACTERS] + "…"
+
+
 def error_body(error: KvRouterError) -> bytes:
     """The JSON that OpenAI clients expect with a status of 400 and above."""
     details = {
-        "message": valid_unicode(str(error)),
+        "message": error_message(error),
         "type": error.type,
         "param": getattr(error, "param", None),
         "code": error.status,

@@ -8,6 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvrouter.errors import BadRequestError, KvRouterError, NoWorkersError, UnknownModelError
+from kvrouter.frontend.bodies import messages
 from kvrouter.frontend.bodies.openai import (
     CompletionRequest,
     error_body,
@@ -267,6 +268,14 @@ def test_any_bytes(body: bytes) -> None:
         else:
             answer = {"n": request.n}
         assert any(answer.values())
+
+
+def test_long_message() -> None:
+    """A name of a megabyte is not sent back whole."""
+    for body in (error_body, messages.error_body):
+        answer = json.loads(body(BadRequestError("the model " + "x" * 2**20)))
+
+        assert 2_001 == len(answer["error"]["message"])
 
 
 def test_error_body() -> None:
