@@ -27,6 +27,7 @@ from kvrouter.verify.settings import ReplicaAccess
 _LOOK_EVERY_S = 0.2
 _ANSWER_TIMEOUT_S = 30.0
 _NOT_FOR_CLIENTS = (401, 404)
+_NO_WORKER = "the replica knows no such worker"
 # Blocks of a target that diff names.
 _NAMED = 5
 
@@ -74,7 +75,8 @@ class ReplicaIndex:
         try:
             async with self._http.get(f"{self.url}{path}", server_hostname=self._tls_name) as response:
                 if response.status in _NOT_FOR_CLIENTS:
-                    raise VerifyError(f"{self.url}{path} answers {response.status}: {WHERE_TO_ASK}")
+                    why = _NO_WORKER if b"/workers lists them" in await response.read() else WHERE_TO_ASK
+                    raise VerifyError(f"{self.url}{path} answers {response.status}: {why}")
                 if response.status != 200:
                     raise VerifyError(f"{self.url}{path} answers {response.status}")
                 rest = b""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -315,6 +316,51 @@ def test_engine_that_comes_back_at_once() -> None:
     router.on_workers(cards)
 
     assert ["b"] == names(router.choose(request(text=DOG), fleet))
+
+
+async def test_whatever_waits_is_refused_with_the_advice() -> None:
+    """A future, or a router that waits while it is closed; a future that is done does not wait."""
+
+    class Returning(RequestRouter):
+        is_ready = False
+
+        def choose_replicas(self, candidate_replicas: Any, pending_request: Any = None) -> Any:
+            answer = asyncio.get_running_loop().create_future()
+            if self.is_ready:
+                answer.set_result([list(candidate_replicas)])
+                candidate_replicas.clear()
+            return answer
+
+    class Closing(RequestRouter):
+        async def choose_replicas(self, candidate_replicas: Any, pending_request: Any = None) -> Any:
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                await asyncio.get_running_loop().create_future()
+
+    fleet = [candidate("a", requests=1), candidate("b")]
+    router = Returning()
+    for waiting in (router, Closing()):
+        with pytest.raises(SuspendedError, match="async def refresh"):
+            waiting.choose(request(), fleet)
+    router.is_ready = True
+    assert ["b", "a"] == names(router.choose(request(), fleet))
+
+
+def test_state_that_cannot_be_initialized() -> None:
+    """It raises each time, so that the guard decides: a router without its state does not."""
+
+    class Needing(RequestRouter):
+        def initialize_state(self, threshold: int) -> None:  # type: ignore[override]
+            raise AssertionError("not reached")
+
+        def choose_replicas(self, candidate_replicas: Any, pending_request: Any = None) -> Any:
+            return [candidate_replicas]
+
+    router = Needing()
+    for _ in range(2):
+        with pytest.raises(TypeError, match="threshold"):
+            router.choose(request(), [candidate("a")])
 
 
 def test_all_are_full() -> None:

@@ -24,7 +24,9 @@ from tests.replica.agents import HASHES, Agent
 W0 = Target(WorkerId("w0"))
 
 
-async def test_dump_and_diff(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_dump_and_diff(
+    fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One line for each block; replicas with equal feeds are equal, and a missing block is named.
 
     A reader that has enough, as `head`, ends the dump without a word.
@@ -50,6 +52,11 @@ async def test_dump_and_diff(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch)
         assert (f"w0/0: 1 blocks only in U: device:{HASHES[2]:016x}", set()) == (line, only[1])
         flags = [f"--replica={url}" for url in urls]
         assert 1 == await asyncio.to_thread(main, ["diff", *flags, "--timeout-s=0"])
+        assert 2 == await asyncio.to_thread(main, ["dump", flags[0], "--worker=w9"])
+        assert (
+            "/workers/w9/blocks?after=0 answers 404: the replica knows no such worker"
+            in capsys.readouterr().err
+        )
         reader, writer = os.pipe()
         os.close(reader)
         with os.fdopen(writer, "w") as closed:

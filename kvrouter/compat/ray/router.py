@@ -6,10 +6,11 @@ choose ──> choose_replicas, driven once ──> ranks
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import random
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from kvrouter.compat.ray.mixins import FIFOMixin, LocalityMixin, MultiplexMixin
@@ -158,8 +159,9 @@ class RequestRouter(Policy):
         self._begin()
         replicas = [RunningReplica.of(one) for one in candidates]
         self._show(replicas)
-        answer = self.choose_replicas(replicas, pending(request))
-        ranks = _driven(answer) if inspect.iscoroutine(answer) else answer
+        # a list of its own: a router may sort or empty it
+        answer = self.choose_replicas(list(replicas), pending(request))
+        ranks = _driven(answer) if inspect.isawaitable(answer) else answer
         named = _in_order(ranks)
         if _is_for_later(named, replicas):
             return [[one.replica_id.target for one in replicas]]
@@ -187,8 +189,8 @@ class RequestRouter(Policy):
 
     def _begin(self) -> None:
         if not self._is_initialized:
-            self._is_initialized = True
             self.initialize_state(**self.request_router_kwargs)
+            self._is_initialized = True
 
     def _show(self, replicas: Iterable[RunningReplica]) -> None:
         self._replicas = _Views(replicas, self._known)
@@ -225,13 +227,15 @@ def _is_for_later(named: Sequence[RunningReplica], replicas: Sequence[RunningRep
     return all(one.queue_len >= one.max_ongoing_requests for one in replicas)
 
 
-def _driven(coroutine: Coroutine[Any, Any, Any]) -> Any:
+def _driven(answer: Awaitable[Any]) -> Any:
     """Its result; choice and booking are one step, so it may not wait. Raises SuspendedError."""
+    steps: Any = answer.__await__()
     try:
-        coroutine.send(None)
+        next(steps)
     except StopIteration as end:
         return end.value
-    coroutine.close()
+    with contextlib.suppress(RuntimeError):  # it waits in a `finally`, too
+        steps.close()
     raise SuspendedError(
         "choose_replicas waited for something; fetch it in `async def refresh`, which runs every refresh_s"
         " seconds in the background, and use its latest result"
