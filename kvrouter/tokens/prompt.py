@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeAlias, TypeGuard
+from typing import Any, Self, TypeAlias
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -28,8 +28,6 @@ TokenIds: TypeAlias = list[int]
 
 # A prompt with more messages or texts is not short even if each is: every one costs a call.
 _SHORT_PROMPT_ITEMS = 4
-# The types of text parts in Ray Serve's router. A part without a type is one, too.
-_RAY_TEXTS = ("text", "input_text")
 
 
 class ChatPrompt(Struct, frozen=True):
@@ -292,13 +290,17 @@ def _are_short(texts: Sequence[object]) -> bool:
 
 
 def _text_of(content: object) -> str:
-    """The text of a message: strings, and parts that are a text by their type or have no other type."""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else []
-    texts = [part.get("text") if _is_ray_text(part) else part for part in parts]
-    return "".join(text for text in texts if isinstance(text, str))
+    """The text of a message's content, as `PrefixCacheAffinityRouter` of Ray 2.60 takes it.
 
-
-def _is_ray_text(part: object) -> TypeGuard[dict[str, Any]]:
-    return isinstance(part, dict) and part.get("type", "text") in _RAY_TEXTS
+    Of a part its `text`, whatever its type; without one, what is in its `content`.
+    """
+    texts, pending = [], [content]
+    while pending:  # not by recursion: a client decides how deep it goes
+        match pending.pop():
+            case str(text) | {"text": str(text)}:
+                texts.append(text)
+            case list(parts):
+                pending.extend(reversed(parts))
+            case {"content": inner}:
+                pending.append(inner)
+    return "".join(texts)

@@ -153,18 +153,25 @@ def test_contents_are_joined_without_separator() -> None:
 
 
 def test_text_parts_as_ray_takes_them() -> None:
-    """Parts may be `input_text`, plain strings, or have no type; another type, or no string, is no text."""
+    """Any part with a text counts, whatever its type; one without counts by its content, at any depth."""
+    deep: object = "h"
+    for _ in range(5000):
+        deep = [{"type": "tool_result", "content": deep}]
     parts = [
         {"type": "input_text", "text": "a"},
         "b",
         {"text": "c"},
-        {"type": "refusal", "text": "x"},
-        {"type": None, "text": "y"},
-        {"type": ["text"], "text": "z"},
+        {"type": "output_text", "text": "d"},
+        {"type": None, "text": "e"},
+        {"text": 5, "content": "f"},
+        {"text": "g", "content": "x"},
+        deep,
+        {"type": "image_url", "image_url": {"url": "x"}},
         {"text": 5},
+        None,
     ]
 
-    assert "abc" == plain_text(ChatPrompt([{"role": "user", "content": parts}]))
+    assert "abcdefgh" == plain_text(ChatPrompt([{"role": "user", "content": parts}]))
 
 
 def test_plain_text_of_other_prompts() -> None:
