@@ -232,8 +232,11 @@ class ResumePoints:
             pending.extend(self._children.get(current, ()))
 
     def _forget(self, sequence: int) -> None:
-        siblings = self._children[self._parents.pop(sequence)]
+        parent = self._parents.pop(sequence)
+        siblings = self._children[parent]
         siblings.discard(sequence)
+        if not siblings:
+            del self._children[parent]  # else an empty set would stay for each block that ever was
 
     def _is_point(self, sequence: int) -> bool:
         return all(group.runs.get(sequence, 0) == group.enough for group in self._groups.values())
@@ -243,6 +246,7 @@ class ResumePoints:
         held = {sequence for group in self._groups.values() for sequence in group.held}
         assert held == self._parents.keys(), "blocks that no group holds, or unknown ones"
         assert held == {child for children in self._children.values() for child in children}, "children"
+        assert all(self._children.values()), "a parent without children is remembered"
         for group in self._groups.values():
             named = [self._known[one].sequence for one in group.refs if one in self._known]
             counts = {one: named.count(one) for one in named if one is not None}
