@@ -251,7 +251,7 @@ def test_what_a_router_hears() -> None:
     """State once, every rank that comes and dies, attempts that were taken; super() has Ray's arguments."""
     heard: list[Any] = []
 
-    class Hearing(RequestRouter):
+    class Hearing(PowerOfTwoChoicesRequestRouter):
         request_router_kwargs: ClassVar = {"threshold": 7}
 
         def initialize_state(self, threshold: int = 0) -> None:  # type: ignore[override]
@@ -345,6 +345,15 @@ async def test_whatever_waits_is_refused_with_the_advice() -> None:
             waiting.choose(request(), fleet)
     router.is_ready = True
     assert ["b", "a"] == names(router.choose(request(), fleet))
+
+
+def test_wrong_at_the_start() -> None:
+    """An argument that no class takes, and a class that cannot choose."""
+    with pytest.raises(TypeError, match=r"Uniform.* has no argument 'self_nod_id'; initialize_state gets"):
+        ray_routers.UniformRequestRouter(self_nod_id="n1")
+    with pytest.raises(TypeError, match="RequestRouter defines no choose_replicas"):
+        RequestRouter()
+    assert ray_routers.UniformRequestRouter("deployment", self_actor_id="a", max_backoff_s=1.0)
 
 
 def test_state_that_cannot_be_initialized() -> None:

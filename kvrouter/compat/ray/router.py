@@ -31,6 +31,12 @@ from kvrouter.errors import KvRouterError
 _NOT_TAKEN = {499, 502, 504}
 
 
+# Of Ray's constructor. What they name is not here, so they have no effect.
+_RAYS_ARGUMENTS = {
+    "deployment_id", "handle_source", "self_actor_id", "self_actor_handle", "use_replica_queue_len_cache",
+    "get_curr_time_s", "create_replica_wrapper_func", "initial_backoff_s", "backoff_multiplier",
+    "max_backoff_s",
+}  # fmt: skip
 _USE_QUEUE_LEN = "RunningReplica.queue_len has the requests in flight of all frontends"
 # Methods of Ray's RequestRouter that a subclass may define there, and what to use here.
 _NOT_CALLED = {
@@ -72,13 +78,23 @@ class RequestRouter(Policy):
     _known: dict[ReplicaID, RunningReplica]
 
     def __new__(cls, *_args: Any, **_arguments: Any) -> RequestRouter:
-        """With the state that is needed even if a subclass has an `__init__` of its own."""
+        """With the state that is needed even if a subclass has an `__init__` of its own.
+
+        Raises TypeError without `choose_replicas`.
+        """
+        if cls.choose_replicas is RequestRouter.choose_replicas:
+            raise TypeError(f"{cls.__name__} defines no choose_replicas")
         made = super().__new__(cls)
         made._replicas, made._replica_id_set, made._known = {}, set(), {}
         return made
 
-    def __init__(self, *_args: Any, **_arguments: Any) -> None:
-        """Ray's arguments name its actors."""
+    def __init__(self, *_args: Any, **arguments: Any) -> None:
+        """Ray's arguments name its actors. Raises TypeError for any other."""
+        if unknown := sorted(arguments.keys() - _RAYS_ARGUMENTS):
+            raise TypeError(
+                f"{type(self).__name__} has no argument {unknown[0]!r}; "
+                "initialize_state gets those in request_router_kwargs"
+            )
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         """Let its `on_request_routed` be called with kvrouter's arguments, too.
