@@ -315,7 +315,8 @@ class EngineRank:
         self._is_whole, self._is_mended = head.is_whole, head.is_mended
         self._first_ts, self._position = head.first_ts, (head.seq, head.digest)
         self._removals_before -= head.removals
-        self._adapter.group = head.group
+        if isinstance(self._adapter, VllmAdapter):
+            self._adapter.restore(head.group, head.event_block_size)
         self.publisher.restore(former.image, head.event_block_size)
         log.info("engine.history_continued", rank=head.rank, seq=head.seq, blocks=len(former.image.known))
 

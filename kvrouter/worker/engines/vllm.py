@@ -241,13 +241,14 @@ class VllmAdapter:
         self.group: int | None = None
         # Whether the engine drops the last block that it finds (EAGLE, MTP): windows then need one more.
         self.speculates = False
-        # The size of the blocks of that group; 0 before its first store.
+        # The size of the blocks of that group, the largest so far; 0 before its first store.
         self._block_size = 0
         # By KV group: the largest block on the device in this life of the engine.
         self._sizes: dict[int | None, int] = {}
-        # Other groups, with the reason why one is not followed; empty if it is.
+        # Other groups, with the reason why one is not followed whatever its size; empty if it may be.
         self._others: dict[int, str] = {}
         self._other_kinds: dict[int, str] = {}
+        self._other_sizes: dict[int, int] = {}
 
     @property
     def notes(self) -> list[str]:
@@ -258,18 +259,24 @@ class VllmAdapter:
             others = ", ".join(self._other_kinds[number] for number in sorted(self._others))
             return [f"no overlap is known: no KV group with full attention so far, only {others}"]
         followed = [f"group {self.group}"]
-        followed += [self._other_kinds[one] for one in sorted(self._others) if not self._others[one]]
-        ignored = [f"{self._other_kinds[one]}: {why}" for one, why in sorted(self._others.items()) if why]
+        reasons = {one: self._why_ignored(one) for one in sorted(self._others)}
+        followed += [self._other_kinds[one] for one, why in reasons.items() if not why]
+        ignored = [f"{self._other_kinds[one]}: {why}" for one, why in reasons.items() if why]
         notes = [f"overlap follows several KV groups: {', '.join(followed)}"] if len(followed) > 1 else []
         if ignored:
             notes.append(f"predictions may be too high: overlap does not follow {', '.join(ignored)}")
         return notes
+
+    def restore(self, group: int | None, block_size: int) -> None:
+        """Continue with the published group of a saved state."""
+        self.group, self._block_size = group, block_size
 
     def forget(self) -> None:
         # another life of the engine may have other KV groups
         self.group, self._block_size = None, 0
         self._others.clear()
         self._other_kinds.clear()
+        self._other_sizes.clear()
         self._sizes.clear()
 
     def decode(self, payload: bytes) -> Batch[Event]:
@@ -278,7 +285,7 @@ class VllmAdapter:
     def publish(self, batch: Batch[Event], sink: Sink) -> None:
         for reason, times in batch.skipped.items():
             self.skipped.note(reason, times)
-        if not self._block_size:
+        if not self._block_size or self._others:
             self._find_group(batch.events)
         for event in batch.events:
             match event:
@@ -311,6 +318,7 @@ class VllmAdapter:
         """
         known = self._sizes.get(event.group_idx, 0)
         self._sizes[event.group_idx] = max(known, event.block_size)
+        self._block_size = max(self._block_size, event.block_size)
         return event.block_size < known
 
     def _store_chunks(self, event: BlockStored, tier: str, sink: Sink) -> None:
@@ -327,7 +335,7 @@ class VllmAdapter:
         # group 0 until a group is known, as for stores
         if event.group_idx is None or event.group_idx == (self.group or 0):
             sink.removed(event.block_hashes, tier)
-        elif tier == "device" and not self._others.get(event.group_idx):
+        elif tier == "device" and not self._why_ignored(event.group_idx):
             sink.group_removed(event.group_idx, event.block_hashes)
         else:
             self.skipped.note("removal in another group")
@@ -343,7 +351,7 @@ class VllmAdapter:
         return tier
 
     def _find_group(self, events: Sequence[Event]) -> None:
-        """Find the group whose blocks are published: the first one with full attention.
+        """Find the group whose blocks are published, the first one with full attention, and their size.
 
         Before the events are applied: those of another group may come first.
         """
@@ -352,8 +360,7 @@ class VllmAdapter:
             if not isinstance(event, BlockStored) or _tier_of(event) != "device":
                 continue
             if event.kv_cache_spec_kind in _FULL_ATTENTION and self.group in {None, event.group_idx}:
-                self.group, self._block_size = event.group_idx, event.block_size
-                return
+                self.group, self._block_size = event.group_idx, max(self._block_size, event.block_size)
 
     def _store_other(self, event: BlockStored, number: int, tier: str, sink: Sink) -> None:
         """A store in another group than the published one."""
@@ -361,23 +368,27 @@ class VllmAdapter:
             self.skipped.note(f"group of {word(event.kv_cache_spec_kind)}")
             return
         if number not in self._others and len(self._others) < _MAX_KINDS:
-            self._others[number] = self._why_not_followed(event)
+            self._others[number] = "its rule is not known" if needed_blocks(event) is None else ""
             self._other_kinds[number] = f"group {number} ({_named(event)})"
+        if number in self._others:
+            self._other_sizes[number] = max(self._other_sizes.get(number, 0), event.block_size)
         needed = needed_blocks(event, speculates=self.speculates)
+        if not self._block_size:
+            return  # no block has a name so far, and one of another size never gets one
         # a smaller block than the published ones is the filled part of a last block, which has no name there
-        is_whole = event.block_size == self._block_size or not self._block_size
-        if needed is not None and is_whole and self._others.get(number) == "":
+        is_whole = event.block_size == self._block_size
+        if needed is not None and is_whole and number in self._others and not self._why_ignored(number):
             is_root = event.parent_block_hash is None
             sink.group_stored(number, needed, event.block_hashes, is_root=is_root)
         else:
             self.skipped.note(f"group of {word(event.kv_cache_spec_kind)}")
 
-    def _why_not_followed(self, event: BlockStored) -> str:
-        if needed_blocks(event) is None:
-            return "its rule is not known"
-        if self._block_size and event.block_size != self._block_size:
-            return f"its blocks have {event.block_size} tokens, not {self._block_size}"
-        return ""
+    def _why_ignored(self, number: int) -> str:
+        """Why a group is not followed; empty if it is, or has not stored so far."""
+        size = self._other_sizes.get(number, 0)
+        if size in {0, self._block_size} or not self._block_size or self._others.get(number):
+            return self._others.get(number, "")
+        return f"its blocks have {size} tokens, not {self._block_size}"
 
 
 def _tier_of(event: BlockStored | BlockRemoved) -> str | None:

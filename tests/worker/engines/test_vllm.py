@@ -369,6 +369,37 @@ def test_group_with_other_block_size() -> None:
     assert {"group of sliding_window": 1, "removal in another group": 1} == skipped
 
 
+def test_group_with_other_block_size_comes_first() -> None:
+    """In a history without its beginning its store may come alone: it is not followed either."""
+    adapter, ledger = VllmAdapter(), Ledger()
+    for events in ([{**WINDOW, "block_size": 1}], [FULL]):
+        adapter.publish(adapter.decode(pack(*events)), ledger)
+
+    assert ["stored"] == [entry[0] for entry in ledger.calls]
+    assert ["its blocks have 1 tokens, not 2"] == [note.rpartition(": ")[2] for note in adapter.notes]
+
+
+def test_group_with_other_block_size_after_a_restart() -> None:
+    """An agent that continues with a saved state knows the size of the published blocks."""
+    adapter, ledger = VllmAdapter(), Ledger()
+    adapter.restore(1, 2)
+    adapter.publish(adapter.decode(pack({**WINDOW, "block_size": 1})), ledger)
+
+    assert [] == ledger.calls
+
+
+def test_filled_parts_come_first() -> None:
+    """A first prompt shorter than a block does not set the size of the groups' blocks."""
+    part = {"block_hashes": [5], "token_ids": [1], "block_size": 1}
+    adapter, ledger = VllmAdapter(), Ledger()
+    for events in ([{**WINDOW, **part}, {**FULL, **part}], [WINDOW, FULL]):
+        adapter.publish(adapter.decode(pack(*events)), ledger)
+
+    assert ["group_stored", "stored"] * 2 == [entry[0] for entry in ledger.calls]
+    window = "group 0 (sliding_window of 100 tokens)"
+    assert [f"overlap follows several KV groups: group 1, {window}"] == adapter.notes
+
+
 def test_groups_are_noted() -> None:
     """The notes name the groups that are followed, and the others with what they cost."""
     adapter = VllmAdapter()
