@@ -122,11 +122,15 @@ class KvSink:
         return self._excess(self._index.blocks(self._target))
 
     def _resume(self, op: Resumable) -> str:
-        count, _ = self._index.resumable_digest(self._target) or (0, 0)
-        if excess := self._excess(count):
-            return excess
+        if excess := self._excess(self._resume_points):
+            return excess  # before they are added, as in `_store`
         self._index.resume(self._target, op.hashes)
-        return self._excess(count + len(op.hashes) // 8)
+        return self._excess(self._resume_points)
+
+    @property
+    def _resume_points(self) -> int:
+        count, _ = self._index.resumable_digest(self._target) or (0, 0)
+        return count
 
     def agrees(self, check: Check | CheckResumable) -> bool:
         # the index, not the sink: only it knows which blocks it has refused

@@ -156,6 +156,14 @@ def test_resume_points_have_the_capacity_as_bound(kv: KvSink, index: BlockIndex)
     assert 20 == len(index)
 
 
+def test_repeated_resume_points_count_once(kv: KvSink, index: BlockIndex) -> None:
+    """Points that are stated again are no more than there were."""
+    for _ in range(2):
+        assert not kv.apply(Resumable(pack_hashes(range(10))), 0.0)
+
+    assert 10 == len(index)
+
+
 def test_snapshot_with_a_wider_tier_than_the_card(index: BlockIndex) -> None:
     """A tier that the card does not list is indexed, live and by snapshot."""
     other, room = Target(WorkerId("w2")), Room(0)
