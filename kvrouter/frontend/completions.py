@@ -125,7 +125,7 @@ class Completions:
         """
         received_at = self._now()
         request_id = request_id_of(request.headers)
-        entry, why = self._access.begin(), ""
+        entry, why, is_logged = self._access.begin(), "", False
         try:
             self._in_flight.begin(request)
             work = await self._accept.work(request, api, request_id, received_at)
@@ -152,14 +152,14 @@ class Completions:
             served = self._reply(request, api.error_answer(rejection, request_id))
         except Exception:
             log.exception("request.failed", path=request.head.path)
-            why = "an unexpected error, logged before"
+            is_logged = True
             served = self._fail(api, request, request_id)
         finally:
             self._in_flight.end(request)
         self._metrics.requests.inc(str(served.status))
         duration_s = self._now() - received_at
         self._metrics.duration.observe(duration_s)
-        if entry is not None or why or served.status >= 400:
+        if entry is not None or (not is_logged and (why or served.status >= 400)):
             self._access.end(request, request_id, served.status, duration_s, entry=entry, why=why)
         return served
 

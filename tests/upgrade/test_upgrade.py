@@ -11,8 +11,8 @@ import os
 import re
 import subprocess
 import sys
-import tarfile
 import time
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -38,13 +38,13 @@ RATE = 10.0
 def previous(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of the version before."""
     directory = tmp_path_factory.mktemp("previous")
-    archive = directory / "tree.tar"
+    archive = directory / "tree.zip"
     command = ["git", "-C", str(ROOT), "archive", f"--output={archive}", PREVIOUS, "kvrouter"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:
         pytest.skip(f"git has no {PREVIOUS[:12]}, the version before: {ended.stderr.strip()}")
-    with tarfile.open(archive) as packed:
-        packed.extractall(directory, filter="data")
+    with zipfile.ZipFile(archive) as packed:
+        packed.extractall(directory)
     return directory
 
 
