@@ -1,7 +1,7 @@
 """The access log: one event for a served request, and one for each that failed.
 
-    serve ──begin──> Entry ──placed, first byte, answer──> Entry ──end──> log: request.served
-                └──> None: not logged, and nothing is kept            └──> log: request.failed, always
+    serve ──begin──> Entry ──first byte, answer──> Entry ──end──> log: request.served
+                └──> None: not logged, nothing is noted       └──> log: request.failed, always
 
 `--access-log sampled` logs one request in a hundred, chosen by chance; failures are logged in every mode.
 """
@@ -9,7 +9,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import structlog
@@ -17,6 +18,7 @@ from msgspec import Struct
 
 from kvrouter.core.fleet.router import Placement
 from kvrouter.core.tables.predictions import Usage
+from kvrouter.frontend.accept import Work
 from kvrouter.frontend.settings import AccessMode
 from kvrouter.relay.request import Request
 
@@ -26,29 +28,17 @@ SAMPLED = 0.01
 CLIENT_LEFT = 499
 # A client's path and model are as long as it likes.
 _MOST_CHARACTERS = 200
-_TRACEPARENT_PARTS = 4
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")
 
 
 class Entry(Struct):
-    """What is known of a request that is logged. Times in seconds, from its arrival on."""
+    """What is noted of a request that is logged, while it is served. Times in seconds from its arrival on."""
 
-    model: str = ""
-    mode: str = ""
-    is_streamed: bool = False
     routed_s: float | None = None
     """After tokens and the queue."""
-    placement: Placement | None = None
-    attempts: int = 0
-    isl: int = 0
-    block_size: int = 0
     first_byte_s: float | None = None
     usage: Usage | None = None
     output_tokens: int | None = None
-
-    def placed(self, placement: Placement, isl: int, block_size: int) -> None:
-        """One more attempt."""
-        self.placement, self.isl, self.block_size = placement, isl, block_size
-        self.attempts += 1
 
 
 class AccessLog:
@@ -70,9 +60,14 @@ class AccessLog:
         duration_s: float,
         *,
         entry: Entry | None,
+        work: Work | None,
+        tried: Sequence[Placement] = (),
         why: str = "",
     ) -> None:
-        """Log a request that is logged, or has failed. `why`: the error; empty: there was none."""
+        """Log a request that is logged, or has failed.
+
+        `work`: None if it was not accepted. `why`: the error; empty: there was none.
+        """
         is_failure = bool(why) or status >= 400
         if entry is None and not is_failure:
             return
@@ -87,39 +82,42 @@ class AccessLog:
             facts["trace"] = trace
         if why:
             facts["error"] = why[:_MOST_CHARACTERS]
+        if work is not None:
+            facts |= _routed(work, tried)
         if entry is not None:
-            facts |= _facts(entry)
+            facts |= _noted(entry)
         level = logging.WARNING if status >= 500 else logging.INFO
         log.log(level, "request.failed" if is_failure else "request.served", **facts)
 
 
-def _facts(entry: Entry) -> dict[str, Any]:
-    facts: dict[str, Any] = {"model": entry.model[:_MOST_CHARACTERS], "stream": entry.is_streamed}
-    if entry.mode:
-        facts["mode"] = entry.mode
-    if entry.routed_s is not None:
-        facts["routed_s"] = round(entry.routed_s, 4)
-    if entry.placement is not None:
-        choice = entry.placement.choice
-        facts |= {
-            "worker": str(choice.target.worker_id),
-            "rank": choice.target.rank,
-            "retries": entry.attempts - 1,
-        }
-        if entry.isl:  # its tokens are known
-            facts["prompt_tokens"] = entry.isl
-            facts["predicted_cached_tokens"] = choice.overlap_blocks * entry.block_size
+def _routed(work: Work, tried: Sequence[Placement]) -> dict[str, Any]:
+    facts: dict[str, Any] = {"model": work.router.pool.model[:_MOST_CHARACTERS], "stream": work.stream}
+    if mode := work.route.mode or work.router.modes.default_name:
+        facts["mode"] = mode
+    if work.route.isl:  # its tokens are known
+        facts["prompt_tokens"] = work.route.isl
+    if tried:
+        choice, target = tried[-1].choice, tried[-1].target
+        facts |= {"worker": str(target.worker_id), "rank": target.rank, "retries": len(tried) - 1}
+        if work.route.isl:
+            facts["predicted_cached_tokens"] = choice.overlap_blocks * work.router.pool.block_size
+    return facts
+
+
+def _noted(entry: Entry) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
     if entry.usage is not None and entry.usage.cached_tokens is not None:
         facts["cached_tokens"] = entry.usage.cached_tokens
     if entry.output_tokens is not None:
         facts["output_tokens"] = entry.output_tokens
-    if entry.first_byte_s is not None:
-        facts["first_byte_s"] = round(entry.first_byte_s, 4)
+    for name in ("routed_s", "first_byte_s"):
+        seconds = getattr(entry, name)
+        if seconds is not None:
+            facts[name] = round(seconds, 4)
     return facts
 
 
 def _trace_id(traceparent: str) -> str:
-    """Of a W3C trace context, version 00; empty if it is none."""
-    parts = traceparent.split("-")
-    is_one = len(parts) == _TRACEPARENT_PARTS and len(parts[1]) == 32  # hex digits
-    return parts[1] if is_one and parts[1].isalnum() and parts[1].isascii() else ""
+    """Of a W3C trace context: 32 hexadecimal digits, not all zero; empty if it is none."""
+    found = _TRACEPARENT.fullmatch(traceparent)
+    return found[1] if found is not None and found[1].strip("0") else ""

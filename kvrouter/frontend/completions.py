@@ -126,6 +126,8 @@ class Completions:
         received_at = self._now()
         request_id = request_id_of(request.headers)
         entry, why, is_logged = self._access.begin(), "", False
+        work: Work | None = None
+        tried: list[Placement] = []
         try:
             self._in_flight.begin(request)
             work = await self._accept.work(request, api, request_id, received_at)
@@ -133,7 +135,7 @@ class Completions:
                 gate("a dry run", request.headers)
                 served = self._reply(request, self._decisions.preview(work))
             else:
-                served = self._finish(work, await self._try_workers(work, entry))
+                served = self._finish(work, await self._try_workers(work, tried, entry))
                 self._in_flight.answered(request)
         except KvRouterError as error:
             why = str(error)
@@ -145,7 +147,14 @@ class Completions:
                 if entry is not None:
                     duration_s = self._now() - received_at
                     self._access.end(
-                        request, request_id, CLIENT_LEFT, duration_s, entry=entry, why="the client left"
+                        request,
+                        request_id,
+                        CLIENT_LEFT,
+                        duration_s,
+                        entry=entry,
+                        work=work,
+                        tried=tried,
+                        why="the client left",
                     )
                 raise
             why = str(rejection)
@@ -160,7 +169,9 @@ class Completions:
         duration_s = self._now() - received_at
         self._metrics.duration.observe(duration_s)
         if entry is not None or (not is_logged and (why or served.status >= 400)):
-            self._access.end(request, request_id, served.status, duration_s, entry=entry, why=why)
+            self._access.end(
+                request, request_id, served.status, duration_s, entry=entry, work=work, tried=tried, why=why
+            )
         return served
 
     def _reply(self, request: Request, answer: Answer, *, closes: bool = False) -> Served:
@@ -173,7 +184,7 @@ class Completions:
             return Served(KvRouterError.status, keeps_alive=False, needs_reset=True)
         return self._reply(request, api.error_answer(internal_error(), request_id))
 
-    async def _try_workers(self, work: Work, entry: Entry | None) -> Outcome | None:
+    async def _try_workers(self, work: Work, tried: list[Placement], entry: Entry | None) -> Outcome | None:
         """Route and relay. If a worker fails before the first byte, try another, `retries` times at most."""
         failed: frozenset[Target] = frozenset()
         fallbacks: tuple[Target, ...] = ()
@@ -182,8 +193,6 @@ class Completions:
         if work.api.parse is not None and self._waiting_room.is_on:
             await self._waiting_room.admitted(work.router, work.route)
         if entry is not None:
-            entry.model, entry.is_streamed = work.router.pool.model, work.stream
-            entry.mode = work.route.mode or self._decisions.default_mode
             entry.routed_s = self._now() - work.received_at
         for tries in range(self._retries + 1):
             if tries > 1:
@@ -196,8 +205,7 @@ class Completions:
                 break  # no worker is left: the client gets the answer of the last one
             outcome = None  # stays None if this attempt is cancelled: `_end` then knows that the client left
             running = Running(work, placement, failed if tries < self._retries else None, entry=entry)
-            if entry is not None:
-                entry.placed(placement, work.route.isl, work.router.pool.block_size)
+            tried.append(placement)
             try:
                 outcome = await self._exchange(running)
                 if isinstance(outcome, Lost) and outcome.was_idle:

@@ -67,7 +67,9 @@ async def test_retries_and_lost_workers(fleet_of: FleetOf) -> None:
     async with fleet_of("--retries", "0", scripts=(DIES,)) as fleet:
         await fleet.ask()
         (found,) = events(fleet)
-        assert ("warning", 502) == (found["log_level"], found["status"])
+        assert ("warning", 502, "m", "w0") == (
+            found["log_level"], found["status"], found["model"], found["worker"]
+        )  # fmt: skip
 
 
 async def test_client_that_left(fleet_of: FleetOf) -> None:
@@ -89,7 +91,7 @@ async def test_one_in_a_hundred(fleet_of: FleetOf) -> None:
         chances = iter([0.5, 0.009, 0.01])
         fleet.frontend.completions._access._chance = lambda: next(chances)
         for _ in range(3):
-            await ask(fleet.url, BODY, "traceparent: 00-xyz-1-2", path="/v1/completions")
+            await ask(fleet.url, BODY, f"traceparent: 00-{'0' * 32}-{'1' * 16}-01", path="/v1/completions")
         (found,) = events(fleet)
 
         assert "trace" not in found
