@@ -92,7 +92,7 @@ class AccessLog:
 
 def _routed(work: Work, tried: Sequence[Placement]) -> dict[str, Any]:
     facts: dict[str, Any] = {"model": work.router.pool.model[:_MOST_CHARACTERS], "stream": work.stream}
-    if mode := work.route.mode or work.router.modes.default_name:
+    if mode := work.route.mode or work.router.selection.mode:
         facts["mode"] = mode
     if work.route.isl:  # its tokens are known
         facts["prompt_tokens"] = work.route.isl

@@ -18,11 +18,10 @@ import structlog
 
 from kvrouter.core.routing.decisions import Decided, DecisionRing
 from kvrouter.core.routing.policy import Candidate, OverlapWeight, RouteRequest
-from kvrouter.core.routing.selection import Decision, Verdict
+from kvrouter.core.routing.selection import Decision, Selection, Verdict
 from kvrouter.errors import BadRequestError, UnknownDecisionError
 from kvrouter.frontend.accept import Work
 from kvrouter.frontend.views import Lines, json_answer
-from kvrouter.policies import PolicySettings
 from kvrouter.relay.answer import Answer
 from kvrouter.relay.request import Request
 
@@ -37,18 +36,15 @@ MOST_LISTED = 1000
 class DecisionViews:
     """Without `kept`, no decisions are kept."""
 
-    def __init__(
-        self, kept: DecisionRing | None, default_mode: str, settings: PolicySettings, *, logs: bool
-    ) -> None:
+    def __init__(self, kept: DecisionRing | None, *, logs: bool) -> None:
         self._kept = kept
-        self.default_mode = default_mode
-        self.settings = settings
         self.logs = logs and kept is not None
 
     def preview(self, work: Work) -> Answer:
         """Where the request would go, and why. Nothing is booked or sent."""
         decision = work.router.decide(work.route, asyncio.get_running_loop().time())
-        facts = self._facts(work.route, decision.now) | {"dry_run": True}
+        selection = work.router.modes.of(work.route.mode)
+        facts = _facts(work.route, decision.now, selection) | {"dry_run": True}
         body = facts | {"model": work.router.pool.model} | _view(decision)
         return Answer(200, _encoded(body), {"x-request-id": work.id})
 
@@ -86,7 +82,7 @@ class DecisionViews:
 
     def _summary(self, decided: Decided) -> dict[str, Any]:
         choice = next(one for one in decided.candidates if one.target == decided.order[0])
-        return self._facts(decided.request, decided.moment.now) | {
+        return _facts(decided.request, decided.moment.now, decided.selection) | {
             "model": choice.card.model,
             "winner": str(choice.target),
             "overlap_blocks": choice.overlap_blocks,
@@ -109,31 +105,32 @@ class DecisionViews:
             yield b""
 
     def _explained(self, decided: Decided) -> dict[str, Any]:
-        facts = self._facts(decided.request, decided.moment.now)
+        facts = _facts(decided.request, decided.moment.now, decided.selection)
         # Terms from tables are computed again when they are requested; the tables have changed since.
         reads_tables = decided.selection.policy.reads_tables
         terms_of = {"terms_of": "now" if reads_tables else "then", "model": decided.candidates[0].card.model}
         return facts | terms_of | _view(decided.explain())
 
-    def _facts(self, request: RouteRequest, now: float) -> dict[str, Any]:
-        # Decisions carry the time of the event loop, which has no date.
-        seconds_ago = asyncio.get_running_loop().time() - now
-        media = {prompt.media for prompt in request.prompts if prompt.media}
-        return ({"media": media.pop()} if media else {}) | {
-            "request_id": request.request_id,
-            "time": round(time.time() - seconds_ago, 3),
-            "mode": request.mode or self.default_mode,
-            "isl": request.isl,
-            "prompt_blocks": sum(len(prompt.hashes) for prompt in request.prompts),
-            "session": request.session,
-            "parent_session": request.parent_session,
-            "overlap_weight": _given(request.overlap_weight, self.settings.overlap_weight),
-            "temperature": _given(request.temperature, self.settings.temperature),
-        }
+
+def _facts(request: RouteRequest, now: float, selection: Selection) -> dict[str, Any]:
+    # Decisions carry the time of the event loop, which has no date.
+    seconds_ago = asyncio.get_running_loop().time() - now
+    media = {prompt.media for prompt in request.prompts if prompt.media}
+    return ({"media": media.pop()} if media else {}) | {
+        "request_id": request.request_id,
+        "time": round(time.time() - seconds_ago, 3),
+        "mode": selection.mode,
+        "isl": request.isl,
+        "prompt_blocks": sum(len(prompt.hashes) for prompt in request.prompts),
+        "session": request.session,
+        "parent_session": request.parent_session,
+        "overlap_weight": _given(request.overlap_weight, selection.policy.overlap_weight),
+        "temperature": _given(request.temperature, selection.policy.temperature),
+    }
 
 
 def _given(own: OverlapWeight | None, general: OverlapWeight | None) -> OverlapWeight | None:
-    """The request's setting, or the operator's; None: the default of the mode."""
+    """The request's setting, or the operator's; None: the mode has none."""
     return general if own is None else own
 
 

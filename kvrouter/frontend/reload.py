@@ -18,7 +18,6 @@ from kvrouter.errors import BadRequestError, ConfigError
 from kvrouter.frontend.accept import Accept
 from kvrouter.frontend.admission_queue import WaitingRoom
 from kvrouter.frontend.completions import Completions
-from kvrouter.frontend.decision_views import DecisionViews
 from kvrouter.frontend.operators import KeyGate
 from kvrouter.frontend.rules import Rules
 from kvrouter.frontend.settings import FrontendOptions
@@ -62,7 +61,6 @@ class Running:
     replica: Replica
     rules: Rules
     accept: Accept
-    views: DecisionViews
     completions: Completions
     waiting_room: WaitingRoom
     gate: KeyGate
@@ -73,7 +71,6 @@ class Running:
         """Route with these settings from the next request on."""
         self.rules.change(new.rules, new.router_mode, new.policy, self.replica.routers)
         self.accept.dialect = replace(self.accept.dialect, default_mode=new.router_mode)
-        self.views.default_mode, self.views.settings = new.router_mode, new.policy
         self.waiting_room.change(new.admission)
 
     def apply(self, old: FrontendOptions, fresh: Fresh) -> None:

@@ -20,7 +20,6 @@ from kvrouter.core.routing.breaker import CircuitBreakers
 from kvrouter.core.routing.builtin_policy import RoutingTables
 from kvrouter.core.routing.decisions import DecisionRing
 from kvrouter.core.routing.filters import FilterSettings, new_filters
-from kvrouter.core.routing.selection import Modes
 from kvrouter.core.tables.sessions import SessionTable
 from kvrouter.core.tables.text_index import TextIndex, TextIndexSettings
 from kvrouter.core.wire.ids import PoolId, Target
@@ -78,7 +77,7 @@ class Rules:
             active_decode_blocks_threshold=blocks,
             active_prefill_tokens_threshold=tokens,
         )
-        router.selection.filters = new_filters(self.filters(pool_id), router.circuits)
+        router.modes.use_filters(new_filters(self.filters(pool_id), router.circuits))
 
     def change(
         self, options: RuleOptions, mode: str, policy: PolicySettings, routers: Mapping[PoolId, Router]
@@ -94,15 +93,15 @@ class Rules:
         for pool_id, router in routers.items():
             if router.circuits is not None and options.breaker is not None:
                 router.circuits.settings = options.breaker
-            router.selection.filters = new_filters(self.filters(pool_id), router.circuits)
+            router.modes.use_filters(new_filters(self.filters(pool_id), router.circuits))
             if is_other_policy:
                 self._change_policies(router)
 
     def _change_policies(self, router: Router) -> None:
         make_policy = partial(new_policy, settings=self._policy, turn=first_turn())
-        if self._mode != CUSTOM:  # a custom policy has none of these settings
-            router.selection.policy = make_policy(self._mode)
-        router.modes = Modes(router.selection, self._mode, make_policy)
+        # a custom policy has none of these settings
+        policy = router.selection.policy if self._mode == CUSTOM else make_policy(self._mode)
+        router.modes.use_policies(policy, self._mode, make_policy)
 
     def samples(self, routers: Mapping[PoolId, Router]) -> Iterator[Sample]:
         kept = len(self.decisions) if self.decisions is not None else 0

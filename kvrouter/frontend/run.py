@@ -221,7 +221,7 @@ async def _open_request_path(
     metrics = RequestMetrics(registry)
     accept = Accept(member.replica.pools, member.tokens.blocks, metrics, _dialect(options))
     logs = options.rules.log_decisions
-    views = DecisionViews(member.rules.decisions, options.router_mode, options.policy, logs=logs)
+    views = DecisionViews(member.rules.decisions, logs=logs)
     async with probing(tls) as probe:
         with contextlib.closing(Upstream(tls)) as upstream:
             completions = Completions(
@@ -339,7 +339,6 @@ def _changeable(member: _Member, path: _RequestPath, gate: KeyGate) -> Running:
         member.replica,
         member.rules,
         path.accept,
-        path.views,
         path.completions,
         member.waiting_room,
         gate,

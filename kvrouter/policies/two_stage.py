@@ -9,7 +9,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment
 from kvrouter.core.routing.candidates import Candidates
-from kvrouter.core.routing.policy import Candidate, RouteRequest
+from kvrouter.core.routing.policy import Candidate, OverlapWeight, RouteRequest
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.errors import ConfigError
 from kvrouter.policies.kv import Kv
@@ -55,6 +55,14 @@ class TwoStage(BuiltInPolicy):
     @property
     def compares_seconds(self) -> bool:
         return self.within.compares_seconds
+
+    @property
+    def overlap_weight(self) -> OverlapWeight:  # type: ignore[override]
+        return self.within.overlap_weight
+
+    @property
+    def temperature(self) -> float:  # type: ignore[override]
+        return self.within.temperature
 
     @property
     def header(self) -> str:

@@ -173,3 +173,22 @@ async def test_a_setting_alone_is_undone_by_null(fleet_of: FleetOf) -> None:
         await fleet.frontend.reload.reload()
 
         assert ("kv", 16.0) == await decision(fleet.frontend)
+
+
+async def test_kept_decisions_are_explained_as_they_were_made(fleet_of: FleetOf) -> None:
+    """A decision of before a change shows the mode, the weight and the cost it was made by."""
+    async with fleet_of(*KV, "--decisions", "3", scripts=(OK, OK)) as fleet:
+        await fleet.ask(None, "x-request-id: before")
+        await post(fleet.frontends[0], HEAVY)
+        await fleet.ask(None, "x-request-id: between")
+        await post(fleet.frontends[0], {"settings": {"router-mode": "round-robin"}})
+
+        shown_before, shown_between = [
+            (await fleet.get(f"/decisions/{name}")).json["decisions"][0] for name in ("before", "between")
+        ]
+        listed = (await fleet.get("/decisions")).json["decisions"]
+
+        assert [("kv", 3.0), ("kv", 1.0)] == [(one["mode"], one["overlap_weight"]) for one in listed]
+        for one, weight in ((shown_before, 1.0), (shown_between, 3.0)):
+            assert ("kv", weight) == (one["mode"], one["overlap_weight"])
+            assert {weight} == {row["terms"]["overlap_weight"] for row in one["candidates"]}

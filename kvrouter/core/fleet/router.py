@@ -158,9 +158,7 @@ class Router:
         self._is_elder = is_elder
         self.predictions = PredictionTable()
         self.tables = rules.tables
-        self.selection = Selection(rules.policy, rules.filters)
-        """The selection of the router's own mode."""
-        self.modes = Modes(self.selection, rules.mode, rules.new_policy)
+        self.modes = Modes(Selection(rules.policy, rules.filters, rules.mode), rules.new_policy)
         self.circuits = rules.circuits
         self.decisions = rules.decisions
         self.unheard = ""
@@ -190,6 +188,11 @@ class Router:
         self._checked_at = float("-inf")
         self._reported_changes = 0
         self._reported_cards: list[Card] = []
+
+    @property
+    def selection(self) -> Selection:
+        """The selection of the router's own mode."""
+        return self.modes.default
 
     @property
     def needs_tokens(self) -> bool:
@@ -370,7 +373,7 @@ class Router:
         """The selection of the mode that the request names."""
         if self._reported_changes != self.pool.changes:
             self.report_workers()
-        return self.modes.of(request.mode) if request.mode else self.selection
+        return self.modes.of(request.mode) if request.mode else self.modes.default
 
     def _moment(self, policy: BuiltInPolicy, now: float) -> Moment:
         tables, unseen = self.tables, self.unseen.expected

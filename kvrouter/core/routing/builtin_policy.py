@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 
 from kvrouter.core.routing.candidates import Candidates
-from kvrouter.core.routing.policy import Candidate, PolicyHooks, RouteRequest
+from kvrouter.core.routing.policy import Candidate, OverlapWeight, PolicyHooks, RouteRequest
 from kvrouter.core.tables.arrivals import Arrivals, PrefixShares
 from kvrouter.core.tables.no_hit_lru import NoHitLru
 from kvrouter.core.tables.prefill_speeds import PrefillSpeeds, Speed
@@ -87,6 +87,10 @@ class BuiltInPolicy(PolicyHooks, ABC):
     """Whether it looks at the speed of prefill, the rate of arrivals, and the doubt of a moment."""
     reads_ends: bool = False
     """Whether it has an `on_request_end`: the length of an answer is read for no other policy."""
+    overlap_weight: OverlapWeight | None = None
+    """What it weighs overlap by where a request does not say; None: it does not."""
+    temperature: float | None = None
+    """How far chance may choose; None: it has no such setting."""
     decisive: tuple[str, ...] = ()
     """The terms that decide: candidates equal in these are ties. Empty: all terms decide."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from msgspec import Struct
 
@@ -54,12 +54,17 @@ class Decision(Struct, frozen=True):
         return self.order[0] if self.order else None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Selection:
-    """One mode's policy behind the filters. The filters may be replaced while it runs."""
+    """One mode's policy behind the filters.
+
+    A change of settings makes another selection: a kept decision is explained with the one that made it.
+    """
 
     policy: BuiltInPolicy
     filters: tuple[Filter, ...] = ()
+    mode: str = ""
+    """The name of the mode."""
 
     @property
     def needs_tokens(self) -> bool:
@@ -166,7 +171,7 @@ class Selection:
             return []
         kept = set(eligible.targets())
         by_target = self.removed(request, candidates, moment)
-        # filters may have been replaced since the choice, so that none of them removes this target now
+        # what filters read may have changed since the choice, so that none of them removes this target now
         return [
             Verdict(one.target, one, {}, by_target.get(one.target, "a filter, then"))
             for one in candidates
@@ -205,29 +210,34 @@ class Modes:
     for a name that is not a mode.
     """
 
-    def __init__(
-        self,
-        default: Selection,
-        default_name: str = "",
-        new_policy: Callable[[str], BuiltInPolicy] | None = None,
-    ) -> None:
+    def __init__(self, default: Selection, new_policy: Callable[[str], BuiltInPolicy] | None = None) -> None:
         self.default = default
-        self.default_name = default_name
         self._new_policy = new_policy
         self._others: dict[str, Selection] = {}
 
     def of(self, name: str) -> Selection:
         """The selection of a mode; the router's own if `name` is empty. Raises BadRequestError."""
-        if not name or name == self.default_name:
+        if not name or name == self.default.mode:
             return self.default
         selection = self._others.get(name)
         if selection is None:
             # kept, not made for each request: a mode that takes turns must remember them
             if self._new_policy is None:
                 raise BadRequestError(f"mode {name!r}: this router has one mode only", param="mode")
-            selection = self._others[name] = Selection(self._new_policy(name))
-        selection.filters = self.default.filters  # which may have been replaced since
+            selection = self._others[name] = Selection(self._new_policy(name), self.default.filters, name)
         return selection
+
+    def use_filters(self, filters: tuple[Filter, ...]) -> None:
+        """Filter by these from the next request on."""
+        self.default = replace(self.default, filters=filters)
+        self._others = {name: replace(one, filters=filters) for name, one in self._others.items()}
+
+    def use_policies(
+        self, policy: BuiltInPolicy, mode: str, new_policy: Callable[[str], BuiltInPolicy]
+    ) -> None:
+        """Choose by this policy of this mode from the next request on; other modes begin anew."""
+        self.default = replace(self.default, policy=policy, mode=mode)
+        self._new_policy, self._others = new_policy, {}
 
 
 def _are_equal(one: Verdict, other: Verdict, names: Sequence[str]) -> bool:

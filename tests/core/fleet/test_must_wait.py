@@ -100,7 +100,7 @@ def test_request_that_cannot_wait(pool: Pool) -> None:
     for target in (T1, T2):
         circuits.failed(target, 0.0)
     broken = new_router(pool)
-    broken.selection.filters = new_filters(FilterSettings(), circuits)
+    broken.modes.use_filters(new_filters(FilterSettings(), circuits))
     assert not broken.must_wait(ASKED, 0.0, QUEUE)
 
 

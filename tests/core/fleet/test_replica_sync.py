@@ -294,7 +294,7 @@ def test_sessions_outlive_the_replica_that_bound_them() -> None:
     """A peer keeps sessions after the replica that bound them has left, and publishes them to a joiner."""
     first, second = pair()
     for replica in (first, second):
-        replica.router(POOL).selection.filters = (Session(),)
+        replica.router(POOL).modes.use_filters((Session(),))
     placed = first.router(POOL).route(RouteRequest("req", session="chat"), 0.0)
     first.router(POOL).free(placed.key)
     carry(first, second)

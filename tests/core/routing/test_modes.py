@@ -66,7 +66,7 @@ def test_each_mode_takes_its_own_turns(router: Router) -> None:
 def test_filters_are_those_of_the_router(router: Router) -> None:
     """Other modes use them, also after a change."""
     router.route(asked(mode="random"), 0.0)
-    router.selection.filters = new_filters(FilterSettings(max_ongoing_requests=1))
+    router.modes.use_filters(new_filters(FilterSettings(max_ongoing_requests=1)))
 
     rest = {router.route(asked(mode="random"), 0.0).target for _ in range(2)}
 
@@ -120,15 +120,15 @@ def test_ties_are_reported(router: Router) -> None:
 
 
 def test_removed_by_a_filter_that_has_changed_since(router: Router) -> None:
-    """A target is reported as removed, even if the filters of now would keep it."""
-    router.selection.filters = new_filters(FilterSettings(max_ongoing_requests=1))
+    """A target is reported as removed by the filter of then, even if the filters of now would keep it."""
+    router.modes.use_filters(new_filters(FilterSettings(max_ongoing_requests=1)))
     router.route(asked("a"), 0.0)
     router.route(asked("b"), 0.0)
-    router.selection.filters = ()
+    router.modes.use_filters(())
 
     (kept,) = router.decisions.of("b") if router.decisions else []
 
-    assert ["a filter, then"] == [one.removed_by for one in kept.explain().verdicts if one.removed_by]
+    assert ["max-ongoing-requests"] == [one.removed_by for one in kept.explain().verdicts if one.removed_by]
 
 
 def test_the_ring_is_bounded(pool: Pool) -> None:

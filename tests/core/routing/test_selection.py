@@ -105,7 +105,7 @@ def test_all_filtered_is_a_503(pool: Pool) -> None:
 def test_filters_may_change_while_it_runs(pool: Pool) -> None:
     """A threshold set at run time holds from the next request on."""
     router = new_router(pool)
-    router.selection.filters = new_filters(FilterSettings(max_ongoing_requests=1))
+    router.modes.use_filters(new_filters(FilterSettings(max_ongoing_requests=1)))
 
     assert {T1, T2, T3} == {router.route(request(), 0.0).target for _ in range(3)}
 
