@@ -22,6 +22,7 @@ from kvrouter.mocker.bodies import (
     MessagesBody,
     ResponsesBody,
     SchemaError,
+    SpeedBody,
     StreamOptions,
     TokenizeBody,
     parse,
@@ -291,6 +292,13 @@ class Service:
         done = [rank.engine.reset_prefix_cache() for rank in self.ranks]
         return _json({"success": all(done)})
 
+    async def speed(self, http: web.Request) -> web.Response:
+        """POST /speed: run at another speed from the next step on, as a GPU does that is throttled."""
+        body = parse(SpeedBody, await http.read())
+        for rank in self.ranks:
+            rank.engine.timing = self.config.engine.timing.scaled(body.speedup)
+        return _json({"speedup": body.speedup})
+
     async def kv_event_sources(self, _: web.Request) -> web.Response:
         """GET /kv_event_sources: the endpoints of each rank."""
         return _json({str(number): _source(rank) for number, rank in enumerate(self.ranks)})
@@ -315,6 +323,7 @@ class Service:
                 web.post("/v1/responses", self.responses),
                 web.post("/tokenize", self.tokenize),
                 web.post("/reset_prefix_cache", self.reset_prefix_cache),
+                web.post("/speed", self.speed),
                 web.get("/v1/models", self.models),
                 web.get("/metrics", self.metrics),
                 web.get("/kv_event_sources", self.kv_event_sources),

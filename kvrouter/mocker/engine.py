@@ -196,7 +196,8 @@ class Engine:
             config.num_blocks, config.block_size, eviction=config.eviction, host_blocks=config.host_blocks
         )
         self.counters = Counters()
-        self._timing = config.timing
+        self.timing = config.timing
+        """How long its steps take from now on."""
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
         self._sequences: dict[str, _Sequence] = {}
@@ -256,7 +257,7 @@ class Engine:
         assert self._running, "no request fits: config allows a longer sequence than the cache holds"
         outputs = self._sample()
         self.counters.steps += 1
-        return StepResult(self._timing.step_s(work), outputs, self.cache.take_events())
+        return StepResult(self.timing.step_s(work), outputs, self.cache.take_events())
 
     # --- scheduling ---
 

@@ -229,6 +229,19 @@ async def test_reset_prefix_cache(client: aiohttp.ClientSession) -> None:
     assert 0 == (await complete(client))["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
+async def test_speed(mocker: Mocker, client: aiohttp.ClientSession) -> None:
+    """Another speed holds from the next step on; a wrong one changes nothing."""
+    (rank,), timing = mocker.service.ranks, mocker.service.config.engine.timing
+    async with client.post("/speed", json={"speedup": 0.5}) as response:
+        assert {"speedup": 0.5} == await response.json()
+    assert 2 * timing.base_s == rank.engine.timing.base_s
+
+    for wrong in (0, -1, "fast", None):
+        async with client.post("/speed", json={"speedup": wrong}) as response:
+            assert response.status in {400, 422}
+    assert 2 * timing.base_s == rank.engine.timing.base_s
+
+
 async def test_nodelay(mocker: Mocker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Accepted sockets have TCP_NODELAY, so small chunks leave at once."""
     seen: list[int] = []
