@@ -1,6 +1,6 @@
 """The access log: one event for a served request, and one for each that failed.
 
-    serve ──begin──> Entry ──first byte, answer──> Entry ──end──> log: request.served
+    serve ──begin──> Notes ──steps, first byte, answer──> Notes ──end──> log: request.served
                 └──> None: not logged, nothing is noted       └──> log: request.failed, always
 
 `--access-log sampled` logs one request in a hundred, chosen by chance; failures are logged in every mode.
@@ -8,18 +8,21 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import structlog
-from msgspec import Struct
 
 from kvrouter.core.fleet.router import Placement
-from kvrouter.core.tables.predictions import Usage
+from kvrouter.errors import KvRouterError
 from kvrouter.frontend.accept import Work
-from kvrouter.frontend.settings import AccessMode
+from kvrouter.frontend.decision_views import DecisionViews
+from kvrouter.frontend.notes import Notes, new_notes
+from kvrouter.frontend.settings import AccessOptions
+from kvrouter.relay.answer import Served
 from kvrouter.relay.request import Request
 
 log = structlog.get_logger()
@@ -28,96 +31,183 @@ SAMPLED = 0.01
 CLIENT_LEFT = 499
 # A client's path and model are as long as it likes.
 _MOST_CHARACTERS = 200
+# Proxies in a row; what a client put before theirs is not looked at.
+_MOST_HOPS = 16
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")
 
+Outcome: TypeAlias = Literal["ok", "refused", "failed", "broken", "left"]
+"""refused: 4xx, of router or worker; failed: 5xx; broken: after the first byte; left: the client did."""
 
-class Entry(Struct):
-    """What is noted of a request that is logged, while it is served. Times in seconds from its arrival on."""
 
-    routed_s: float | None = None
-    """After tokens and the queue."""
-    first_byte_s: float | None = None
-    usage: Usage | None = None
-    output_tokens: int | None = None
+def outcome_of(served: Served | None) -> Outcome:
+    """None: the client left."""
+    if served is None:
+        return "left"
+    if served.failure or served.needs_reset:
+        return "broken"
+    if served.status < 400:
+        return "ok"
+    return "refused" if served.status < 500 else "failed"
 
 
 class AccessLog:
-    """`chance()` returns a number in [0, 1)."""
+    """`chance()` returns a number in [0, 1). `decisions`: where the terms are that --log-level debug adds."""
 
-    def __init__(self, mode: AccessMode, chance: Callable[[], float]) -> None:
-        self._share = {"off": 0.0, "sampled": SAMPLED, "all": 1.0}[mode]
+    def __init__(self, options: AccessOptions, decisions: DecisionViews, chance: Callable[[], float]) -> None:
+        self._decisions = decisions
         self._chance = chance
+        self.change(options)
 
-    def begin(self) -> Entry | None:
-        """The entry of a new request; None if it is not logged."""
-        return Entry() if self._share and self._chance() < self._share else None
+    def change(self, options: AccessOptions) -> None:
+        """Use these settings for requests that begin from now on."""
+        self._share = {"off": 0.0, "sampled": SAMPLED, "all": 1.0}[options.mode]
+        self._trusted = [ipaddress.ip_network(one) for one in options.trusted_proxies]
+
+    def begin(self) -> Notes | None:
+        """The notes of a new request; None if it is not logged."""
+        return new_notes() if self._share and self._chance() < self._share else None
 
     def end(
         self,
         request: Request,
         request_id: str,
-        status: int,
+        served: Served | None,
         duration_s: float,
         *,
-        entry: Entry | None,
+        notes: Notes | None,
         work: Work | None,
         tried: Sequence[Placement] = (),
-        why: str = "",
+        error: BaseException | None = None,
     ) -> None:
         """Log a request that is logged, or has failed.
 
-        `work`: None if it was not accepted. `why`: the error; empty: there was none.
+        `served`: None if the client left. `work`: None if it was not accepted.
         """
-        is_failure = bool(why) or status >= 400
-        if entry is None and not is_failure:
+        outcome = outcome_of(served)
+        status = CLIENT_LEFT if served is None else served.status
+        if outcome == "ok" and notes is None:
             return
-        facts: dict[str, Any] = {
-            "request": request_id,
-            "method": request.head.method,
-            "path": request.head.route[:_MOST_CHARACTERS],
+        if outcome == "left" and notes is None and request.client.has_begun:
+            return  # its client stopped the answer, which is no failure of the router
+        if notes is not None:
+            notes.ended()
+        facts = self._asked(request, request_id) | {
             "status": status,
-            "duration_s": round(duration_s, 4),
+            "outcome": outcome,
+            "duration_s": round(duration_s if notes is None else notes.duration_s or 0.0, 6),
         }
-        if trace := _trace_id(request.headers.get("traceparent", "")):
-            facts["trace"] = trace
-        if why:
+        if why := _reason(served, error):
             facts["error"] = why[:_MOST_CHARACTERS]
         if work is not None:
-            facts |= _routed(work, tried)
-        if entry is not None:
-            facts |= _noted(entry)
-        level = logging.WARNING if status >= 500 else logging.INFO
-        log.log(level, "request.failed" if is_failure else "request.served", **facts)
+            facts |= _routed(work, tried, notes)
+        if notes is not None:
+            facts |= _noted(notes)
+        if tried and log.is_enabled_for(logging.DEBUG):
+            facts |= self._decisions.terms_of(request_id)
+        is_bug = error is not None and not isinstance(error, KvRouterError)
+        _write(outcome, status, facts, error if is_bug else None)
+
+    def refused(
+        self, request: Request | None, request_id: str, error: KvRouterError, client: str = ""
+    ) -> None:
+        """Log a request that reached no worker's route. `request`: None if it could not be read."""
+        facts: dict[str, Any] = {"request": request_id, "client": self._client(client, ())}
+        if request is not None:
+            facts = self._asked(request, request_id)
+        outcome: Outcome = "refused" if error.status < 500 else "failed"
+        facts |= {"status": error.status, "outcome": outcome, "error": str(error)[:_MOST_CHARACTERS]}
+        _write(outcome, error.status, facts)
+
+    def _asked(self, request: Request, request_id: str) -> dict[str, Any]:
+        forwarded = [value for name, value in request.head.fields if name == "x-forwarded-for"]
+        facts = {
+            "request": request_id,
+            "client": self._client(request.client.address, forwarded),
+            "method": request.head.method,
+            "path": request.head.route[:_MOST_CHARACTERS],
+        }
+        if trace := trace_id_of(request.headers.get("traceparent", "")):
+            facts["trace"] = trace
+        return facts
+
+    def _client(self, address: str, forwarded: Sequence[str]) -> str:
+        """The address of who asked: that of the connection, or what trusted proxies say of it.
+
+        A proxy appends the address of whom it serves. What precedes the first one that is not trusted may be
+        forged.
+        """
+        client = _address(address)
+        hops = ",".join(forwarded).split(",")[-_MOST_HOPS:] if self._trusted else []
+        while hops and client is not None and self._is_trusted(client):
+            before = _address(hops.pop())
+            if before is None:
+                break
+            client = before
+        return str(client or address)
+
+    def _is_trusted(self, address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+        return any(address in network for network in self._trusted)
 
 
-def _routed(work: Work, tried: Sequence[Placement]) -> dict[str, Any]:
+def _write(outcome: Outcome, status: int, facts: dict[str, Any], bug: BaseException | None = None) -> None:
+    event = "request.served" if outcome == "ok" else "request.failed"
+    if bug is not None:
+        log.error(event, **facts, exc_info=bug)
+        return
+    is_ours = outcome == "broken" or status >= 500
+    log.log(logging.WARNING if is_ours else logging.INFO, event, **facts)
+
+
+def _reason(served: Served | None, error: BaseException | None) -> str:
+    if served is None:
+        return "the client left"
+    return str(error) if error is not None else served.failure
+
+
+def _routed(work: Work, tried: Sequence[Placement], notes: Notes | None) -> dict[str, Any]:
     facts: dict[str, Any] = {"model": work.router.pool.model[:_MOST_CHARACTERS], "stream": work.stream}
     if mode := work.route.mode or work.router.selection.mode:
         facts["mode"] = mode
-    if work.route.isl:  # its tokens are known
-        facts["prompt_tokens"] = work.route.isl
+    reported = notes.usage.prompt_tokens if notes is not None and notes.usage is not None else None
+    if tokens := work.route.isl or reported:  # the engine counts those that are not known here
+        facts["prompt_tokens"] = tokens
     if tried:
         choice, target = tried[-1].choice, tried[-1].target
         facts |= {"worker": str(target.worker_id), "rank": target.rank, "retries": len(tried) - 1}
         if work.route.isl:
-            facts["predicted_cached_tokens"] = choice.overlap_blocks * work.router.pool.block_size
+            facts["predicted_cached_tokens"] = choice.overlap_blocks * tried[-1].block_size
     return facts
 
 
-def _noted(entry: Entry) -> dict[str, Any]:
+def _noted(notes: Notes) -> dict[str, Any]:
     facts: dict[str, Any] = {}
-    if entry.usage is not None and entry.usage.cached_tokens is not None:
-        facts["cached_tokens"] = entry.usage.cached_tokens
-    if entry.output_tokens is not None:
-        facts["output_tokens"] = entry.output_tokens
-    for name in ("routed_s", "first_byte_s"):
-        seconds = getattr(entry, name)
+    if notes.usage is not None and notes.usage.cached_tokens is not None:
+        facts["cached_tokens"] = notes.usage.cached_tokens
+    if notes.output_tokens is not None:
+        facts["output_tokens"] = notes.output_tokens
+    for name in ("accept_s", "queue_s", "decide_s", "first_byte_s"):
+        seconds = getattr(notes, name)
         if seconds is not None:
-            facts[name] = round(seconds, 4)
+            facts[name] = round(seconds, 6)
     return facts
 
 
-def _trace_id(traceparent: str) -> str:
+def trace_id_of(traceparent: str) -> str:
     """Of a W3C trace context: 32 hexadecimal digits, not all zero; empty if it is none."""
     found = _TRACEPARENT.fullmatch(traceparent)
     return found[1] if found is not None and found[1].strip("0") else ""
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """An address, perhaps with a port, as proxies write it; None if it is none."""
+    text = text.strip()
+    if text.startswith("["):
+        text = text[1:].partition("]")[0]
+    elif text.count(":") == 1:
+        text = text.partition(":")[0]
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return mapped or address

@@ -15,6 +15,7 @@ from kvrouter.errors import BadRequestError, KvRouterError
 from kvrouter.frontend.bodies.openai import error_answer
 from kvrouter.relay.answer import Served
 from kvrouter.relay.arriving import too_large
+from kvrouter.relay.connection import Refused
 from kvrouter.relay.request import END, Request, RequestHead, host_error, request_id_of
 from kvrouter.relay.request_parser import unknown_version, unreadable
 from kvrouter.relay.routes import Routes
@@ -23,7 +24,9 @@ from kvrouter.relay.routes import Routes
 UNSENT_BYTES = 64 * 1024
 
 
-def application(routes: Routes, max_body_bytes: int) -> web.Application:
+def application(
+    routes: Routes, max_body_bytes: int, on_refused: Refused = lambda *_: None
+) -> web.Application:
     """All requests are routed by `routes`."""
     app = web.Application(client_max_size=max_body_bytes)
 
@@ -32,7 +35,7 @@ def application(routes: Routes, max_body_bytes: int) -> web.Application:
         request = Request(_head(http), client, arriving=partial(_read, http))
         sending = asyncio.create_task(client.send_answer())
         try:
-            served = await _serve(routes, http, request)
+            served = await _serve(routes, http, request, on_refused)
             client.end()
             await sending
         finally:
@@ -45,12 +48,14 @@ def application(routes: Routes, max_body_bytes: int) -> web.Application:
     return app
 
 
-async def _serve(routes: Routes, http: web.Request, request: Request) -> Served:
+async def _serve(routes: Routes, http: web.Request, request: Request, on_refused: Refused) -> Served:
     try:
         _check(http)
         serve = routes.find(request.head.method, request.head.route)
     except KvRouterError as error:
-        return request.reply(error_answer(error, request_id_of(request.headers)))
+        request_id = request_id_of(request.headers)
+        on_refused(request, request_id, error, request.client.address)
+        return request.reply(error_answer(error, request_id))
     return await serve(request)
 
 
@@ -91,6 +96,7 @@ class AdminClient:
 
     def __init__(self, http: web.Request) -> None:
         self.has_begun = False
+        self.address = http.remote or ""
         self.response = web.StreamResponse()
         self._http = http
         self._pieces: list[bytes] = []

@@ -28,7 +28,7 @@ from kvrouter.errors import (
 )
 from kvrouter.frontend import passthrough
 from kvrouter.frontend.accept import Accept, Work
-from kvrouter.frontend.access_log import CLIENT_LEFT, AccessLog, Entry
+from kvrouter.frontend.access_log import AccessLog
 from kvrouter.frontend.admission_queue import WaitingRoom
 from kvrouter.frontend.bodies import apis, responses
 from kvrouter.frontend.bodies.apis import Api
@@ -36,6 +36,7 @@ from kvrouter.frontend.bodies.edits import with_report_mode
 from kvrouter.frontend.decision_views import DecisionViews
 from kvrouter.frontend.hung_engines import HungEngines, Probe, Running
 from kvrouter.frontend.kept_responses import session_of
+from kvrouter.frontend.notes import Notes
 from kvrouter.frontend.operators import Gate
 from kvrouter.frontend.prediction_checks import check_answer
 from kvrouter.frontend.rules import record_outcome
@@ -100,7 +101,8 @@ class Completions:
         self._waiting_room = waiting_room
         self._upstream = upstream
         self._metrics = metrics
-        self._access = access
+        self.access = access
+        self.refused = access.refused
         self._limits = limits
         self._retries = retries
 
@@ -125,9 +127,10 @@ class Completions:
         """
         received_at = self._now()
         request_id = request_id_of(request.headers)
-        entry, why, is_logged = self._access.begin(), "", False
+        notes = self.access.begin()
         work: Work | None = None
         tried: list[Placement] = []
+        wrong: Exception | None = None
         try:
             self._in_flight.begin(request)
             work = await self._accept.work(request, api, request_id, received_at)
@@ -135,42 +138,31 @@ class Completions:
                 gate("a dry run", request.headers)
                 served = self._reply(request, self._decisions.preview(work))
             else:
-                served = self._finish(work, await self._try_workers(work, tried, entry))
+                served = self._finish(work, await self._try_workers(work, tried, notes))
                 self._in_flight.answered(request)
         except KvRouterError as error:
-            why = str(error)
+            wrong = error
             served = self._reply(request, api.error_answer(error, request_id), closes=error.is_body_left)
         except asyncio.CancelledError:
             rejection = self._in_flight.take_rejection(request)
             if rejection is None:  # the client left; else cut_off cancelled the request
                 self._metrics.cancelled.inc()
-                if entry is not None:
-                    duration_s = self._now() - received_at
-                    self._access.end(
-                        request,
-                        request_id,
-                        CLIENT_LEFT,
-                        duration_s,
-                        entry=entry,
-                        work=work,
-                        tried=tried,
-                        why="the client left",
-                    )
+                lasted_s = self._now() - received_at
+                self.access.end(request, request_id, None, lasted_s, notes=notes, work=work, tried=tried)
                 raise
-            why = str(rejection)
+            wrong = rejection
             served = self._reply(request, api.error_answer(rejection, request_id))
-        except Exception:
-            log.exception("request.failed", path=request.head.path)
-            is_logged = True
+        except Exception as error:
+            wrong = error
             served = self._fail(api, request, request_id)
         finally:
             self._in_flight.end(request)
         self._metrics.requests.inc(str(served.status))
-        duration_s = self._now() - received_at
-        self._metrics.duration.observe(duration_s)
-        if entry is not None or (not is_logged and (why or served.status >= 400)):
-            self._access.end(
-                request, request_id, served.status, duration_s, entry=entry, work=work, tried=tried, why=why
+        lasted_s = self._now() - received_at
+        self._metrics.duration.observe(lasted_s)
+        if notes is not None or wrong is not None or served.status >= 400 or served.failure:
+            self.access.end(
+                request, request_id, served, lasted_s, notes=notes, work=work, tried=tried, error=wrong
             )
         return served
 
@@ -179,32 +171,34 @@ class Completions:
         return request.reply(answer, closes=closes or self._is_draining)
 
     def _fail(self, api: Api, request: Request, request_id: str) -> Served:
-        """Reply to a request that raised an unexpected error. The log has its traceback."""
+        """Reply to a request that raised an unexpected error. The access log has its traceback."""
         if request.client.has_begun:
             return Served(KvRouterError.status, keeps_alive=False, needs_reset=True)
         return self._reply(request, api.error_answer(internal_error(), request_id))
 
-    async def _try_workers(self, work: Work, tried: list[Placement], entry: Entry | None) -> Outcome | None:
+    async def _try_workers(self, work: Work, tried: list[Placement], notes: Notes | None) -> Outcome | None:
         """Route and relay. If a worker fails before the first byte, try another, `retries` times at most."""
         failed: frozenset[Target] = frozenset()
         fallbacks: tuple[Target, ...] = ()
         outcome: Outcome | None = None
+        if notes is not None:
+            notes.accepted()
         # Once, not before each retry: a retry replaces a booking of this request that has just been freed.
         if work.api.parse is not None and self._waiting_room.is_on:
             await self._waiting_room.admitted(work.router, work.route)
-        if entry is not None:
-            entry.routed_s = self._now() - work.received_at
+            if notes is not None:
+                notes.queued()
         for tries in range(self._retries + 1):
             if tries > 1:
                 await asyncio.sleep(RETRY_DELAY_S * 2**tries * random.random())
             try:
-                placement = self._place(work, failed, fallbacks)
+                placement = self._place(work, failed, fallbacks, notes)
             except NoWorkersError:
                 if outcome is None:
                     raise
                 break  # no worker is left: the client gets the answer of the last one
             outcome = None  # stays None if this attempt is cancelled: `_end` then knows that the client left
-            running = Running(work, placement, failed if tries < self._retries else None, entry=entry)
+            running = Running(work, placement, failed if tries < self._retries else None, notes=notes)
             tried.append(placement)
             try:
                 outcome = await self._exchange(running)
@@ -223,10 +217,16 @@ class Completions:
             self._log_failure(placement, outcome)
         return outcome
 
-    def _place(self, work: Work, failed: frozenset[Target], fallbacks: tuple[Target, ...]) -> Placement:
+    def _place(
+        self, work: Work, failed: frozenset[Target], fallbacks: tuple[Target, ...], notes: Notes | None
+    ) -> Placement:
         """Choose and book. The AddRequest goes to the peers at the end of this turn of the loop."""
         router, route = work.router, work.route
+        if notes is not None:
+            notes.deciding()
         placement = router.route(route, self._now(), streamed=work.stream, exclude=failed, prefer=fallbacks)
+        if notes is not None:
+            notes.decided()
         if self._decisions.logs:
             self._decisions.log_last()
         self._publishing.flush_soon()
@@ -287,9 +287,9 @@ class Completions:
                 self._metrics.between.observe((self._now() - running.first_at) / (attempt.events - 1))
             if work.reads_end:
                 running.output_tokens = _output_tokens(attempt)
-            if running.entry is not None:
-                running.entry.usage = work.api.find_usage(attempt.tail)
-                running.entry.output_tokens = _output_tokens(attempt)
+            if running.notes is not None:
+                running.notes.usage = work.api.find_usage(attempt.tail)
+                running.notes.output_tokens = _output_tokens(attempt)
 
     def _good_answer(self, work: Work, placement: Placement, tail: bytes) -> None:
         """Check the prediction by the answer's usage; keep what a later request may continue."""
@@ -308,8 +308,8 @@ class Completions:
         work.router.first_byte(running.placement.key, now)
         running.first_at = now
         self._metrics.first_byte.observe(now - work.received_at)
-        if running.entry is not None:
-            running.entry.first_byte_s = now - work.received_at
+        if running.notes is not None:
+            running.notes.got_first_byte()
         self._publishing.flush_soon()
 
     @property
@@ -358,8 +358,7 @@ class Completions:
             case Done(status, keeps_alive, failure, needs_reset):
                 if failure:
                     self._metrics.broken.inc()
-                    log.warning("request.broken_off", request=work.id, reason=failure)
-                return Served(status, keeps_alive, needs_reset)
+                return Served(status, keeps_alive, needs_reset, failure)
             case Rejected():
                 return self._reply(work.request, rejected_answer(work.id, outcome))
             case TimedOut(silent_s):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -80,6 +81,14 @@ class DecisionViews:
         (decided,) = self._kept.last(1)
         log.info("request.routed", **self._explained(decided))
 
+    def terms_of(self, request_id: str) -> dict[str, Any]:
+        """The terms of the target that the last decision for a request chose, and of the next best.
+
+        Empty if it is not kept.
+        """
+        found = self._kept.of(request_id) if self._kept is not None else []
+        return _compared(found[-1].explain()) if found else {}
+
     def _summary(self, decided: Decided) -> dict[str, Any]:
         choice = next(one for one in decided.candidates if one.target == decided.order[0])
         return _facts(decided.request, decided.moment.now, decided.selection) | {
@@ -146,6 +155,20 @@ def _view(decision: Decision) -> dict[str, Any]:
         "candidates": [_candidate(one) for one in judged],
         "removed": [_target(one) | {"by": one.removed_by} for one in removed],
     }
+
+
+def _compared(decision: Decision) -> dict[str, Any]:
+    judged = {one.target: one for one in decision.verdicts if not one.removed_by}
+    facts: dict[str, Any] = {"terms": _rounded(judged[decision.order[0]].terms), "eligible": len(judged)}
+    if second := decision.next_best:
+        facts |= {"next": str(second), "next_terms": _rounded(judged[second].terms)}
+    if removed := Counter(one.removed_by for one in decision.verdicts if one.removed_by):
+        facts["removed"] = dict(removed)
+    return facts
+
+
+def _rounded(terms: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 6) for name, value in terms.items()}
 
 
 def _target(verdict: Verdict) -> dict[str, Any]:

@@ -73,8 +73,8 @@ class Site:
 
     def routes(self, gate: Gate, metrics: View) -> Routes:
         """All routes of a port, behind its gate."""
-        routes, admin = Routes(), self.admin
-        self.completions.add_routes(routes, gate)
+        routes, admin, completions = Routes(), self.admin, self.completions
+        completions.add_routes(routes, gate)
         for path, view in {
             "/v1/models": admin.models,
             MODEL_PATH: admin.model,
@@ -83,9 +83,9 @@ class Site:
             "/health": admin.health,
             "/metrics": metrics,
         }.items():
-            _add(routes, "GET", path, answering(view, open_gate))
+            _add(routes, "GET", path, answering(view, open_gate, completions.refused))
         for method, path, view in self._for_operators:
-            _add(routes, method, path, answering(view, gate))
+            _add(routes, method, path, answering(view, gate, completions.refused))
         return routes
 
 
@@ -106,6 +106,7 @@ async def _clients_port(
         max_body_bytes=site.max_body_bytes,
         arriving=ArrivingBytes(site.max_body_bytes),
         keep_alive_s=KEEP_ALIVE_S,
+        on_refused=site.completions.refused,
     )
     server = await _listen(connections.new, sock, tls)
     try:
@@ -121,7 +122,9 @@ async def _admin_listener(
 ) -> AsyncIterator[asyncio.Server]:
     """The admin listener. It does not accept connections yet."""
     runner = web.AppRunner(
-        application(site.routes(open_gate, site.admin.metrics), site.max_body_bytes),
+        application(
+            site.routes(open_gate, site.admin.metrics), site.max_body_bytes, site.completions.refused
+        ),
         handler_cancellation=True,
         access_log=None,
         keepalive_timeout=KEEP_ALIVE_S,

@@ -35,7 +35,7 @@ from kvrouter.core.fleet.router import Placement
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.wire.ids import Target, WorkerId
 from kvrouter.frontend.accept import Work
-from kvrouter.frontend.access_log import Entry
+from kvrouter.frontend.notes import Notes
 from kvrouter.relay.exchange import Attempt
 from kvrouter.tls import trusting
 
@@ -66,8 +66,8 @@ class Running(Struct):
     output_tokens: int | None = None
     first_at: float = 0.0
     """When its first data came; 0: not yet, or it is not streamed."""
-    entry: Entry | None = None
-    """Of the access log; None: it is not logged."""
+    notes: Notes | None = None
+    """None: it is not logged."""
 
 
 # Whether the engine at a URL answers.

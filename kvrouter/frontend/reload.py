@@ -78,6 +78,7 @@ class Running:
         new, applied = fresh.loaded.settings, fresh.changes.applied
         self.apply_routing(new)
         self.completions.change(new.limits, new.retries)
+        self.completions.access.change(new.access)
         if new.policy.scored != old.policy.scored:
             applied.setdefault("router-config", CHANGED)
         if self.gate.change(fresh.admin_key):

@@ -234,7 +234,7 @@ async def _open_request_path(
                 probe=probe,
                 waiting_room=member.waiting_room,
                 metrics=metrics,
-                access=AccessLog(options.rules.access_log, random.random),
+                access=AccessLog(options.access, views, random.random),
                 limits=options.limits,
                 retries=options.retries,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Literal, Self
 
@@ -57,6 +58,10 @@ def _read_host(text: str) -> str:
 
 def _model_path_text(pair: tuple[str, str]) -> str:
     return "=".join(filter(None, pair))
+
+
+def _read_network(text: str) -> str:
+    return str(ip_network(text, strict=False))
 
 
 AccessMode = Literal["off", "sampled", "all"]
@@ -146,6 +151,29 @@ class TokenOptions(Settings):
 
 
 @dataclass(frozen=True, slots=True)
+class AccessOptions(Settings):
+    """The access log."""
+
+    heading = "Logs and core"
+
+    mode: AccessMode = setting(
+        "off",
+        "log requests that were served: none, one in a hundred, or all; failed ones are always logged",
+        name="access-log",
+        is_top=True,
+        reloadable=True,
+    )
+    trusted_proxies: tuple[str, ...] = setting(
+        (),
+        "addresses of proxies in front, whose X-Forwarded-For names the client in the access log",
+        metavar="ADDRESS[/BITS]",
+        read=_read_network,
+        is_repeated=True,
+        reloadable=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class RuleOptions(Settings):
     heading = "Which workers may be chosen"
 
@@ -169,12 +197,6 @@ class RuleOptions(Settings):
     )
     log_decisions: bool = setting(
         False, "log each decision with the terms of every candidate", heading="Operators"
-    )
-    access_log: AccessMode = setting(
-        "off",
-        "log requests that were served: none, one in a hundred, or all; failed ones are always logged",
-        heading="Logs and core",
-        is_top=True,
     )
 
     @property
@@ -419,6 +441,7 @@ class FrontendOptions(CommonOptions):
     )
     process: ProcessOptions = field(default_factory=ProcessOptions)
     tls: TlsOptions = field(default_factory=TlsOptions)
+    access: AccessOptions = field(default_factory=AccessOptions)
     dynamo: DynamoOptions = field(default_factory=DynamoOptions)
 
     def checked(self) -> Self:

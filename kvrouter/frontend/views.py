@@ -18,6 +18,7 @@ from kvrouter.errors import KvRouterError
 from kvrouter.frontend.bodies.openai import error_answer
 from kvrouter.frontend.operators import Gate
 from kvrouter.relay.answer import Answer, Served, internal_error
+from kvrouter.relay.connection import Refused
 from kvrouter.relay.request import Request, Serve, request_id_of
 
 log = structlog.get_logger()
@@ -39,12 +40,12 @@ def json_answer(body: object, status: int = 200) -> Answer:
     return Answer(status, msgspec.json.encode(body) + b"\n", {})
 
 
-def answering(view: View, gate: Gate) -> Serve:
+def answering(view: View, gate: Gate, on_refused: Refused = lambda *_: None) -> Serve:
     """Make a route of a view. Every error becomes an OpenAI body."""
-    return partial(_serve, view, gate)
+    return partial(_serve, view, gate, on_refused)
 
 
-async def _serve(view: View, gate: Gate, request: Request) -> Served:
+async def _serve(view: View, gate: Gate, on_refused: Refused, request: Request) -> Served:
     closes = False
     try:
         await request.read()  # in any case: what is not read would be taken for the next request
@@ -53,7 +54,9 @@ async def _serve(view: View, gate: Gate, request: Request) -> Served:
         if isinstance(answer, Lines):
             return await _stream(request, answer.lines)
     except KvRouterError as error:
-        answer, closes = error_answer(error, request_id_of(request.headers)), error.is_body_left
+        request_id = request_id_of(request.headers)
+        on_refused(request, request_id, error, request.client.address)
+        answer, closes = error_answer(error, request_id), error.is_body_left
     except Exception:
         log.exception("request.failed", path=request.head.route)
         answer = error_answer(internal_error(), request_id_of(request.headers))

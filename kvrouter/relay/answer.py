@@ -18,6 +18,8 @@ class Served(Struct, frozen=True):
     keeps_alive: bool
     # The answer is incomplete, and only a reset of the connection can still show that.
     needs_reset: bool = False
+    failure: str = ""
+    """Why the answer broke off after its first byte; empty: it did not."""
 
 
 class Answer(Struct, frozen=True):

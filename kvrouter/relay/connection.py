@@ -62,6 +62,12 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 ErrorAnswer: TypeAlias = Callable[[KvRouterError, str], Answer]
 """Makes the answer of an error and a request id."""
 
+Refused: TypeAlias = Callable[[Request | None, str, KvRouterError, str], None]
+"""Called with a request that no route serves, its id, the error, and the address of its client.
+
+Without a request, if it could not be read.
+"""
+
 
 class Connections:
     """What the connections of a server share, and the set of open ones."""
@@ -74,6 +80,7 @@ class Connections:
         max_body_bytes: int,
         arriving: ArrivingBytes,
         keep_alive_s: float,
+        on_refused: Refused = lambda *_: None,
     ) -> None:
         self.routes = routes
         self.posts = routes.posts
@@ -81,6 +88,7 @@ class Connections:
         self.arriving = arriving
         self.max_body_bytes = max_body_bytes
         self.keep_alive_s = keep_alive_s
+        self.on_refused = on_refused
         self.open: set[ClientConnection] = set()
         self.heads = PlainHeads()
 
@@ -90,8 +98,9 @@ class Connections:
             await request.read()
         except KvRouterError as of_body:
             error = of_body
-        answer = self.error_answer(error, request_id_of(request.headers))
-        return request.reply(answer, closes=error.is_body_left)
+        request_id = request_id_of(request.headers)
+        self.on_refused(request, request_id, error, request.client.address)
+        return request.reply(self.error_answer(error, request_id), closes=error.is_body_left)
 
     def new(self) -> ClientConnection:
         return ClientConnection(self)
@@ -113,6 +122,7 @@ class ClientConnection(asyncio.Protocol):
         self.is_http_10 = False
         self.is_slow = False
         self.has_begun = False
+        self.address = ""
         self._connections = connections
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -148,6 +158,9 @@ class ClientConnection(asyncio.Protocol):
         self._timer = self._loop.call_later(self._connections.keep_alive_s, self._watch)
         if transport.get_extra_info("sslcontext") is not None:
             self._transport.set_write_buffer_limits(high=UNSENT_BYTES)
+        peer = transport.get_extra_info("peername")
+        if isinstance(peer, tuple):  # else the socket has no address
+            self.address = peer[0]
         raw = transport.get_extra_info("socket")
         if raw is not None:  # else a client whose host vanished during a long answer would never be noticed
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -275,6 +288,7 @@ class ClientConnection(asyncio.Protocol):
     def _refuse(self, error: KvRouterError, request_id: str) -> None:
         """Answer a request that is not served, and close the connection: what follows is not known."""
         answer = self._connections.error_answer(error, request_id)
+        self._connections.on_refused(None, request_id, error, self.address)
         self.write(answer.encode(keeps_alive=False))
         self._linger()
 

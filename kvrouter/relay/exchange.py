@@ -108,6 +108,7 @@ class ClientSide(Protocol):
 
     is_http_10: bool  # it does not understand chunks
     has_begun: bool  # a part of the answer has been written
+    address: str  # of the other end of the connection; empty: not known
 
     def write(self, data: bytes) -> None:
         """Send. If the client has left, this does nothing."""

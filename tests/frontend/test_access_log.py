@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from tests.frontend.clients import ask
+import pytest
+import structlog
+from structlog.testing import capture_logs
+
+from kvrouter.errors import BadRequestError
+from kvrouter.frontend.access_log import AccessLog
+from kvrouter.frontend.decision_views import DecisionViews
+from kvrouter.frontend.settings import AccessOptions
+from kvrouter.relay.request import Request, RequestHead
+from kvrouter.telemetry.logs import set_log_level
+from tests.frontend.clients import ask, connected, get
 from tests.frontend.fleet import BODY, STREAM, Fleet, FleetOf
 from tests.frontend.workers import (
     LAST_CHUNK,
     OK,
     SSE_HEAD,
+    answer,
     chunk,
     event,
+    in_turn,
     says,
     says_and_resets,
     says_and_stalls,
     until,
 )
+from tests.relay.rig import FakeClient
 
 DIES = says_and_resets()
 STREAMED = says(SSE_HEAD, chunk(event("a")), LAST_CHUNK)
@@ -30,20 +46,90 @@ def events(fleet: Fleet) -> list[Any]:
 
 
 async def test_all(fleet_of: FleetOf) -> None:
-    """What was asked, where it went, what was cached, how long it took."""
-    async with fleet_of("--access-log", "all", "--router-mode", "kv", scripts=(STREAMED,)) as fleet:
+    """Who asked what, where it went, what was cached, how long each step took."""
+    flags = ("--access-log", "all", "--router-mode", "kv", "--router-queue-threshold", "4")
+    async with fleet_of(*flags, scripts=(STREAMED,)) as fleet:
         await fleet.ask(STREAM, "x-request-id: r1", TRACE)
         (found,) = events(fleet)
 
-        assert ("request.served", "info", "r1", 200) == (
-            found["event"], found["log_level"], found["request"], found["status"]
+        assert ("request.served", "info", "r1", 200, "ok") == (
+            found["event"], found["log_level"], found["request"], found["status"], found["outcome"]
         )  # fmt: skip
-        assert ("/v1/completions", "m", "kv", "w0", 0, 0, 64) == tuple(
-            found[name] for name in ("path", "model", "mode", "worker", "rank", "retries", "prompt_tokens")
-        )
+        assert ("127.0.0.1", "/v1/completions", "m", "kv", "w0", 0, 0, 64, 0) == tuple(
+            found[name]
+            for name in (
+                "client", "path", "model", "mode", "worker", "rank", "retries", "prompt_tokens",
+                "predicted_cached_tokens",
+            )
+        )  # fmt: skip
         assert "0af7651916cd43dd8448eb211c80319c" == found["trace"]
-        assert 0 <= found["routed_s"] <= found["first_byte_s"] <= found["duration_s"]
+        steps = [found[name] for name in ("accept_s", "queue_s", "decide_s")]
+        assert min(steps) > 0
+        assert sum(steps) < found["first_byte_s"] < found["duration_s"]
         assert "error" not in found
+
+
+async def test_what_the_engine_reports(fleet_of: FleetOf) -> None:
+    """Its usage: cached tokens next to the prediction, output tokens, and prompt tokens unknown here."""
+    usage = {"prompt_tokens": 70, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 48}}
+    whole = says(answer(json.dumps({"choices": [], "usage": usage}).encode()))
+    async with fleet_of("--access-log", "all", scripts=(whole,)) as fleet:
+        await fleet.ask({"model": "m", "prompt": "words"})
+        (found,) = events(fleet)
+
+        assert (70, 48, 3) == tuple(
+            found[name] for name in ("prompt_tokens", "cached_tokens", "output_tokens")
+        )
+        assert "queue_s" not in found
+
+
+async def test_broken(fleet_of: FleetOf) -> None:
+    """An answer that broke off after its first byte leaves one line, although its status is 200."""
+    async with fleet_of(scripts=(says_and_resets(SSE_HEAD, chunk(event("a"))),)) as fleet:
+        await fleet.ask(STREAM)
+        (found,) = events(fleet)
+
+        assert ("request.failed", "warning", 200, "broken", "w0") == tuple(
+            found[name] for name in ("event", "log_level", "status", "outcome", "worker")
+        )
+        assert found["error"].startswith("the worker broke off")
+
+
+async def test_what_no_route_takes(fleet_of: FleetOf) -> None:
+    """A path that is not served, a request that is not HTTP, a door that is closed: one line each."""
+    async with fleet_of() as fleet, fleet.connected() as client:
+        await fleet.get("/nowhere")
+        await get(fleet.url, "/workers")
+        await get(fleet.frontend.admin_url, "/elsewhere")
+        client.writer.write(b"nonsense\r\n\r\n")
+        await client.response()
+        found = events(fleet)
+
+        paths = ["/nowhere", "/workers", "/elsewhere", None]
+        assert [("refused", 404, path) for path in paths[:3]] == [
+            (one["outcome"], one["status"], one["path"]) for one in found[:3]
+        ]
+        assert ("refused", 400) == (found[3]["outcome"], found[3]["status"])
+        assert ["127.0.0.1"] * 4 == [one["client"] for one in found]
+
+
+async def test_terms(fleet_of: FleetOf, request: pytest.FixtureRequest) -> None:
+    """With --log-level debug also what the choice cost, and what the next best target would have."""
+    usual = structlog.get_config()["wrapper_class"]
+    request.addfinalizer(lambda: structlog.configure(wrapper_class=usual))
+    set_log_level("debug")
+    async with fleet_of("--access-log", "all", "--router-mode", "kv", scripts=(OK, OK, OK)) as fleet:
+        fleet.announce(fleet.workers[2], "down")
+        await until(lambda: len(fleet.targets(fleet.frontend)) == 2)
+        await fleet.ask()
+        set_log_level("info")
+        await fleet.ask()
+        first, second = events(fleet)
+
+        assert {first["worker"] + "/0", first["next"]} == {"w0/0", "w1/0"}
+        assert first["terms"]["cost"] == first["next_terms"]["cost"] > 0
+        assert 2 == first["eligible"]
+        assert {"terms", "next", "next_terms", "eligible"}.isdisjoint(second)
 
 
 async def test_off_but_failures(fleet_of: FleetOf) -> None:
@@ -73,23 +159,67 @@ async def test_retries_and_lost_workers(fleet_of: FleetOf) -> None:
 
 
 async def test_client_that_left(fleet_of: FleetOf) -> None:
-    """Its request is logged with status 499."""
-    scripts = (says_and_stalls(b""),)
-    async with fleet_of("--access-log", "all", scripts=scripts) as fleet, fleet.connected() as client:
-        client.send(BODY)
-        await until(lambda: bool(fleet.requests))
-        client.leave()
-        await until(lambda: bool(events(fleet)))
+    """One that received nothing leaves a line in any mode; one that stopped its answer does not."""
+    script = in_turn(says_and_stalls(b""), says_and_stalls(SSE_HEAD, chunk(event("a"))))
+    async with fleet_of(scripts=(script,)) as fleet:
+        for begins in (False, True):
+            async with fleet.connected() as client:
+                client.send(STREAM)
+                await until(partial(lambda count: len(fleet.requests) == count, 1 + begins))
+                if begins:
+                    await client.read_until(event("a"))
+                client.leave()
+                await fleet.until_free()
         (found,) = events(fleet)
 
-        assert (499, "the client left") == (found["status"], found["error"])
+        assert (499, "left", "the client left") == (found["status"], found["outcome"], found["error"])
+        assert "info" == found["log_level"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "headers", "client"),
+    [
+        ((), ("x-forwarded-for: 9.9.9.9",), "127.0.0.1"),
+        (("127.0.0.0/8",), (), "127.0.0.1"),
+        (("127.0.0.0/8",), ("x-forwarded-for: 8.8.8.8, 9.9.9.9",), "9.9.9.9"),
+        (("127.0.0.1", "9.0.0.0/8"), ("x-forwarded-for: 8.8.8.8", "x-forwarded-for: 9.9.9.9:81"), "8.8.8.8"),
+        (("127.0.0.1",), ("x-forwarded-for: ::ffff:9.9.9.9",), "9.9.9.9"),
+        (("127.0.0.1",), ("x-forwarded-for: [2001:db8::1]:443",), "2001:db8::1"),
+        (("127.0.0.1",), ("x-forwarded-for: 8.8.8.8, <b>",), "127.0.0.1"),
+        (("127.0.0.1", "9.9.9.9"), ("x-forwarded-for: 8.8.8.8, 9.9.9.9, unknown, 9.9.9.9",), "9.9.9.9"),
+    ],
+)
+def test_client(flags: tuple[str, ...], headers: tuple[str, ...], client: str) -> None:
+    """X-Forwarded-For counts only from trusted proxies, and only as far back as they reach."""
+    fields = [(name, value) for name, _, value in (header.partition(": ") for header in headers)]
+    head = RequestHead("POST", "/v1/completions", fields, wants_keep_alive=True)
+    access = AccessLog(AccessOptions("all", flags), DecisionViews(None, logs=False), lambda: 0.0)
+    with capture_logs() as logs:
+        access.refused(Request(head, FakeClient()), "r", BadRequestError("bad"))
+
+    assert [client] == [one["client"] for one in logs]
+
+
+async def test_changed_at_run_time(fleet_of: FleetOf, tmp_path: Path) -> None:
+    """A reload switches it on: for a look at a replica that is not to be restarted."""
+    file = tmp_path / "c.toml"
+    file.write_text("")
+    async with fleet_of(f"--config={file}", scripts=(OK,)) as fleet:
+        await fleet.ask()
+        assert [] == events(fleet)
+        file.write_text('[frontend]\naccess-log = "all"\n')
+        async with connected(fleet.frontend.admin_url) as client:
+            await client.ask(None, path="/config/reload")
+        await fleet.ask()
+
+        assert ["request.served"] == [one["event"] for one in events(fleet)]
 
 
 async def test_one_in_a_hundred(fleet_of: FleetOf) -> None:
     """Chosen by chance; a wrong trace context is left out."""
     async with fleet_of("--access-log", "sampled", scripts=(OK,)) as fleet:
         chances = iter([0.5, 0.009, 0.01])
-        fleet.frontend.completions._access._chance = lambda: next(chances)
+        fleet.frontend.completions.access._chance = lambda: next(chances)
         for _ in range(3):
             await ask(fleet.url, BODY, f"traceparent: 00-{'0' * 32}-{'1' * 16}-01", path="/v1/completions")
         (found,) = events(fleet)

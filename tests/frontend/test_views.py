@@ -18,6 +18,7 @@ class SlowClient:
 
     is_http_10 = False
     has_begun = False
+    address = "127.0.0.1"
 
     def __init__(self) -> None:
         self.written: list[bytes] = []

@@ -43,6 +43,7 @@ class FakeClient:
     def __init__(self, *, is_http_10: bool = False) -> None:
         self.is_http_10 = is_http_10
         self.has_begun = False
+        self.address = "127.0.0.1"
         self.is_slow = False
         self.got = b""
         self._waiting: list[Callable[[], None]] = []

@@ -157,7 +157,7 @@ async def test_death_between_chunks(fleet_of: FleetOf, failure: str) -> None:
         assert ["a", "BadGatewayError"] == texts(response.events)
         assert await client.is_closed()
         assert 1 == len(fleet.requests)
-        assert 1 == len(fleet.logged("request.broken_off"))
+        assert ["broken"] == [one["outcome"] for one in fleet.logged("request.failed")]
         assert b"kvrouter_broken_streams_total 1.0" in (await fleet.get("/metrics")).body
 
 
@@ -169,7 +169,7 @@ async def test_death_within_a_chunk(fleet_of: FleetOf, rest: bytes, dies: Callab
         response = await fleet.ask(STREAM)
 
         assert not response.is_whole
-        assert 1 == len(fleet.logged("request.broken_off"))
+        assert ["broken"] == [one["outcome"] for one in fleet.logged("request.failed")]
 
 
 async def test_death_of_a_body_without_length(fleet_of: FleetOf) -> None:
@@ -291,8 +291,8 @@ async def test_client_that_never_reads(fleet_of: FleetOf) -> None:
         await until(lambda: fleet.bookings() > 0, "the request is booked")
         await fleet.until_free()
 
-        (broken,) = fleet.logged("request.broken_off")
-        assert "read nothing" in broken["reason"]
+        (broken,) = fleet.logged("request.failed")
+        assert "read nothing" in broken["error"]
 
 
 async def test_paused_connection_is_resumed(fleet_of: FleetOf) -> None:

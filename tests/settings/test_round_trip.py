@@ -43,6 +43,7 @@ SAMPLES = {
     "stages": ["3x20", "46x25!,0x60,3x20"],
     "sync-ms": ["0.5", "2.5"],
     "tool": ["t", "grafana-1"],
+    "trusted-proxies": ["127.0.0.1", "10.0.0.0/8", "fd00::/8"],
     "url": ["nats://127.0.0.1:1", "nats://127.0.0.1:65535"],
     "workload": ["zero", "hot:prefixes=3"],
     "worker-id": ["w", "w-1_2"],

@@ -48,6 +48,8 @@ class Decision(Struct, frozen=True):
     unseen: float = 0.0
     """See `Moment`, as `part`."""
     part: float = 0.0
+    next_best: Target | None = None
+    """The target that would be tried next, else the one nearest to the choice in the terms that decide."""
 
     @property
     def target(self) -> Target | None:
@@ -159,6 +161,7 @@ class Selection:
             order=tuple(order),
             verdicts=tuple(verdicts),
             ties=self.ties(verdicts, order),
+            next_best=self._next_best(verdicts, order),
             unseen=moment.unseen,
             part=moment.part,
         )
@@ -193,14 +196,30 @@ class Selection:
         chosen = next((one for one in verdicts if order and one.target == order[0]), None)
         if chosen is None:
             return ()
-        decisive = self.policy.decisive
-        # `kv` without tokens has no cost: then all of its terms decide
-        if not decisive or not chosen.terms.keys() >= set(decisive):
-            decisive = tuple(chosen.terms)
+        decisive = self._decisive(chosen)
         if not decisive:
             return (chosen.target,)
         judged = [one for one in verdicts if not one.removed_by]
         return tuple(one.target for one in judged if _are_equal(one, chosen, decisive))
+
+    def _next_best(self, verdicts: Sequence[Verdict], order: Sequence[Target]) -> Target | None:
+        if len(order) != 1:
+            return order[1] if order else None
+        chosen = next((one for one in verdicts if one.target == order[0]), None)
+        others = [one for one in verdicts if not one.removed_by and one.target != order[0]]
+        if chosen is None or not others:
+            return None
+        names, terms = self._decisive(chosen), chosen.terms
+        # as the choice is the best, the nearest is the next, whether low or high is good
+        return min(
+            others, key=lambda one: [abs(one.terms.get(name, math.inf) - terms[name]) for name in names]
+        ).target
+
+    def _decisive(self, chosen: Verdict) -> tuple[str, ...]:
+        """The names of the terms that decide."""
+        decisive = self.policy.decisive
+        # `kv` without tokens has no cost: then all of its terms decide
+        return decisive if decisive and chosen.terms.keys() >= set(decisive) else tuple(chosen.terms)
 
 
 class Modes:
