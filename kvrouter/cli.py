@@ -24,6 +24,7 @@ usage: kvrouter COMMAND [flags]
              users of NATS: an agent may publish in the name of its own workers only
   verify     compares the state of live replicas: whether they agree on blocks and bookings
   index      lists the blocks in a replica's index, or compares those of two replicas
+  doctor     looks at NATS, agents, engines and replicas, and reports what is wrong and what to do
 
 `kvrouter COMMAND --help` lists the settings that matter first, `--help-all` all of them.
 `kvrouter --version` prints the version.
@@ -43,6 +44,7 @@ MODULES = {
     "nats-accounts": "kvrouter.bus.accounts",
     "verify": "kvrouter.verify.__main__",
     "index": "kvrouter.verify.index_command",
+    "doctor": "kvrouter.doctor.__main__",
 }
 
 

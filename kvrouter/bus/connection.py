@@ -111,6 +111,14 @@ class Bus:
         return "" if self.connected else self._outage.reason
 
     @property
+    def last_error(self) -> str:
+        """What NATS, or the attempt to connect, last reported since the last connection; empty: nothing.
+
+        Of a connection that works: a subject that this client may not use.
+        """
+        return self._outage.reason
+
+    @property
     def local_host(self) -> str:
         """The address of this host on the way to NATS, as other hosts reach it; empty if it is not known."""
         return self._client.local_host if self._client is not None else ""
@@ -141,6 +149,12 @@ class Bus:
             self._subjects.append(subject)
             if self._client is not None and not self._client.is_closed:
                 await self._subscribe_client(self._client, subject)
+
+    async def flush(self, timeout_s: float) -> None:
+        """Wait for the server's answer to a ping. Raises an Exception without one."""
+        if self._client is None:
+            raise ConnectionError("not connected")
+        await self._client.flush(timeout=timeout_s)  # type: ignore[arg-type]  # nats-py only waits with it
 
     def on_connect(self, callback: Callable[[], None]) -> None:
         """Call `callback` after every (re)connection, and now if connected."""

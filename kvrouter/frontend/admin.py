@@ -132,6 +132,7 @@ class Admin:
                 "reasons": self._degraded(),
                 "version": __version__,
                 "router_id": self._replica.router_id,
+                "url": self._listeners.url,
                 "nats_connected": self._bus.connected,
                 "peers": sorted(self._replica.peers),
                 "workers": sum(len(router.pool.workers) for router in self._replica.routers.values()),

@@ -20,6 +20,7 @@ MODULES = {
     "nats-accounts": "kvrouter.bus.accounts",
     "verify": "kvrouter.verify.settings",
     "index": "kvrouter.verify.index_settings",
+    "doctor": "kvrouter.doctor.settings",
 }
 
 

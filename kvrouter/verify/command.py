@@ -49,10 +49,12 @@ async def compare(
     tls_name: str | None = None,
     admin_key: str | None = None,
     owners: Owners | None = None,
+    rest: float = 0.0,
 ) -> Report:
     """Look at the replicas until they are equal, certainly different, or the time is up.
 
-    With `owners`, agents and engines are compared as well. Raises VerifyError.
+    With `owners`, agents and engines are compared as well. `rest`: wait at least so many times as long as
+    the look took, which is work for the replicas. Raises VerifyError.
     """
     comparison, looks, started = Comparison(), 0, time.monotonic()
     timeout = aiohttp.ClientTimeout(total=_ANSWER_TIMEOUT_S)
@@ -60,6 +62,7 @@ async def compare(
     headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
     async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=headers) as http:
         while True:
+            looked_at = time.monotonic()
             comparison.add(await asyncio.gather(*(_look(http, url, tls_name) for url in urls)))
             if owners is not None:
                 comparison.add_owners(await owners.look())
@@ -67,7 +70,8 @@ async def compare(
             seconds = time.monotonic() - started
             if comparison.differences or seconds >= timeout_s or not comparison.pending():
                 return comparison.report(looks, seconds)
-            await asyncio.sleep(_LOOK_EVERY_S if owners is None else _LOOK_AT_OWNERS_EVERY_S)
+            every_s = _LOOK_EVERY_S if owners is None else _LOOK_AT_OWNERS_EVERY_S
+            await asyncio.sleep(max(every_s, rest * (time.monotonic() - looked_at)))
 
 
 async def _look(http: aiohttp.ClientSession, url: str, tls_name: str | None) -> View:

@@ -22,7 +22,8 @@ HELLO_S = 0.3
 class Owners:
     """Agents and engines of a namespace. Open it with `async with`."""
 
-    def __init__(self, agents: Agents, engines: Engines) -> None:
+    def __init__(self, agents: Agents, engines: Engines | None) -> None:
+        """`engines` None: they are not asked."""
         self._agents = agents
         self._engines = engines
 
@@ -48,5 +49,5 @@ class Owners:
         """The contents of engines now, and those of agents at each frame since the look before."""
         asked_at = asyncio.get_running_loop().time()
         copies = await self._agents.look()
-        checks = await self._engines.look(self._agents, asked_at)
+        checks = await self._engines.look(self._agents, asked_at) if self._engines is not None else {}
         return OwnersView(copies, checks, tuple(self._agents.errors()))

@@ -21,6 +21,7 @@ from kvrouter.config import open_bus
 from kvrouter.core.wire.heartbeats import Card, RankBeat
 from kvrouter.core.wire.ids import WorkerId
 from kvrouter.errors import ConfigError
+from kvrouter.version import __version__
 from kvrouter.worker.announcer import Announcer
 from kvrouter.worker.engines.metrics import RankLoad
 from kvrouter.worker.publisher import KvPublisher, ReplayAnswers
@@ -79,6 +80,7 @@ async def announce(
         engine_version=engine_version,
         labels=dict(labels or {}),
         started_at_us=publishers[0].incarnation,
+        agent_version=__version__,
     )
     announcement = Announcement(nats, Subjects(namespace), card, publishers)
     for publisher in publishers:

@@ -24,6 +24,7 @@ SAMPLES = {
     "engine": ["http://a:1", "http://a:1,kv=tcp://a:2,replay=tcp://a:3,id=w,label.zone=b"],
     "fail": ["w3@60", "w1@0,w22@1.5"],
     "join": ["1", "0.5,2"],
+    "ignore": ["nats.slow", "clock.skew"],
     "imbalanced-threshold": ["10", "2.5", "inf"],
     "kv-replay": ["w=tcp://a:1", "w=tcp://a:1,tcp://a:2"],
     "label": ["zone=a", "zone=a=b"],

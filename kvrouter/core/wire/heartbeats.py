@@ -79,6 +79,8 @@ class Card(Struct, frozen=True, kw_only=True):
     speculates: bool = False
     # the directory or hub id of the engine's model, as the engine names it
     tokenizer: Line = ""
+    # of the program that announces the worker; empty: it reports none
+    agent_version: Text = ""
 
     def names(self) -> tuple[str, ...]:
         """Every model name that a client may use for this worker."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ops import TIERS
 from kvrouter.core.wire.values import MOST_NAMES, MOST_NUMBER, MOST_TEXT_CHARACTERS
+from kvrouter.version import __version__
 from kvrouter.worker.engines.endpoints import settled_endpoints
 from kvrouter.worker.engines.http import Models
 from kvrouter.worker.engines.metrics import Scrape
@@ -91,6 +92,7 @@ def build_card(
         speculates=scrape.speculates,
         engine_started_at_us=min(round(scrape.started_s * 1e6), MOST_NUMBER),
         tokenizer=facts.tokenizer if facts.tokenizer.isprintable() and len(facts.tokenizer) <= 1024 else "",
+        agent_version=__version__,
     )
 
 

@@ -1,0 +1,211 @@
+"""The engines behind the cards: whether they answer at these URLs, and publish what they compute.
+
+Each engine gets GET /v1/models, /health and /metrics when it is met, and /metrics again at the end. Between
+the two, a request that ends, or still runs, leaves less than a block of generated tokens without an event:
+
+    tokens generated  >  (requests that ended or run) × block size    ⇒  some block was filled and stored
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import aiohttp
+
+from kvrouter.core.wire.heartbeats import Card
+from kvrouter.core.wire.ids import WorkerId
+from kvrouter.core.wire.senders import KvSource
+from kvrouter.doctor.findings import Finding, clean, listed
+from kvrouter.doctor.http import EXPIRES_SOON_S, Fetched, authorized, fetch
+from kvrouter.doctor.kinds import KINDS
+from kvrouter.doctor.listening import Listener
+from kvrouter.errors import KvRouterError
+from kvrouter.worker.engines.http import read_models
+
+# Examined at once; sockets for as many are needed.
+AT_ONCE = 128
+_METRICS_BYTES = 8 * 1024 * 1024
+_COUNTED = re.compile(
+    rb"^(?:vllm|sglang):(generation_tokens|request_success|num_requests)_total"
+    rb"(?:\{[^\n]{0,4096}\})? ([0-9.e+]{1,30})\s*$",
+    re.MULTILINE,
+)
+# Earlier versions name neither salt nor adapter of a block (docs/engines.md, SGLang).
+_FIRST_EXACT = {"sglang": (0, 5, 23)}
+_NOT_ALLOWED = (401, 403)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What an engine has done since its start; None: it does not report it."""
+
+    generated_tokens: float | None = None
+    ended_requests: float | None = None
+
+    def surely_filled(self, before: Work, running: int, block_size: int) -> bool:
+        """Whether the work since `before` has filled a block with generated tokens."""
+        if None in (
+            self.generated_tokens,
+            before.generated_tokens,
+            self.ended_requests,
+            before.ended_requests,
+        ):
+            return False
+        tokens = (self.generated_tokens or 0) - (before.generated_tokens or 0)
+        requests = (self.ended_requests or 0) - (before.ended_requests or 0) + running
+        return requests >= 0 and tokens > requests * block_size
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What one engine answered."""
+
+    url: str
+    models: Fetched
+    health: Fetched
+    names: tuple[str, ...] = ()
+    trouble: str = ""
+    """Why /v1/models cannot be read."""
+    work: Work = Work()
+
+
+class Engines:
+    """Asks the engines, each URL once."""
+
+    def __init__(self, http: aiohttp.ClientSession, api_key: str | None) -> None:
+        self.met: dict[str, Engine] = {}
+        self.later: dict[str, Work] = {}
+        self._http = http
+        self._headers = authorized(api_key)
+        self._turns = asyncio.Semaphore(AT_ONCE)
+
+    async def meet(self, cards: Iterable[Card]) -> None:
+        urls = {card.url: card for card in cards if card.url and card.url not in self.met}
+        await asyncio.gather(*(self._meet(url, card) for url, card in urls.items()))
+
+    async def look_again(self) -> None:
+        """Read once more how much the engines have computed."""
+        await asyncio.gather(*(self._look_again(url) for url, one in self.met.items() if one.work != Work()))
+
+    async def _meet(self, url: str, card: Card) -> None:
+        async with self._turns:
+            models = await self._get(f"{url}/v1/models")
+            if not models.status:
+                self.met[url] = Engine(url, models, Fetched())
+                return
+            # SGLang's /health generates a token
+            health = models if card.engine == "sglang" else await self._get(f"{url}/health")
+            work = await self._work(url)
+        try:
+            found = read_models(models.body) if models.status == 200 else None
+            names = (*found.served_names, *found.lora_names) if found is not None else ()
+            self.met[url] = Engine(url, models, health, names, "", work)
+        except KvRouterError as error:
+            self.met[url] = Engine(url, models, health, (), str(error), work)
+
+    async def _look_again(self, url: str) -> None:
+        async with self._turns:
+            self.later[url] = await self._work(url)
+
+    async def _work(self, url: str) -> Work:
+        fetched = await self._get(f"{url}/metrics", _METRICS_BYTES)
+        return read_work(fetched.body) if fetched.status == 200 else Work()
+
+    async def _get(self, url: str, most_bytes: int = 1024 * 1024) -> Fetched:
+        return await fetch(self._http, url, headers=self._headers, most_bytes=most_bytes)
+
+
+def read_work(exposition: bytes) -> Work:
+    """Tokens and requests, of all ranks together."""
+    sums: dict[bytes, float] = {}
+    for name, number in _COUNTED.findall(exposition):
+        try:
+            sums[name] = sums.get(name, 0.0) + float(number)
+        except ValueError:
+            continue
+    requests = sums.get(b"request_success", sums.get(b"num_requests"))
+    return Work(sums.get(b"generation_tokens"), requests)
+
+
+def check_engines(listener: Listener, engines: Engines) -> Iterator[Finding]:
+    """Findings about engines, by the cards of their workers."""
+    for worker_id, card in listener.cards().items():
+        is_down = listener.workers[worker_id].beat.state == "down"
+        if is_down:
+            yield Finding(KINDS["engine.down"], worker_id, card.url)
+        engine = engines.met.get(card.url)
+        if engine is None:
+            continue
+        if not is_down or engine.models.status:
+            yield from _check_answers(worker_id, card, engine)
+        yield from _check_events(listener, worker_id, card, engines)
+    yield from _check_versions(listener.cards())
+
+
+def _check_answers(worker_id: str, card: Card, engine: Engine) -> Iterator[Finding]:
+    models, health = engine.models, engine.health
+    if not models.status:
+        kind = "tls.not_trusted" if models.is_tls_trouble else "engine.unreachable"
+        yield Finding(KINDS[kind], worker_id, f"{card.url}: {models.trouble}")
+        return
+    if models.expires_s is not None and models.expires_s < EXPIRES_SOON_S:
+        yield Finding(KINDS["tls.expires"], card.url, f"in {max(0.0, models.expires_s) / 86_400:.1f} days")
+    if models.status in _NOT_ALLOWED:
+        yield Finding(KINDS["engine.not_asked"], worker_id, f"{card.url}/v1/models answers {models.status}")
+    elif models.status != 200 or engine.trouble:
+        seen = engine.trouble or f"/v1/models answers {models.status}"
+        kind = "engine.unhealthy" if models.status >= 500 else "engine.other_model"
+        yield Finding(KINDS[kind], worker_id, f"{card.url}: {seen}")
+    elif missing := {*(card.served_names or (card.model,)), *card.lora_names} - {*engine.names}:
+        seen = f"{card.url} serves {listed(engine.names) or 'nothing'}, not {listed(missing)}"
+        yield Finding(KINDS["engine.other_model"], worker_id, seen)
+    if not health.status:
+        yield Finding(KINDS["engine.unhealthy"], worker_id, f"{card.url}/health: {health.trouble}")
+    elif health.status >= 500:
+        yield Finding(KINDS["engine.unhealthy"], worker_id, f"{card.url}/health answers {health.status}")
+
+
+def _check_events(listener: Listener, worker_id: WorkerId, card: Card, engines: Engines) -> Iterator[Finding]:
+    """An engine that has filled a block while listening, of which its agent has published none."""
+    later = engines.later.get(card.url)
+    if not card.publishes_events or later is None:
+        return
+    one = listener.workers[worker_id]
+    feeds = [
+        feed
+        for key, feed in listener.feeds.items()
+        if isinstance(key, KvSource) and key.worker_id == worker_id
+    ]
+    running = sum(rank.running or 0 for rank in one.beat.ranks)
+    stored = sum(feed.stored_blocks for feed in feeds)
+    if stored or not later.surely_filled(engines.met[card.url].work, running, card.block_size):
+        return
+    tokens = (later.generated_tokens or 0) - (engines.met[card.url].work.generated_tokens or 0)
+    seen = f"{tokens:.0f} tokens generated while listening, and no block stored"
+    yield Finding(KINDS["engine.no_blocks"], worker_id, seen)
+
+
+def _check_versions(cards: Mapping[WorkerId, Card]) -> Iterator[Finding]:
+    by_model: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for worker_id, card in cards.items():
+        by_model[card.model][f"{card.engine} {card.engine_version}".strip()].append(worker_id)
+        first, found = _FIRST_EXACT.get(card.engine), _numbers(card.engine_version)
+        if first is not None and found and found < first:
+            needed = ".".join(map(str, first))
+            seen = f"{card.engine} {card.engine_version}: events name salt and adapter from {needed} on"
+            yield Finding(KINDS["engine.old"], worker_id, seen)
+    for model, versions in by_model.items():
+        if len(versions) > 1:
+            seen = "; ".join(
+                f"{version or 'unknown'}: {len(ids)}" for version, ids in sorted(versions.items())[:8]
+            )
+            yield Finding(KINDS["engine.versions"], model, clean(seen))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    found = re.match(r"v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?", version)
+    return tuple(int(part or 0) for part in found.groups()) if found else ()

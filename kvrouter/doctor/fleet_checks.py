@@ -1,0 +1,102 @@
+"""Findings about NATS traffic: who is in the namespace, how regular heartbeats are, and frames on the way."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+
+from kvrouter.core.wire.heartbeats import Card
+from kvrouter.core.wire.senders import name
+from kvrouter.doctor.findings import Finding, listed
+from kvrouter.doctor.kinds import KINDS
+from kvrouter.doctor.listening import Listener, Worker
+
+# Heartbeats in a row that may be missing before a lease (5) is in danger.
+_LATE_BEATS = 3
+_MOST_NAMESPACES = 5
+
+
+def check_presence(
+    listener: Listener, namespace: str, listened_s: float, others: set[str]
+) -> Iterator[Finding]:
+    """Whether there are agents and replicas. `others`: namespaces that were heard if this one is silent."""
+    within = f"within {listened_s:.0f} s"
+    if not listener.senders:
+        heard = f"; namespaces heard: {listed(others, _MOST_NAMESPACES)}" if others else ""
+        yield Finding(KINDS["fleet.silent"], namespace, f"no heartbeat {within}{heard}")
+        return
+    if not listener.workers:
+        yield Finding(KINDS["fleet.no_workers"], namespace, f"no heartbeat of an agent {within}")
+    if not listener.peers:
+        yield Finding(KINDS["fleet.no_replicas"], namespace, f"no heartbeat of a replica {within}")
+    for subject, why in listener.unreadable.items():
+        yield Finding(KINDS["fleet.unreadable"], subject, why)
+
+
+def check_agents(listener: Listener, now: float) -> Iterator[Finding]:
+    """Findings about each agent, from its heartbeats and card."""
+    for worker_id, one in listener.workers.items():
+        yield from _check_agent(worker_id, one, now)
+    cards = [card for card in listener.cards().values() if card.url]
+    for url, count in Counter(card.url for card in cards).items():
+        if count > 1:
+            ids = listed(card.worker_id for card in cards if card.url == url)
+            yield Finding(KINDS["agent.shared_engine"], url, f"on the cards of {ids}")
+    yield from _check_block_sizes(cards)
+
+
+def _check_agent(worker_id: str, one: Worker, now: float) -> Iterator[Finding]:
+    sender = one.sender
+    if sender.turned_back > 1:
+        seen = f"{sender.turned_back} of {sender.beats} heartbeats are of an older start than others"
+        yield Finding(KINDS["agent.twice"], worker_id, seen)
+    elif sender.beats > 1 and sender.gap_s(now) > _LATE_BEATS * sender.interval_s + 0.5:
+        seen = f"{sender.gap_s(now):.1f} s without a heartbeat, its interval is {sender.interval_s:g} s"
+        yield Finding(KINDS["agent.late"], worker_id, seen)
+    if one.beat.state == "draining":
+        yield Finding(KINDS["agent.draining"], worker_id, "state draining")
+    if one.card is None:
+        yield Finding(
+            KINDS["agent.no_card"],
+            worker_id,
+            f"{sender.beats} heartbeats without a card, and no answer to a hello",
+        )
+        return
+    partial = [rank.rank for rank in one.beat.ranks if rank.partial]
+    if partial:
+        notes = f": {'; '.join(one.card.notes[:2])}" if one.card.notes else ""
+        yield Finding(
+            KINDS["agent.partial"], worker_id, f"rank {listed(map(str, partial))} is partial{notes}"
+        )
+    if one.card.prefix_caching is False:
+        yield Finding(KINDS["agent.no_prefix_caching"], worker_id, one.card.url)
+    elif not one.card.publishes_events:
+        yield Finding(KINDS["agent.no_events"], worker_id, f"{one.card.engine or 'engine'} at {one.card.url}")
+
+
+def _check_block_sizes(cards: Sequence[Card]) -> Iterator[Finding]:
+    sizes: dict[str, Counter[int]] = defaultdict(Counter)
+    for card in cards:
+        sizes[card.model][card.block_size] += 1
+    for model, counts in sizes.items():
+        if len(counts) > 1:
+            seen = ", ".join(f"{size}: {count} workers" for size, count in counts.most_common(5))
+            yield Finding(KINDS["fleet.block_sizes"], model, seen)
+
+
+def check_frames(listener: Listener) -> Iterator[Finding]:
+    """Whether the frames of every feed came once, in order and readable."""
+    for source, feed in listener.feeds.items():
+        if feed.malformed:
+            yield Finding(KINDS["events.unreadable"], name(source), feed.malformed)
+        if feed.missing:
+            yield Finding(
+                KINDS["events.gaps"],
+                name(source),
+                f"{feed.missing} of {feed.frames + feed.missing} frames did not arrive",
+            )
+        if feed.repeated or feed.unsent > 1:
+            seen = (
+                f"{feed.repeated} frames came again or late, {feed.unsent} heartbeats count fewer than came"
+            )
+            yield Finding(KINDS["events.order"], name(source), seen)
