@@ -186,7 +186,7 @@ class Examination:
         await asyncio.sleep(2.0)
 
     async def _ports(self, http: aiohttp.ClientSession) -> None:
-        self.findings += await machine.check_ports(http, self._settings.port, set())
+        self.findings += await machine.check_ports(http, self._settings.frontend_port, set())
 
     async def _compare(self, bus: Bus, engine_key: str | None) -> None:
         """Replicas with each other and with the agents, as `kvrouter verify --owners` does."""

@@ -24,7 +24,7 @@ _FAULTS = (
 )
 _FEW_DESCRIPTORS = 0.8
 _MOST_PROBLEMS = 200
-# Of verify's differences: what replica.other_replicas and replica.alone report, and what more time may settle.
+# Of verify's differences: what other findings report already, and what more time may settle.
 _KNOWN_OTHERWISE = ("does not see the replica", "--router-replica-sync")
 _NOT_IN_TIME = (
     "were never at the same frame",

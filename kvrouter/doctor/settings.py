@@ -56,7 +56,7 @@ class DoctorSettings(ReplicaAccess):
         is_repeated=True,
         is_top=True,
     )
-    port: int = setting(
+    frontend_port: int = setting(
         8000,
         "clients' port of a frontend that is to run on this machine: if no replica is there, is it free?",
         least=1,

@@ -134,7 +134,10 @@ def _frame(seq: int, *hashes: int, incarnation: int = 5) -> bytes:
 async def test_frames(nats_url: str) -> None:
     """Frames that are missing, come twice, cannot be read, or that a heartbeat counts and that never came."""
     async with sick_namespace(nats_url) as namespace, answering(engine()) as url:
-        live = lambda worker: namespace.subjects.live_kv(POOL, WorkerId(worker), 0)  # noqa: E731
+
+        def live(worker: str) -> str:
+            return namespace.subjects.live_kv(POOL, WorkerId(worker), 0)
+
         for worker in ("well", "gap", "twice", "torn", "tail"):
             namespace.worker(worker, f"{url}/{worker}", "up", RankBeat(0, 5, 3))
             namespace.raw(live(worker), _frame(4, 1))

@@ -112,7 +112,9 @@ def test_flags(name: str, data: st.DataObject) -> None:
     words = []
     for key, value in values.items():
         one = declared[key]
-        words += [one.text(value)] if one.setting.is_positional else one.flags(value)
+        values_of_one = value if one.is_list else (value,)
+        is_word = one.setting.is_positional
+        words += [one.text(each) for each in values_of_one] if is_word else one.flags(value)
 
     again = reread(name, words)
 

@@ -17,6 +17,7 @@ from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat
 from kvrouter.core.wire.ids import WorkerId
 from kvrouter.core.wire.ops import VERSION, Cleared, ReplayRequest
 from kvrouter.core.wire.ops import encode as encode_op
+from kvrouter.version import __version__
 from kvrouter.worker import agent
 from kvrouter.worker import rank as rank_module
 from kvrouter.worker.agent import serve
@@ -104,6 +105,7 @@ async def test_announces(scene: Scene) -> None:
             started_at_us=beat.incarnation,
             repairs_by_report=True,
             engine_started_at_us=10_000_000,
+            agent_version=__version__,
             tokenizer="/m",
         )
         == beat.card
