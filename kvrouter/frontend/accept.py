@@ -29,6 +29,7 @@ from kvrouter.frontend.kept_responses import (
     new_response_id,
     session_of,
 )
+from kvrouter.frontend.notes import Notes
 from kvrouter.frontend.overrides import (
     DIRECT,
     NO_OVERRIDES,
@@ -81,7 +82,9 @@ class Accept:
         self.dialect = dialect
         self.kept = KeptResponses()
 
-    async def work(self, request: Request, api: Api, request_id: str, received_at: float) -> Work:
+    async def work(
+        self, request: Request, api: Api, request_id: str, received_at: float, notes: Notes | None = None
+    ) -> Work:
         """Read what routing needs from a request. Raises KvRouterError."""
         parse, before, of_responses = api.parse, None, None
         body = await request.read() if request.body is None else request.body
@@ -114,7 +117,7 @@ class Accept:
         needs_tokens = router.needs_tokens or policy.needs_tokens
         if asked.prompt is not None and needs_tokens and (parse is not None or _caches(router.pool)):
             try:
-                prompts = await self._prompts(router, asked, asked.prompt)
+                prompts = await self._prompts(router, asked, asked.prompt, notes)
             except BadRequestError:
                 if api.is_native:
                     raise
@@ -172,7 +175,7 @@ class Accept:
         return read_overrides(request.headers, asked.kvrouter, asked.session_id, self.dialect, nvext)
 
     async def _prompts(
-        self, router: Router, asked: openai.CompletionRequest, prompt: texts.Prompt
+        self, router: Router, asked: openai.CompletionRequest, prompt: texts.Prompt, notes: Notes | None
     ) -> tuple[Prompt, ...]:
         """Token ids, then hashes. Empty if the tokens are not known."""
         most_characters = _MOST_CHARACTERS_PER_TOKEN * (router.pool.max_model_len or _UNKNOWN_MODEL_LEN)
@@ -184,6 +187,8 @@ class Accept:
             return await self._blocks.hashes(prompt, naming)
         finally:
             self._metrics.tokenize.observe(time.perf_counter() - began)
+            if notes is not None:
+                notes.tokenized(began)
 
 
 def _with_id(

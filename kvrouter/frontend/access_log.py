@@ -1,7 +1,7 @@
-"""The access log: one event for a served request, and one for each that failed.
+"""The access log: one event for a served request, and one for each that failed. The trace has the same facts.
 
-    serve ──begin──> Notes ──steps, first byte, answer──> Notes ──end──> log: request.served
-                └──> None: not logged, nothing is noted       └──> log: request.failed, always
+    serve ──begin──> Notes ──steps, first byte, answer──> Notes ──end──> log: request.served; span: receive
+                └──> None: neither logged nor traced          └──> log: request.failed, always
 
 `--access-log sampled` logs one request in a hundred, chosen by chance; failures are logged in every mode.
 """
@@ -12,7 +12,7 @@ import ipaddress
 import logging
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import structlog
 
@@ -20,10 +20,13 @@ from kvrouter.core.fleet.router import Placement
 from kvrouter.errors import KvRouterError
 from kvrouter.frontend.accept import Work
 from kvrouter.frontend.decision_views import DecisionViews
-from kvrouter.frontend.notes import Notes, new_notes
+from kvrouter.frontend.notes import Notes, clock
 from kvrouter.frontend.settings import AccessOptions
 from kvrouter.relay.answer import Served
 from kvrouter.relay.request import Request
+
+if TYPE_CHECKING:
+    from kvrouter.telemetry.spans import Trace, Tracing
 
 log = structlog.get_logger()
 
@@ -51,9 +54,19 @@ def outcome_of(served: Served | None) -> Outcome:
 
 
 class AccessLog:
-    """`chance()` returns a number in [0, 1). `decisions`: where the terms are that --log-level debug adds."""
+    """`chance()` returns a number in [0, 1). `decisions`: where the terms are that --log-level debug adds.
 
-    def __init__(self, options: AccessOptions, decisions: DecisionViews, chance: Callable[[], float]) -> None:
+    `tracing`: None if it is off.
+    """
+
+    def __init__(
+        self,
+        options: AccessOptions,
+        decisions: DecisionViews,
+        chance: Callable[[], float],
+        tracing: Tracing | None = None,
+    ) -> None:
+        self._tracing = tracing
         self._decisions = decisions
         self._chance = chance
         self.change(options)
@@ -63,9 +76,14 @@ class AccessLog:
         self._share = {"off": 0.0, "sampled": SAMPLED, "all": 1.0}[options.mode]
         self._trusted = [ipaddress.ip_network(one) for one in options.trusted_proxies]
 
-    def begin(self) -> Notes | None:
-        """The notes of a new request; None if it is not logged."""
-        return new_notes() if self._share and self._chance() < self._share else None
+    def begin(self, request: Request) -> Notes | None:
+        """The notes of a new request; None if it is neither logged nor traced."""
+        is_logged = bool(self._share) and self._chance() < self._share
+        if self._tracing is None and not is_logged:
+            return None
+        now = clock()
+        trace = None if self._tracing is None else self._tracing.begin(request.head.fields, now)
+        return Notes(is_logged, now, now, trace)
 
     def end(
         self,
@@ -79,16 +97,17 @@ class AccessLog:
         tried: Sequence[Placement] = (),
         error: BaseException | None = None,
     ) -> None:
-        """Log a request that is logged, or has failed.
+        """Log a request that is logged, or has failed, and end its trace.
 
         `served`: None if the client left. `work`: None if it was not accepted.
         """
         outcome = outcome_of(served)
         status = CLIENT_LEFT if served is None else served.status
-        if outcome == "ok" and notes is None:
+        # a client that stops an answer that has begun is no failure of the router
+        is_failure = outcome != "ok" and not (outcome == "left" and request.client.has_begun)
+        is_logged = is_failure or (notes is not None and notes.is_logged)
+        if not is_logged and (notes is None or not notes.is_recorded):
             return
-        if outcome == "left" and notes is None and request.client.has_begun:
-            return  # its client stopped the answer, which is no failure of the router
         if notes is not None:
             notes.ended()
         facts = self._asked(request, request_id) | {
@@ -102,10 +121,16 @@ class AccessLog:
             facts |= _routed(work, tried, notes)
         if notes is not None:
             facts |= _noted(notes)
+        bug = None if isinstance(error, KvRouterError) else error
+        if notes is not None and notes.trace is not None and notes.trace.is_recorded:
+            _end_trace(notes.trace, notes, facts, is_error=outcome == "broken" or status >= 500, bug=bug)
+        if not is_logged:
+            return
+        if notes is not None and notes.trace is not None:
+            facts["trace"] = notes.trace.id
         if tried and log.is_enabled_for(logging.DEBUG):
             facts |= self._decisions.terms_of(request_id)
-        is_bug = error is not None and not isinstance(error, KvRouterError)
-        _write(outcome, status, facts, error if is_bug else None)
+        _write(outcome, status, facts, bug)
 
     def refused(
         self, request: Request | None, request_id: str, error: KvRouterError, client: str = ""
@@ -147,6 +172,38 @@ class AccessLog:
 
     def _is_trusted(self, address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
         return any(address in network for network in self._trusted)
+
+
+_ATTRIBUTES = {
+    "request": "kvrouter.request_id",
+    "client": "client.address",
+    "method": "http.request.method",
+    "path": "url.path",
+    "status": "http.response.status_code",
+    "model": "gen_ai.request.model",
+    "prompt_tokens": "gen_ai.usage.input_tokens",
+    "output_tokens": "gen_ai.usage.output_tokens",
+}
+"""Of OpenTelemetry's conventions; other facts become `kvrouter.NAME`."""
+# What the spans say themselves.
+_NO_ATTRIBUTES = {"trace", "error", "accept_s", "queue_s", "decide_s", "duration_s"}
+
+
+def _end_trace(
+    trace: Trace, notes: Notes, facts: dict[str, Any], *, is_error: bool, bug: BaseException | None
+) -> None:
+    attributes = {
+        _ATTRIBUTES.get(name, f"kvrouter.{name}"): value
+        for name, value in facts.items()
+        if name not in _NO_ATTRIBUTES
+    }
+    reason = str(facts.get("error", ""))
+    if is_error:
+        attributes["error.type"] = str(facts["outcome"])
+    elif reason:
+        attributes["kvrouter.error"] = reason
+    ended = notes.begun + (notes.duration_s or 0.0)
+    trace.end(None, ended, attributes, (reason or f"status {facts['status']}") if is_error else "", bug)
 
 
 def _write(outcome: Outcome, status: int, facts: dict[str, Any], bug: BaseException | None = None) -> None:

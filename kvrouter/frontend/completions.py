@@ -127,13 +127,13 @@ class Completions:
         """
         received_at = self._now()
         request_id = request_id_of(request.headers)
-        notes = self.access.begin()
+        notes = self.access.begin(request)
         work: Work | None = None
         tried: list[Placement] = []
         wrong: Exception | None = None
         try:
             self._in_flight.begin(request)
-            work = await self._accept.work(request, api, request_id, received_at)
+            work = await self._accept.work(request, api, request_id, received_at, notes)
             if work.is_dry_run:
                 gate("a dry run", request.headers)
                 served = self._reply(request, self._decisions.preview(work))
@@ -226,7 +226,7 @@ class Completions:
             notes.deciding()
         placement = router.route(route, self._now(), streamed=work.stream, exclude=failed, prefer=fallbacks)
         if notes is not None:
-            notes.decided()
+            notes.decided(self._decisions.last_terms())
         if self._decisions.logs:
             self._decisions.log_last()
         self._publishing.flush_soon()
@@ -251,14 +251,17 @@ class Completions:
 
     async def _exchange(self, running: Running, *, fresh: bool = False) -> Outcome:
         """Send the request to the placement's worker, and its answer to the client."""
-        work, placement = running.work, running.placement
-        request = work.request
+        work, placement, notes = running.work, running.placement, running.notes
+        request, outcome = work.request, None
+        trace = notes.sending(placement) if notes is not None else ""
         try:
             connection = None if fresh else self._upstream.idle(placement.url)
             if connection is None:
                 connection = await self._upstream.connect(placement.url)
         except WorkerUnreachableError as error:
             work.router.pool.unreachable(placement.target.worker_id)
+            if notes is not None:
+                notes.answered(Lost(str(error)))
             return Lost(str(error))
         attempt = Attempt(
             request.client,
@@ -273,7 +276,7 @@ class Completions:
         )
         self._running[attempt] = running
         try:
-            attempt.send(_bytes_for(work, placement))
+            attempt.send(_bytes_for(work, placement, trace))
             outcome = await attempt.outcome
             if isinstance(outcome, Done) and outcome.status == 200 and not outcome.failure:
                 self._good_answer(work, placement, attempt.tail)
@@ -287,9 +290,9 @@ class Completions:
                 self._metrics.between.observe((self._now() - running.first_at) / (attempt.events - 1))
             if work.reads_end:
                 running.output_tokens = _output_tokens(attempt)
-            if running.notes is not None:
-                running.notes.usage = work.api.find_usage(attempt.tail)
-                running.notes.output_tokens = _output_tokens(attempt)
+            if notes is not None:
+                notes.usage, notes.output_tokens = work.api.find_usage(attempt.tail), _output_tokens(attempt)
+                notes.answered(outcome, attempt.events)
 
     def _good_answer(self, work: Work, placement: Placement, tail: bytes) -> None:
         """Check the prediction by the answer's usage; keep what a later request may continue."""
@@ -369,8 +372,8 @@ class Completions:
                 raise NoWorkersError("no worker was tried")
 
 
-def _bytes_for(work: Work, placement: Placement) -> bytes:
-    """The request as its worker gets it, head and body."""
+def _bytes_for(work: Work, placement: Placement, trace: str) -> bytes:
+    """The request as its worker gets it, head and body. `trace`: see `for_worker`."""
     body = work.body
     if placement.wants_report and work.api.parse is not None:
         body = with_report_mode(body, has_arguments=work.has_engine_arguments)
@@ -381,6 +384,7 @@ def _bytes_for(work: Work, placement: Placement) -> bytes:
         rank=placement.target.rank,
         rank_header=placement.rank_header,
         keeps_rank=work.route.wanted is not None,
+        trace=trace,
     )
     return head + body
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -89,6 +90,10 @@ class DecisionViews:
         found = self._kept.of(request_id) if self._kept is not None else []
         return _compared(found[-1].explain()) if found else {}
 
+    def last_terms(self) -> Callable[[], dict[str, Any]]:
+        """What gives `terms_of` the last decision later, with the choice and its mode."""
+        return partial(_terms, self._kept.last(1)[0]) if self._kept is not None else dict
+
     def _summary(self, decided: Decided) -> dict[str, Any]:
         choice = next(one for one in decided.candidates if one.target == decided.order[0])
         return _facts(decided.request, decided.moment.now, decided.selection) | {
@@ -155,6 +160,11 @@ def _view(decision: Decision) -> dict[str, Any]:
         "candidates": [_candidate(one) for one in judged],
         "removed": [_target(one) | {"by": one.removed_by} for one in removed],
     }
+
+
+def _terms(decided: Decided) -> dict[str, Any]:
+    decision = decided.explain()
+    return {"mode": decided.selection.mode, "choice": str(decision.target)} | _compared(decision)
 
 
 def _compared(decision: Decision) -> dict[str, Any]:

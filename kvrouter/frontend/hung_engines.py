@@ -67,7 +67,7 @@ class Running(Struct):
     first_at: float = 0.0
     """When its first data came; 0: not yet, or it is not streamed."""
     notes: Notes | None = None
-    """None: it is not logged."""
+    """None: it is neither logged nor traced."""
 
 
 # Whether the engine at a URL answers.

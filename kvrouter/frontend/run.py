@@ -56,6 +56,7 @@ from kvrouter.telemetry.exposition import Registry
 from kvrouter.telemetry.garbage import Pauses, collect_and_freeze, thresholds_raised
 from kvrouter.telemetry.loop_lag import LoopLag
 from kvrouter.telemetry.metrics import QueueMetrics, RequestMetrics, StateCollector
+from kvrouter.telemetry.tracing import open_tracing
 from kvrouter.tls import trusting
 from kvrouter.tokens.prompt import PromptEncoder
 
@@ -222,7 +223,13 @@ async def _open_request_path(
     accept = Accept(member.replica.pools, member.tokens.blocks, metrics, _dialect(options))
     logs = options.rules.log_decisions
     views = DecisionViews(member.rules.decisions, logs=logs)
-    async with probing(tls) as probe:
+    traces, router_id = options.traces, str(member.replica.router_id)
+    async with (
+        open_tracing(traces.endpoint, traces.ratio, router_id) as tracing,
+        probing(tls) as probe,
+    ):
+        if tracing is not None:
+            registry.register(StateCollector(tracing.samples))
         with contextlib.closing(Upstream(tls)) as upstream:
             completions = Completions(
                 member.replica,
@@ -234,7 +241,7 @@ async def _open_request_path(
                 probe=probe,
                 waiting_room=member.waiting_room,
                 metrics=metrics,
-                access=AccessLog(options.access, views, random.random),
+                access=AccessLog(options.access, views, random.random, tracing),
                 limits=options.limits,
                 retries=options.retries,
             )

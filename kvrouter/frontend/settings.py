@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Literal, Self
+from urllib.parse import urlsplit
 
 from kvrouter.config import CommonOptions, read_key
 from kvrouter.core.fleet.pool import PoolSettings
@@ -58,6 +59,13 @@ def _read_host(text: str) -> str:
 
 def _model_path_text(pair: tuple[str, str]) -> str:
     return "=".join(filter(None, pair))
+
+
+def _read_collector(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise ValueError("must be a URL, as in http://collector:4318")
+    return text
 
 
 def _read_network(text: str) -> str:
@@ -170,6 +178,28 @@ class AccessOptions(Settings):
         read=_read_network,
         is_repeated=True,
         reloadable=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TraceOptions(Settings):
+    heading = "Traces"
+
+    endpoint: str | None = setting(
+        None,
+        "send traces of requests to this OpenTelemetry collector, over OTLP/HTTP; needs the extra `otel`",
+        name="otlp-endpoint",
+        metavar="URL",
+        default_text="OTEL_EXPORTER_OTLP_ENDPOINT; without it no traces",
+        read=_read_collector,
+    )
+    ratio: float | None = setting(
+        None,
+        "share of requests to trace, from 0 to 1, of those whose client does not say it by traceparent",
+        name="trace-sample-ratio",
+        least=0,
+        most=1,
+        default_text="as OTEL_TRACES_SAMPLER says; without it all",
     )
 
 
@@ -442,6 +472,7 @@ class FrontendOptions(CommonOptions):
     process: ProcessOptions = field(default_factory=ProcessOptions)
     tls: TlsOptions = field(default_factory=TlsOptions)
     access: AccessOptions = field(default_factory=AccessOptions)
+    traces: TraceOptions = field(default_factory=TraceOptions)
     dynamo: DynamoOptions = field(default_factory=DynamoOptions)
 
     def checked(self) -> Self:

@@ -30,6 +30,7 @@ _NOT_FOR_WORKERS = frozenset(
         "x-request-id",
     }
 )
+TRACE_HEADERS = frozenset({"traceparent", "tracestate"})
 # A client that names its target may also name a rank that only the engine knows of.
 _RANK = "x-data-parallel-rank"
 
@@ -88,30 +89,40 @@ class RequestHead:
         self.fields = fields
         self.headers = dict(reversed(fields))  # of several with one name the first
         self.wants_keep_alive = wants_keep_alive
-        self._forwarded: dict[tuple[str, bool], bytes] = {}
+        self._forwarded: dict[tuple[str, bool, bool], bytes] = {}
 
     def for_worker(
-        self, url: str, request_id: str, body_bytes: int, *, rank: int, rank_header: str, keeps_rank: bool
+        self,
+        url: str,
+        request_id: str,
+        body_bytes: int,
+        *,
+        rank: int,
+        rank_header: str,
+        keeps_rank: bool,
+        trace: str = "",
     ) -> bytes:
         """The request line and headers for the worker at `url`, closing empty line included.
 
         `keeps_rank`: if the worker's card names no rank header, the client's own rank reaches it.
+        `trace`: whole lines that replace the client's trace context; empty: that reaches it as it is.
         """
-        forwarded = self._forwarded.get((rank_header, keeps_rank))
+        is_traced = bool(trace)
+        forwarded = self._forwarded.get((rank_header, keeps_rank, is_traced))
         if forwarded is None:
-            forwarded = self._forwarded_lines(rank_header, keeps_rank)
+            left_out = self._left_out(rank_header, keeps_rank)
+            forwarded = self._forwarded_lines(left_out | TRACE_HEADERS if is_traced else left_out)
             if len(self._forwarded) < _MOST_FORWARDED:
-                self._forwarded[rank_header, keeps_rank] = forwarded
+                self._forwarded[rank_header, keeps_rank, is_traced] = forwarded
         rank_line = f"{rank_header}: {rank}\r\n" if rank_header else ""
         own = (
             f"{self.method} {self.path} HTTP/1.1\r\nhost: {_host_of(url)}\r\n"
-            f"content-length: {body_bytes}\r\nx-request-id: {request_id}\r\n{rank_line}"
+            f"content-length: {body_bytes}\r\nx-request-id: {request_id}\r\n{rank_line}{trace}"
         )
         return own.encode("utf-8", "surrogateescape") + forwarded
 
-    def _forwarded_lines(self, rank_header: str, keeps_rank: bool) -> bytes:
-        """The client's headers that every worker with this rank header gets, and the empty line."""
-        left_out = self._left_out(rank_header, keeps_rank)
+    def _forwarded_lines(self, left_out: frozenset[str]) -> bytes:
+        """The client's other headers, which every worker with this rank header gets, and the empty line."""
         lines = [
             f"{name}: {value}\r\n"
             for name, value in self.fields

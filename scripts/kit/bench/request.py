@@ -126,10 +126,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--requests", type=int, default=20_000, metavar="N", help="requests per run (%(default)s)"
     )
+    parser.add_argument(
+        "--flag",
+        action="append",
+        default=[],
+        metavar="FLAG",
+        help="one more flag of the frontends, as in --flag=--access-log=all; logs go to stderr then, in JSON",
+    )
     parser.add_argument("--profile", action="store_true", help="also show the functions that take the time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     flags = parser.parse_args(arguments)
-    set_up_logs("error")
+    set_up_logs("info" if flags.flag else "error", "json")
     return uvloop.run(until_signalled("bench", _run(flags)))
 
 
@@ -168,6 +175,7 @@ async def _measure(
     options = parse_options(
         [
             *FLAGS[name],
+            *flags.flag,
             f"--nats={stage.nats_url}",
             f"--namespace={namespace(workers)}",
             f"--model-path={stage.model_path}",
