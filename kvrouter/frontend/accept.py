@@ -181,7 +181,13 @@ class Accept:
         most_characters = _MOST_CHARACTERS_PER_TOKEN * (router.pool.max_model_len or _UNKNOWN_MODEL_LEN)
         if texts.text_characters(prompt) > most_characters:
             return ()
-        naming = Naming(router.pool, asked.model, _lora_name(router, asked), asked.cache_salt)
+        naming = Naming(
+            router.pool,
+            asked.model,
+            _lora_name(router, asked),
+            asked.cache_salt,
+            self._metrics.hash.observe,
+        )
         began = time.perf_counter()
         try:
             return await self._blocks.hashes(prompt, naming)

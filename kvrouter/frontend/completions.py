@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Container, Iterator
 from functools import partial
 from typing import Any
@@ -28,7 +29,7 @@ from kvrouter.errors import (
 )
 from kvrouter.frontend import passthrough
 from kvrouter.frontend.accept import Accept, Work
-from kvrouter.frontend.access_log import AccessLog
+from kvrouter.frontend.access_log import CLIENT_LEFT, AccessLog, outcome_of
 from kvrouter.frontend.admission_queue import WaitingRoom
 from kvrouter.frontend.bodies import apis, responses
 from kvrouter.frontend.bodies.apis import Api
@@ -40,6 +41,7 @@ from kvrouter.frontend.notes import Notes
 from kvrouter.frontend.operators import Gate
 from kvrouter.frontend.prediction_checks import check_answer
 from kvrouter.frontend.rules import record_outcome
+from kvrouter.frontend.state_metrics import target_samples
 from kvrouter.relay.answer import Answer, Served, internal_error, rejected_answer
 from kvrouter.relay.engine_answers import UNKNOWN_MODEL, find_output_tokens
 from kvrouter.relay.exchange import (
@@ -54,9 +56,10 @@ from kvrouter.relay.exchange import (
 )
 from kvrouter.relay.request import Request, request_id_of
 from kvrouter.relay.routes import Routes
+from kvrouter.relay.timed_attempt import TimedAttempt
 from kvrouter.relay.upstream import Upstream, WorkerUnreachableError
 from kvrouter.replica.publishing import Publishing
-from kvrouter.telemetry.metrics import RequestMetrics, Sample
+from kvrouter.telemetry.metrics import OTHER, RequestMetrics, Sample
 
 log = structlog.get_logger()
 
@@ -65,6 +68,10 @@ log = structlog.get_logger()
 RETRY_DELAY_S = 0.05
 # The progress of this many answers is booked before other tasks get a turn: it takes less than 1 ms.
 PROGRESS_SLICE = 500
+# One request of this many is measured for kvrouter_relay_seconds (relay/timed_attempt.py).
+TIMED_EVERY = 16
+# Paths that the label `route` of kvrouter_requests_total may have.
+ROUTES = frozenset((*apis.BY_PATH, *passthrough.POST_ROUTES, *passthrough.GET_ROUTES))
 
 
 class Completions:
@@ -102,7 +109,7 @@ class Completions:
         self._upstream = upstream
         self._metrics = metrics
         self.access = access
-        self.refused = access.refused
+        self._until_timed = 1
         self._limits = limits
         self._retries = retries
 
@@ -147,6 +154,7 @@ class Completions:
             rejection = self._in_flight.take_rejection(request)
             if rejection is None:  # the client left; else cut_off cancelled the request
                 self._metrics.cancelled.inc()
+                self._count(request, work, CLIENT_LEFT, "left")
                 lasted_s = self._now() - received_at
                 self.access.end(request, request_id, None, lasted_s, notes=notes, work=work, tried=tried)
                 raise
@@ -157,14 +165,33 @@ class Completions:
             served = self._fail(api, request, request_id)
         finally:
             self._in_flight.end(request)
-        self._metrics.requests.inc(str(served.status))
+        model = self._count(request, work, served.status, outcome_of(served))
         lasted_s = self._now() - received_at
-        self._metrics.duration.observe(lasted_s)
+        self._metrics.duration.observe(lasted_s, model)
         if notes is not None or wrong is not None or served.status >= 400 or served.failure:
             self.access.end(
                 request, request_id, served, lasted_s, notes=notes, work=work, tried=tried, error=wrong
             )
         return served
+
+    def _count(self, request: Request, work: Work | None, status: int, outcome: str) -> str:
+        """Count a request that has ended; returns the label of its model."""
+        model, mode = "", ""
+        if work is not None:
+            model = self._metrics.models[work.router.pool.model]
+            mode = work.route.mode or work.router.selection.mode
+        # Only its own routes lead here, so the path is not the client's choice.
+        self._metrics.requests.inc((model, request.head.route, mode, status, outcome))
+        return model
+
+    def refused(
+        self, request: Request | None, request_id: str, error: KvRouterError, client: str = ""
+    ) -> None:
+        """Count and log a request that reached no worker's route. `request`: None if it was not readable."""
+        route = OTHER if request is None or request.head.route not in ROUTES else request.head.route
+        outcome = "refused" if error.status < 500 else "failed"
+        self._metrics.requests.inc(("", route, "", error.status, outcome))
+        self.access.refused(request, request_id, error, client)
 
     def _reply(self, request: Request, answer: Answer, *, closes: bool = False) -> Served:
         """Write an answer that no worker made."""
@@ -224,20 +251,25 @@ class Completions:
         router, route = work.router, work.route
         if notes is not None:
             notes.deciding()
+        began = time.perf_counter()
         placement = router.route(route, self._now(), streamed=work.stream, exclude=failed, prefer=fallbacks)
+        self._metrics.decide.observe(time.perf_counter() - began)
         if notes is not None:
             notes.decided(self._decisions.last_terms())
         if self._decisions.logs:
             self._decisions.log_last()
         self._publishing.flush_soon()
         if route.prompts:
-            self._metrics.prompt_tokens.inc(route.isl)
-            self._metrics.overlap_tokens.inc(placement.choice.overlap_blocks * router.pool.block_size)
+            model = self._metrics.models[router.pool.model]
+            self._metrics.prompt_tokens.inc(model, route.isl)
+            self._metrics.overlap_tokens.inc(model, placement.choice.overlap_blocks * router.pool.block_size)
         return placement
 
     def _end(self, running: Running, outcome: Outcome | None) -> None:
         """Free the booking of an attempt. It has no outcome if the client left or an error was raised."""
         router, placement = running.work.router, running.placement
+        answers, ending = self._metrics.target(placement.target).answers, _ending_of(outcome)
+        answers[ending] = answers.get(ending, 0) + 1
         if router.circuits is not None:
             record_outcome(router.circuits, placement.target, outcome)
         if outcome is not None:
@@ -263,7 +295,12 @@ class Completions:
             if notes is not None:
                 notes.answered(Lost(str(error)))
             return Lost(str(error))
-        attempt = Attempt(
+        self._until_timed -= 1
+        new_attempt = Attempt
+        if not self._until_timed:
+            self._until_timed = TIMED_EVERY
+            new_attempt = TimedAttempt
+        attempt = new_attempt(
             request.client,
             connection,
             self._limits,
@@ -286,13 +323,24 @@ class Completions:
             raise
         finally:
             del self._running[attempt]
+            self._measure_answer(running, attempt, outcome)
+
+    def _measure_answer(self, running: Running, attempt: Attempt, outcome: Outcome | None) -> None:
+        """Count what an attempt has relayed, whole or not."""
+        work, metrics = running.work, self._metrics
+        if attempt.is_committed and work.api.parse is not None:
+            model, tokens = metrics.models[work.router.pool.model], _output_tokens(attempt)
+            running.output_tokens = tokens
+            if tokens:
+                metrics.output_tokens.inc(model, tokens)
             if running.first_at and attempt.events > 1:
-                self._metrics.between.observe((self._now() - running.first_at) / (attempt.events - 1))
-            if work.reads_end:
-                running.output_tokens = _output_tokens(attempt)
-            if notes is not None:
-                notes.usage, notes.output_tokens = work.api.find_usage(attempt.tail), _output_tokens(attempt)
-                notes.answered(outcome, attempt.events)
+                metrics.between.observe((self._now() - running.first_at) / (attempt.events - 1), model)
+        if isinstance(attempt, TimedAttempt):
+            metrics.relay.observe(attempt.spent_s)
+        if running.notes is not None:
+            notes = running.notes
+            notes.usage, notes.output_tokens = work.api.find_usage(attempt.tail), running.output_tokens
+            notes.answered(outcome, attempt.events)
 
     def _good_answer(self, work: Work, placement: Placement, tail: bytes) -> None:
         """Check the prediction by the answer's usage; keep what a later request may continue."""
@@ -308,9 +356,13 @@ class Completions:
 
     def _first_data(self, running: Running) -> None:
         work, now = running.work, self._now()
-        work.router.first_byte(running.placement.key, now)
+        ttft_s = work.router.first_byte(running.placement.key, now)
         running.first_at = now
-        self._metrics.first_byte.observe(now - work.received_at)
+        self._metrics.first_byte.observe(now - work.received_at, self._metrics.models[work.router.pool.model])
+        if ttft_s is not None:
+            counts = self._metrics.target(running.placement.target)
+            counts.first_byte_s += ttft_s
+            counts.first_bytes += 1
         if running.notes is not None:
             running.notes.got_first_byte()
         self._publishing.flush_soon()
@@ -336,6 +388,7 @@ class Completions:
     def samples(self) -> Iterator[Sample]:
         in_flight = self.requests_in_flight
         yield "kvrouter_requests_in_flight", "gauge", "Requests being served here", {}, in_flight
+        yield from target_samples(self._metrics.targets, list(self._replica.routers.values()))
 
     def cut_off(self) -> None:
         """End every request: answers that have begun get an error event, all others are answered with 503."""
@@ -396,6 +449,18 @@ def _output_tokens(attempt: Attempt) -> int | None:
     if found is not None:
         return found
     return (attempt.events - (b"data: [DONE]" in tail)) or None
+
+
+def _ending_of(outcome: Outcome | None) -> str:
+    """What the metrics call the end of an attempt; None: the client left, or the replica ended it."""
+    match outcome:
+        case None:
+            return "left"
+        case Done(failure=failure) if failure:
+            return "broken"
+        case Done(status) | Rejected(status) if status < 500:
+            return "ok" if status < 400 else "refused"
+    return "failed"
 
 
 def _status_of(outcome: Outcome) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,6 +53,8 @@ class Naming(Struct, frozen=True):
     """As the client names it: a base model or a LoRA adapter."""
     lora_name: str | None = None
     salt: str | None = None
+    hashed: Callable[[float], object] | None = None
+    """Called with the seconds that hashing took."""
 
     def engine_model(self) -> str:
         """The model's name in the engines' hashes of media; empty if how they hash is not known here."""
@@ -245,6 +248,7 @@ def named(encoded: Iterable[Encoded], naming: Naming, known: PrefixHashes | None
     if not size:
         return ()
     seed = block_seed(naming.lora_name, naming.salt)
+    began = time.perf_counter()
     prompts = []
     for ids, isl, beginnings, media, outcome in encoded:
         # Most blocks of a chat are those of its previous turn: their hashes are looked up, not computed.
@@ -255,4 +259,6 @@ def named(encoded: Iterable[Encoded], naming: Naming, known: PrefixHashes | None
         else:
             hashes = known.of(ids, beginnings, size, seed)
         prompts.append(HashedPrompt(hashes, isl, isl != len(ids), size, media=outcome))
+    if naming.hashed is not None:
+        naming.hashed(time.perf_counter() - began)
     return tuple(prompts)

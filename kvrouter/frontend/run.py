@@ -37,7 +37,7 @@ from kvrouter.frontend.overrides import Dialect
 from kvrouter.frontend.reload import Reload, Running
 from kvrouter.frontend.routing_change import RoutingChanges
 from kvrouter.frontend.rules import Rules
-from kvrouter.frontend.settings import FrontendOptions
+from kvrouter.frontend.settings import COMMAND, FrontendOptions
 from kvrouter.frontend.sockets import Listeners, open_listeners, raise_limit, streams_within
 from kvrouter.frontend.state_metrics import index_maker, index_samples
 from kvrouter.frontend.tokenizing import Tokens, open_tokens
@@ -52,6 +52,7 @@ from kvrouter.relay.upstream import Upstream
 from kvrouter.replica.loop import ReplicaLoop, empty_replica
 from kvrouter.replica.policy_upkeep import PolicyUpkeep
 from kvrouter.settings.read import Loaded
+from kvrouter.telemetry.build import config_collector, register_build
 from kvrouter.telemetry.exposition import Registry
 from kvrouter.telemetry.garbage import Pauses, collect_and_freeze, thresholds_raised
 from kvrouter.telemetry.loop_lag import LoopLag
@@ -151,6 +152,7 @@ async def running_frontend(
     `hurried` ends the draining early. `loaded`: where the options come from, if they can be read again.
     """
     registry = Registry()
+    register_build(registry)
     tls = trusting(options.tls.worker_ca)
     async with (
         _open_member(options, registry, tls) as member,
@@ -161,6 +163,8 @@ async def running_frontend(
         admin = _new_admin(options, registry, member)
         gate = KeyGate(options.process.admin_key)
         reload = Reload(loaded, _changeable(member, path, gate)) if loaded is not None else None
+        settings = (lambda: reload.configured.settings) if reload is not None else (lambda: options)
+        registry.register(config_collector(COMMAND.declared(), settings))
         changes = _routing_changes(registry, member, reload) if reload is not None else None
         site = Site(path.completions, admin, _operators_routes(member, path, admin, reload, changes), options)
         async with http_server(site, member.listeners, gate, hurried=hurried, options=options):

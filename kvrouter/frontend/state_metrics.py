@@ -6,7 +6,7 @@ import asyncio
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry
@@ -21,10 +21,13 @@ from kvrouter.core.tables.block_index import BlockIndex, IndexBounds, Wider
 from kvrouter.core.tables.predictions import ERROR_BLOCKS, WorkerRecord
 from kvrouter.core.tables.prefill_speeds import CLASSES_S
 from kvrouter.core.wire.hashes import Hashes
+from kvrouter.core.wire.heartbeats import RankBeat
 from kvrouter.core.wire.ids import PoolId, RouterId, Target
 from kvrouter.core.wire.senders import Feed, name
 from kvrouter.replica.loop import ReplicaLoop
-from kvrouter.telemetry.metrics import Sample, Spread
+from kvrouter.telemetry.metrics import Sample, Spread, TargetCounts
+
+Labels = dict[str, str]
 
 _COUNTED = {
     "malformed_heartbeats": "Heartbeats that could not be read",
@@ -94,6 +97,8 @@ def _pool_samples(pool: Pool) -> Iterator[Sample]:
             yield "kvrouter_target_blocks", "gauge", "Blocks held", own, pool.index.blocks(target)
             active = pool.active
             yield "kvrouter_active_blocks", "gauge", "Active blocks", own, active.blocks(target)
+            text = "Requests in flight, of all replicas"
+            yield "kvrouter_target_requests", "gauge", text, own, active.requests(target)
             charged = active.charged_tokens(target)
             yield "kvrouter_charged_prefill_tokens", "gauge", "Prefill tokens charged", own, charged
             yield (
@@ -103,6 +108,40 @@ def _pool_samples(pool: Pool) -> Iterator[Sample]:
                 own,
                 target in pool.targets,
             )
+            if beat := worker.ranks.get(target.rank):
+                yield from _load_samples(beat, own)
+
+
+def _load_samples(beat: RankBeat, labels: Labels) -> Iterator[Sample]:
+    """What the engine reports of its load; no series for what it does not report."""
+    if beat.running is not None:
+        yield "kvrouter_engine_running", "gauge", "Requests that the engine computes", labels, beat.running
+    if beat.waiting is not None:
+        text = "Requests that wait in the engine"
+        yield "kvrouter_engine_waiting", "gauge", text, labels, beat.waiting
+    if beat.kv_usage is not None:
+        text = "Share of the engine's KV blocks in use, 0 to 1"
+        yield "kvrouter_engine_kv_usage", "gauge", text, labels, beat.kv_usage
+
+
+def target_samples(counts: dict[Target, TargetCounts], routers: Sequence[Router]) -> Iterator[Sample]:
+    """What was counted here of the known targets. The counts of targets that are gone are dropped."""
+    known = {
+        target: router.pool.id
+        for router in routers
+        for worker in router.pool.workers.values()
+        for target in worker.targets()
+    }
+    for gone in counts.keys() - known.keys():
+        del counts[gone]
+    for target, counted in list(counts.items()):
+        labels = {"pool": str(known[target]), "worker": str(target.worker_id), "rank": str(target.rank)}
+        for outcome, count in list(counted.answers.items()):
+            text = "Attempts that ended, by outcome"
+            yield "kvrouter_target_answers", "counter", text, {**labels, "outcome": outcome}, count
+        name, text = "kvrouter_target_first_byte_seconds", "From the decision to the first byte"
+        yield name, "summary_sum", text, labels, counted.first_byte_s
+        yield name, "summary_count", text, labels, counted.first_bytes
 
 
 def _speed_samples(router: Router) -> Iterator[Sample]:
@@ -176,9 +215,6 @@ def _feed_samples(source: Feed, reader: FeedReader) -> Iterator[Sample]:
         )
     recovery = reader.counters.recovery_s
     yield "kvrouter_feed_last_recovery_seconds", "gauge", "Duration of the last recovery", labels, recovery
-
-
-Labels = dict[str, str]
 
 
 def _prediction_samples(router: Router, audit: Audit) -> Iterator[Sample]:

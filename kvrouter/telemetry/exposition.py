@@ -19,7 +19,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from kvrouter.telemetry.metrics import SUFFIXES, Sample, StateCollector
+from kvrouter.telemetry.metrics import SUFFIXES, Sample, StateCollector, type_of
 
 # How long a scrape may hold up the event loop at once. In one piece, even a scrape of single metrics held it
 # up for 20 to 40 ms in a large fleet.
@@ -97,7 +97,7 @@ async def _written(samples: Callable[[], Iterable[Sample]], names: Collection[st
         lines = families.get(name)
         if lines is None:
             shown = f"{name}_total" if kind == "counter" else name
-            lines = families[name] = [f"# HELP {shown} {_escaped(text)}\n# TYPE {shown} {kind}\n"]
+            lines = families[name] = [f"# HELP {shown} {_escaped(text)}\n# TYPE {shown} {type_of(kind)}\n"]
         number_text = floatToGoString(value)  # type: ignore[no-untyped-call]
         lines.append(f"{series}{_labels(labels)} {number_text}\n")
     parts = []

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
+
+from kvrouter.core.wire.ids import Target
 
 # Bucket bounds: from a cached prefill to the longest answer an operator lets run.
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900, 3600)
@@ -110,9 +112,77 @@ def _bound(bound: float) -> str:
     return str(floatToGoString(bound))  # type: ignore[no-untyped-call]
 
 
+# Bounds for what this process does itself: hashing, deciding, relaying.
+OWN_SECONDS = (
+    5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1
+)  # fmt: skip
+# Model names come from the workers' cards. Beyond this many, their requests are counted as `other`.
+MOST_MODELS = 100
+OTHER = "other"
+# Targets that are gone are dropped at the next scrape; this bounds them where nothing scrapes.
+MOST_TARGETS = 20_000
+
+
+class BoundedLabels(dict[str, str]):
+    """The label for each value: the value itself, and `other` for all but the first `most`."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def __missing__(self, value: str) -> str:
+        if len(self) >= self._most:
+            return OTHER
+        self[value] = value
+        return value
+
+
+class CountByMany(Collector):
+    """A counter for each combination of the values of several labels."""
+
+    def __init__(self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
+        self.values: dict[tuple[str | int, ...], int] = {}
+        self._name, self._text, self._labels = name, text, labels
+        registry.register(self)
+
+    def inc(self, values: tuple[str | int, ...]) -> None:
+        self.values[values] = self.values.get(values, 0) + 1
+
+    def collect(self) -> Iterable[Metric]:
+        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
+        for values, count in list(self.values.items()):
+            family.add_metric([str(value) for value in values], count)
+        return [family]
+
+
+class TargetCounts:
+    """What this replica has counted of the requests that it sent to one target."""
+
+    __slots__ = ("answers", "first_byte_s", "first_bytes")
+
+    def __init__(self) -> None:
+        self.answers: dict[str, int] = {}
+        """Attempts, by outcome: ok, refused, failed, broken, left."""
+        self.first_byte_s = 0.0
+        """From the decision to the first byte, summed over `first_bytes` streamed answers."""
+        self.first_bytes = 0
+
+    @property
+    def errors(self) -> int:
+        return self.answers.get("failed", 0) + self.answers.get("broken", 0)
+
+
 class RequestMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.requests = CountBy("kvrouter_requests", "Requests answered, by status", "status", registry)
+        self.models = BoundedLabels(MOST_MODELS)
+        """The label of each model."""
+        self.targets: dict[Target, TargetCounts] = {}
+        self.requests = CountByMany(
+            "kvrouter_requests",
+            "Requests answered",
+            ("model", "route", "mode", "code", "outcome"),
+            registry,
+        )
         self.failed_attempts = CountBy(
             "kvrouter_failed_attempts",
             "Attempts that failed before their first byte, by status, `lost`, or `retried` (the engine "
@@ -124,25 +194,51 @@ class RequestMetrics:
         self.broken = Count(
             "kvrouter_broken_streams", "Answers that broke off after their first byte", registry
         )
-        self.prompt_tokens = Count(
-            "kvrouter_prompt_tokens", "Prompt tokens routed (0 where unknown)", registry
+        self.prompt_tokens = CountBy(
+            "kvrouter_prompt_tokens", "Prompt tokens routed (0 where unknown)", "model", registry
         )
-        self.overlap_tokens = Count(
-            "kvrouter_overlap_tokens", "Prompt tokens predicted to be cached", registry
+        self.overlap_tokens = CountBy(
+            "kvrouter_overlap_tokens", "Prompt tokens predicted to be cached", "model", registry
         )
+        self.output_tokens = CountBy("kvrouter_output_tokens", "Tokens of the answers", "model", registry)
         self.first_byte = Spread(
             "kvrouter_first_byte_seconds",
             "Request received to first data byte, streamed requests",
             registry,
+            label="model",
         )
         self.between = Spread(
             "kvrouter_inter_token_seconds",
             "Mean time between two events of a streamed answer, one count for each answer",
             registry,
+            label="model",
             bounds=BETWEEN,
         )
-        self.duration = Spread("kvrouter_request_seconds", "Request received to end of the answer", registry)
+        self.duration = Spread(
+            "kvrouter_request_seconds", "Request received to end of the answer", registry, label="model"
+        )
         self.tokenize = Spread("kvrouter_tokenize_seconds", "Template and tokenizer", registry)
+        self.hash = Spread(
+            "kvrouter_hash_seconds", "Hashing of one request's blocks", registry, bounds=OWN_SECONDS
+        )
+        self.decide = Spread(
+            "kvrouter_decide_seconds", "Choice of a worker, and its booking", registry, bounds=OWN_SECONDS
+        )
+        self.relay = Spread(
+            "kvrouter_relay_seconds",
+            "This process's time in sending a request and passing its answer on, of one request in 16",
+            registry,
+            bounds=OWN_SECONDS,
+        )
+
+    def target(self, target: Target) -> TargetCounts:
+        """The counts of a target."""
+        found = self.targets.get(target)
+        if found is None:
+            if len(self.targets) >= MOST_TARGETS:
+                del self.targets[next(iter(self.targets))]
+            found = self.targets[target] = TargetCounts()
+        return found
 
 
 class QueueMetrics:
@@ -158,10 +254,23 @@ class QueueMetrics:
         self.full = Count("kvrouter_queue_full", "Requests rejected because the queue was full", registry)
 
 
-# `(name, kind, help, labels, value)`. A histogram is given as its cumulative buckets, with the label `le`.
-Sample = tuple[str, Literal["gauge", "counter", "histogram"], str, dict[str, str], float]
+# `(name, kind, help, labels, value)`. A histogram is given as its cumulative buckets, with the label `le`; a
+# summary as two samples.
+Kind: TypeAlias = Literal["gauge", "counter", "histogram", "summary_sum", "summary_count"]
+Sample = tuple[str, Kind, str, dict[str, str], float]
 
-SUFFIXES = {"gauge": "", "counter": "_total", "histogram": "_bucket"}
+SUFFIXES = {
+    "gauge": "",
+    "counter": "_total",
+    "histogram": "_bucket",
+    "summary_sum": "_sum",
+    "summary_count": "_count",
+}
+
+
+def type_of(kind: Kind) -> str:
+    """What Prometheus calls it."""
+    return kind.partition("_")[0]
 
 
 class StateCollector(Collector):
@@ -176,6 +285,6 @@ class StateCollector(Collector):
         for name, kind, text, labels, value in self.samples():
             family = families.get(name)
             if family is None:
-                family = families[name] = Metric(name, text, kind)
+                family = families[name] = Metric(name, text, type_of(kind))
             family.add_sample(name + SUFFIXES[kind], labels, value)
         return families.values()

@@ -24,7 +24,7 @@ def expressions() -> list[str]:
 def test_metrics_are_documented(expression: str) -> None:
     """A histogram's buckets by the name of the histogram."""
     for name in re.findall(r"kvrouter_\w+", expression):
-        assert f"`{name.removesuffix('_bucket')}`" in METRICS
+        assert f"`{re.sub('_(bucket|sum|count)$', '', name)}`" in METRICS
 
 
 def test_panels_do_not_overlap() -> None:

@@ -310,17 +310,25 @@ async def test_health(fleet_of: FleetOf) -> None:
 
 
 async def test_metrics(fleet_of: FleetOf) -> None:
-    """/metrics is in Prometheus' format. All names begin with kvrouter_."""
+    """/metrics is in Prometheus' format. All names begin with kvrouter_, or are the library's process_*."""
     async with fleet_of() as fleet:
         await fleet.ask()
         await fleet.ask(b"{")
+        await fleet.get("/not/a/route")
         response = await fleet.get("/metrics")
         lines = response.body.decode().splitlines()
 
         assert response.header("content-type").startswith("text/plain")
         for line in (
-            'kvrouter_requests_total{status="200"} 1.0',
-            'kvrouter_requests_total{status="400"} 1.0',
+            'kvrouter_requests_total{code="200",mode="round-robin",model="m",outcome="ok",'
+            'route="/v1/completions"} 1.0',
+            'kvrouter_requests_total{code="400",mode="",model="",outcome="refused",'
+            'route="/v1/completions"} 1.0',
+            'kvrouter_requests_total{code="404",mode="",model="",outcome="refused",route="other"} 1.0',
+            f'kvrouter_target_answers_total{{outcome="ok",pool="{POOL}",rank="0",worker="w0"}} 1.0',
+            f'kvrouter_target_requests{{pool="{POOL}",rank="0",worker="w0"}} 0.0',
+            "kvrouter_decide_seconds_count 1.0",
+            "kvrouter_relay_seconds_count 1.0",
             "kvrouter_requests_in_flight 0.0",
             "kvrouter_nats_connected 1.0",
             f'kvrouter_target_eligible{{pool="{POOL}",rank="0",worker="w0"}} 1.0',
@@ -330,7 +338,7 @@ async def test_metrics(fleet_of: FleetOf) -> None:
             f'kvrouter_bookings{{pool="{POOL}",router="{fleet.frontend.replica.router_id}"}} 0.0',
         ):
             assert line in lines
-        assert all(line.startswith(("kvrouter_", "#")) for line in lines)
+        assert all(line.startswith(("kvrouter_", "process_", "#")) for line in lines)
         assert len([line for line in lines if line.startswith("# TYPE")]) == len(
             {line.split()[2] for line in lines if line.startswith("# TYPE")}
         )
@@ -346,8 +354,11 @@ async def test_inter_token_time(fleet_of: FleetOf) -> None:
         await fleet.ask()
         whole = (await fleet.get("/metrics")).body.decode()
 
-    assert "kvrouter_inter_token_seconds_count 1.0" in metrics
-    assert "kvrouter_inter_token_seconds_count 0.0" in whole
+    target = f'{{pool="{POOL}",rank="0",worker="w0"}}'
+    assert 'kvrouter_inter_token_seconds_count{model="m"} 1.0' in metrics
+    assert 'kvrouter_output_tokens_total{model="m"} 3.0' in metrics
+    assert f"kvrouter_target_first_byte_seconds_count{target} 1.0" in metrics
+    assert "kvrouter_inter_token_seconds_count" not in whole
 
 
 @pytest.mark.parametrize("path", ["/live", "/ready", "/health", "/metrics", "/workers", "/v1/models"])

@@ -160,6 +160,6 @@ async def test_many_slow_streams(nats_url: str, free_port: Callable[[], int]) ->
 
         assert grown < len(clients) * MOST_BYTES_PER_STREAM
         assert (
-            b'kvrouter_requests_total{status="200"} %d.0' % len(clients)
+            b'outcome="ok",route="/v1/completions"} %d.0' % len(clients)
             in (await get(f"http://127.0.0.1:{port}", "/metrics")).body
         )

@@ -7,7 +7,15 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvrouter.telemetry.metrics import SECONDS, RequestMetrics, Sample, StateCollector
+from kvrouter.core.wire.ids import Target, WorkerId
+from kvrouter.telemetry.metrics import (
+    MOST_TARGETS,
+    SECONDS,
+    BoundedLabels,
+    RequestMetrics,
+    Sample,
+    StateCollector,
+)
 
 
 def scraped(registry: CollectorRegistry) -> dict[str, float]:
@@ -28,18 +36,39 @@ def test_names() -> None:
     assert all(name.startswith("kvrouter_") for name in scraped(registry))
 
 
-def test_requests_by_status() -> None:
-    """Requests are counted by status."""
+def test_requests_by_labels() -> None:
+    """Requests are counted by every label at once."""
     registry = CollectorRegistry()
     metrics = RequestMetrics(registry)
-    metrics.requests.inc("200")
-    metrics.requests.inc("503", 2)
+    for code, outcome in ((200, "ok"), (200, "ok"), (200, "broken"), (503, "failed")):
+        metrics.requests.inc(("m", "/v1/completions", "kv", code, outcome))
     samples = scraped(registry)
 
-    assert (1, 2) == (
-        samples["kvrouter_requests_total{'status': '200'}"],
-        samples["kvrouter_requests_total{'status': '503'}"],
-    )
+    assert {("200", "ok"): 2, ("200", "broken"): 1, ("503", "failed"): 1} == {
+        (code, outcome): samples[
+            f"kvrouter_requests_total{{'code': '{code}', 'mode': 'kv', 'model': 'm', "
+            f"'outcome': '{outcome}', 'route': '/v1/completions'}}"
+        ]
+        for code, outcome in (("200", "ok"), ("200", "broken"), ("503", "failed"))
+    }
+
+
+def test_models_are_bounded() -> None:
+    """Models beyond the cap share one label; those before keep theirs."""
+    models = BoundedLabels(2)
+
+    assert ["a", "b", "other", "a", "other"] == [models[name] for name in ("a", "b", "c", "a", "d")]
+    assert {"a", "b"} == set(models)
+
+
+def test_targets_are_bounded() -> None:
+    """Counts of targets that nothing scrapes do not grow without bound: the oldest are dropped."""
+    metrics = RequestMetrics(CollectorRegistry())
+    for number in range(MOST_TARGETS + 3):
+        metrics.target(Target(WorkerId(f"w{number}")))
+
+    assert MOST_TARGETS == len(metrics.targets)
+    assert Target(WorkerId("w2")) not in metrics.targets
 
 
 def test_buckets() -> None:

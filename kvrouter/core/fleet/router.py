@@ -507,12 +507,15 @@ class Router:
                 over.append(BookingKey(self.router_id, number))
         return over
 
-    def first_byte(self, key: BookingKey, now: float) -> None:
-        """The first data byte of a response: prefill has ended, and its rate can be measured."""
+    def first_byte(self, key: BookingKey, now: float) -> float | None:
+        """The first data byte of a response: prefill has ended, and its rate can be measured.
+
+        Returns the seconds since the decision; None if they do not show how long the prefill took.
+        """
         self.answered(key, 200)
         own = self._own.get(key.number)
         if own is None or own.booking.prefill_completed:
-            return
+            return None
         # unstreamed, the time includes decoding; without a length, the share of the charge is unknown
         if own.streamed:
             own.ttft_s = now - own.sent_at
@@ -522,6 +525,7 @@ class Router:
             self.tables.rates.observe(own.booking.target, own.charged_tokens, now - own.sent_at)
             self._learn(key, now, now - own.sent_at)
         self.mark_prefill_completed(key, now)
+        return own.ttft_s
 
     def _learn(self, key: BookingKey, now: float, ttft_s: float) -> None:
         """Learn from a first byte, and pass it on: every replica learns from all of them."""
