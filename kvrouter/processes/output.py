@@ -2,18 +2,21 @@
 
     agent-1    | 2026-11-21T10:00:00Z [info] engine.up url=…
 
-With JSON logs the name becomes a key of each object instead. A thread writes, so that an output that is not
-read delays no process: lines wait in a bounded queue; when it is full, they are counted and dropped.
+With JSON logs the name becomes a key of each object instead, and a line of text the event `process.said`.
+
+A thread writes, so that an output that is not read delays no process: lines wait in a bounded queue; when it
+is full, they are counted and dropped.
 """
 
 from __future__ import annotations
 
+import datetime
 import io
 import json
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 # A longer line is written in parts, so that a process without newlines cannot fill the memory.
 MAX_LINE_BYTES = 64 * 1024
@@ -98,12 +101,17 @@ class Output:
             label = f"\033[{colour}m{label}\033[0m"
         return label.encode() + line + b"\n"
 
+    def _lost_line(self, count: int) -> bytes:
+        if self._is_json:
+            return _event("serve", {"lines": count, "event": "log.lost", "level": "warning"})
+        return self._labelled("serve", b"lines lost: %d" % count, is_tty=False)
+
     def _write_all(self) -> None:
         reported = 0
         while (entry := self._queue.get()) is not None:
             is_error, line = entry
             if self.lost > reported:
-                line += self._labelled("serve", b"lines lost: %d" % (self.lost - reported), is_tty=False)
+                line += self._lost_line(self.lost - reported)
                 reported = self.lost
             try:
                 self._streams[is_error].write(line)
@@ -128,7 +136,12 @@ class LabelledText(io.TextIOBase):
 
 
 def _json_line(name: str, line: bytes) -> bytes:
-    key = b'{"process": ' + json.dumps(name).encode()
     if line.startswith(b"{") and line.endswith(b"}") and len(line) > 2:
-        return key + b", " + line[1:] + b"\n"
-    return key + b', "line": ' + json.dumps(line.decode(errors="replace")).encode() + b"}\n"
+        return b'{"process": ' + json.dumps(name).encode() + b", " + line[1:] + b"\n"
+    text = line.decode(errors="replace")
+    return _event(name, {"line": text, "event": "process.said", "level": "info"})
+
+
+def _event(name: str, facts: dict[str, Any]) -> bytes:
+    now = datetime.datetime.now(datetime.UTC).isoformat()
+    return json.dumps({"process": name, **facts, "timestamp": now}).encode() + b"\n"

@@ -18,6 +18,7 @@ import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -115,7 +116,7 @@ def run(command: Command[S], arguments: Sequence[str] | None, main: Callable[[Lo
     except PageAsked as asked:
         return _print_page(command, asked)
     except ConfigError as error:
-        return _print_problem(command, str(error))
+        return _print_problem(command, str(error), is_json=_asks_for_json(arguments))
     except KeyboardInterrupt:  # while its modules are loaded: where it serves, it catches signals
         return INTERRUPTED
 
@@ -129,20 +130,29 @@ def _print_page(command: Command[Any], asked: PageAsked) -> int:
     return _print_problem(command, asked.problem) if asked.problem else 0
 
 
-def _print_problem(command: Command[Any], problem: str) -> int:
+def _asks_for_json(arguments: Sequence[str] | None) -> bool:
+    """Whether logs should be JSON, as far as it can be seen although the settings are wrong."""
+    words = [*(sys.argv[1:] if arguments is None else arguments)]
+    in_words = "--log-format=json" in words or ("--log-format", "json") in pairwise(words)
+    return in_words or os.environ.get(f"{PREFIX}LOG_FORMAT") == "json"
+
+
+def _print_problem(command: Command[Any], problem: str, *, is_json: bool = False) -> int:
     line = " ".join(part.strip() for part in without_password(problem).splitlines())
-    print(f"kvrouter {command.name}: {line}", file=sys.stderr)  # noqa: T201
+    _print_line(command, line, {"event": "settings.wrong", "error": line, "level": "error"}, is_json=is_json)
     return WRONG_SETTINGS
 
 
 def _warn(command: Command[Any], warning: str, *, is_json: bool) -> None:
+    fact = {"event": "settings.ignored", "reason": warning, "level": "warning"}
+    _print_line(command, warning, fact, is_json=is_json)
+
+
+def _print_line(command: Command[Any], text: str, fact: dict[str, str], *, is_json: bool) -> None:
     """Logs are not set up yet: a line like theirs if they are JSON."""
-    text = f"kvrouter {command.name}: {warning}"
-    if is_json:
-        now = datetime.datetime.now(datetime.UTC).isoformat()
-        fact = {"event": "settings.ignored", "reason": warning, "level": "warning", "timestamp": now}
-        text = json.dumps(fact)
-    print(text, file=sys.stderr)  # noqa: T201
+    now = datetime.datetime.now(datetime.UTC).isoformat()
+    line = json.dumps({**fact, "timestamp": now}) if is_json else f"kvrouter {command.name}: {text}"
+    print(line, file=sys.stderr)  # noqa: T201
 
 
 def load(

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import datetime
+import json
 import logging
 import os
 import queue
@@ -23,6 +25,8 @@ import structlog
 
 from kvrouter.settings.declare import without_password
 
+log = structlog.get_logger()
+
 LEVELS = ("debug", "info", "warning", "error")
 
 # Beyond this, lines are lost: a pipe that is not read must not fill the memory.
@@ -32,9 +36,9 @@ _CLOSE_S = 2.0
 
 
 def set_up_logs(level: str = "info", form: str = "console") -> None:
-    """Send this process's logs to stderr. `form` json: one object a line."""
+    """Send this process's logs to stderr. `form` json: one object a line, also for libraries and crashes."""
     stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115  # None if started with 2>&-
-    stream = _stream_to(stderr)
+    stream = _stream_to(stderr, is_json=form == "json")
     renderers: list[structlog.types.Processor] = (
         [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
         if form == "json"
@@ -53,6 +57,9 @@ def set_up_logs(level: str = "info", form: str = "console") -> None:
     )
     set_log_level(level)
     logging.basicConfig(level=logging.WARNING, stream=stream, format="%(name)s: %(message)s")
+    if form == "json":
+        logging.basicConfig(level=logging.WARNING, handlers=[_AsEvents()], force=True)
+        sys.excepthook = lambda *crash: log.critical("process.crashed", exc_info=crash)
     logging.getLogger("nats").setLevel(logging.CRITICAL)  # the bus logs the same events, once and shorter
 
 
@@ -64,6 +71,16 @@ def set_log_level(level: str) -> None:
     )
 
 
+class _AsEvents(logging.Handler):
+    """Logs what a library logs as an event."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        facts: dict[str, Any] = {"logger": record.name, "message": record.getMessage()}
+        if record.exc_info:
+            facts["exc_info"] = record.exc_info
+        log.log(record.levelno, "library.logged", **facts)
+
+
 def _without_passwords(_logger: object, _level: str, fields: MutableMapping[str, Any]) -> Mapping[str, Any]:
     """The fields, without the user and password of URLs: of engines, NATS servers, in errors of either."""
     return {
@@ -72,10 +89,10 @@ def _without_passwords(_logger: object, _level: str, fields: MutableMapping[str,
     }
 
 
-def _stream_to(stderr: TextIO) -> TextIO:
+def _stream_to(stderr: TextIO, *, is_json: bool) -> TextIO:
     """A stream that neither fails nor blocks; stderr itself if it has no file descriptor (LabelledText)."""
     try:
-        return cast(TextIO, LogStream(stderr.fileno()))
+        return cast(TextIO, LogStream(stderr.fileno(), is_json=is_json))
     except (OSError, ValueError):
         return stderr
 
@@ -87,7 +104,8 @@ class LogStream:
     interpreter ends, and then fail or hang.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, *, is_json: bool) -> None:
+        self._is_json = is_json
         self._descriptor = descriptor
         self._lines: queue.Queue[str | None] = queue.Queue(MAX_LINES)
         self._lost = 0
@@ -116,7 +134,7 @@ class LogStream:
         while (text := self._lines.get()) is not None:
             try:
                 if lost := self._lost:
-                    self._write(f"log lines lost: {lost}\n")
+                    self._write(_lost_line(lost, is_json=self._is_json))
                     self._lost -= lost  # not = 0: another thread may have added to it
                 self._write(text)
             except OSError:
@@ -127,3 +145,11 @@ class LogStream:
         left = memoryview(text.encode(errors="backslashreplace"))
         while left:
             left = left[os.write(self._descriptor, left) :]
+
+
+def _lost_line(lost: int, *, is_json: bool) -> str:
+    if not is_json:
+        return f"log lines lost: {lost}\n"
+    now = datetime.datetime.now(datetime.UTC).isoformat()
+    fact = {"lines": lost, "event": "log.lost", "level": "warning", "timestamp": now}
+    return json.dumps(fact) + "\n"

@@ -95,10 +95,13 @@ def test_json() -> None:
     output.close()
 
     assert [
-        {"process": "agent-1", "event": "up"},
-        {"process": "agent-1", "line": "Traceback"},
-        {"process": "agent-1", "line": "{}"},
-    ] == [json.loads(line) for line in out.getvalue().splitlines()]
+        ("agent-1", "up", None),
+        ("agent-1", "process.said", "Traceback"),
+        ("agent-1", "process.said", "{}"),
+    ] == [
+        (line["process"], line["event"], line.get("line"))
+        for line in map(json.loads, out.getvalue().splitlines())
+    ]
 
 
 def test_output_that_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,6 +177,7 @@ async def test_no_events(nats_url: str, http: aiohttp.ClientSession, free_port: 
 
     assert "--no-use-kv-events" in frontend
     said = [json.loads(line) for line in served.said]
+    assert all({"process", "event", "level", "timestamp"} <= line.keys() for line in said)
     events = {line["event"]: line for line in said if line["process"] == "serve"}
     assert ("warning", "info") == (events["serve.engine_lacks"]["level"], events["serve.ready"]["level"])
     assert all("timestamp" in line for line in events.values())

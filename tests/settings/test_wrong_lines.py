@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 import sys
@@ -40,6 +41,21 @@ def test_one_line(
     """Exit status 2, nothing on stdout, and this line on stderr."""
     assert 2 == cli.main(run(line, tmp_path, monkeypatch))
     assert ("", f"{answer}\n") == capsys.readouterr()
+
+
+@pytest.mark.parametrize("words", [["--log-format=json"], ["--log-format", "json"], []])
+def test_as_an_event(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With JSON logs the line is an event, although the settings could not be read."""
+    if not words:
+        monkeypatch.setenv("KVROUTER_LOG_FORMAT", "json")
+
+    assert 2 == cli.main(["serve", "--no-such", *words])
+    event = json.loads(capsys.readouterr().err)
+    assert ("settings.wrong", "error") == (event["event"], event["level"])
+    assert event["error"].startswith("--no-such: no such setting")
+    assert event["timestamp"]
 
 
 def test_enough_lines() -> None:

@@ -38,10 +38,12 @@ def logged(level: str, form: str) -> list[str]:
 
 def test_json() -> None:
     """`json`: one object per line with event, fields, level and time."""
-    lines = [json.loads(line) for line in logged("info", "json") if line.startswith("{")]
+    lines = [json.loads(line) for line in logged("info", "json")]
     lost = lines[1]
 
-    assert ["worker.joined", "worker.lost", "feed.error"] == [line["event"] for line in lines]
+    assert ["worker.joined", "worker.lost", "feed.error", "library.logged"] == [
+        line["event"] for line in lines
+    ]
     assert ("warning", "w2", 31) == (lost["level"], lost["worker"], lost["silent_s"])
     assert lost["timestamp"].endswith("Z")
 
@@ -81,10 +83,35 @@ def test_levels(level: str, count: int) -> None:
 
 def test_libraries() -> None:
     """Warnings of libraries are logged, except of nats-py: the bus logs the same events once."""
-    lines = logged("info", "json")
+    lines = logged("info", "console")
 
     assert "some.library: library warns" in lines
     assert not any("details" in line or "noise" in line for line in lines)
+
+
+CRASH = """
+import logging
+from kvrouter.telemetry.logs import set_up_logs
+set_up_logs("info", "json")
+try:
+    1 / 0
+except ZeroDivisionError:
+    logging.getLogger("asyncio").exception("Task failed\\n%s", "twice")
+raise KeyError("x")
+"""
+
+
+def test_all_of_json_is_json() -> None:
+    """What libraries log, tracebacks and all, and the end by an exception are events as well."""
+    done = subprocess.run([sys.executable, "-c", CRASH], capture_output=True, text=True, check=False)
+    library, crash = map(json.loads, done.stderr.splitlines())
+
+    assert ("library.logged", "asyncio", "error") == (library["event"], library["logger"], library["level"])
+    assert "Task failed\ntwice" == library["message"]
+    assert "ZeroDivisionError" in library["exception"]
+    assert ("process.crashed", "critical") == (crash["event"], crash["level"])
+    assert "KeyError" in crash["exception"]
+    assert 1 == done.returncode
 
 
 FLOOD = """
@@ -132,6 +159,6 @@ def test_blocked_pipe() -> None:
         process.stdin.flush()
         lines += process.stderr.readlines()
 
-    lost = [int(line.split()[-1]) for line in lines if line.startswith("log lines lost: ")]
+    lost = [json.loads(line)["lines"] for line in lines if '"log.lost"' in line]
     assert "worker.lost" in lines[-1]
     assert (0, count + 1) == (process.returncode, len(lines) - len(lost) + sum(lost))
