@@ -78,12 +78,14 @@ class AccessLog:
 
     def begin(self, request: Request) -> Notes | None:
         """The notes of a new request; None if it is neither logged nor traced."""
-        is_logged = bool(self._share) and self._chance() < self._share
-        if self._tracing is None and not is_logged:
-            return None
-        now = clock()
-        trace = None if self._tracing is None else self._tracing.begin(request.head.fields, now)
-        return Notes(is_logged, now, now, trace)
+        is_logged = self._share > 0 and self._chance() < self._share
+        if self._tracing is None:
+            return _new_notes() if is_logged else None
+        notes = _new_notes()
+        trace = self._tracing.begin(request.head.fields, notes.begun)
+        request.trace = trace.headers(None)  # if it is not sampled, the worker shall not sample it either
+        notes.is_logged, notes.trace = is_logged, trace if trace.is_recorded else None
+        return notes if is_logged or trace.is_recorded else None
 
     def end(
         self,
@@ -106,7 +108,7 @@ class AccessLog:
         # a client that stops an answer that has begun is no failure of the router
         is_failure = outcome != "ok" and not (outcome == "left" and request.client.has_begun)
         is_logged = is_failure or (notes is not None and notes.is_logged)
-        if not is_logged and (notes is None or not notes.is_recorded):
+        if not is_logged and notes is None:
             return
         if notes is not None:
             notes.ended()
@@ -122,7 +124,7 @@ class AccessLog:
         if notes is not None:
             facts |= _noted(notes)
         bug = None if isinstance(error, KvRouterError) else error
-        if notes is not None and notes.trace is not None and notes.trace.is_recorded:
+        if notes is not None and notes.trace is not None:
             _end_trace(notes.trace, notes, facts, is_error=outcome == "broken" or status >= 500, bug=bug)
         if not is_logged:
             return
@@ -172,6 +174,11 @@ class AccessLog:
 
     def _is_trusted(self, address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
         return any(address in network for network in self._trusted)
+
+
+def _new_notes() -> Notes:
+    now = clock()
+    return Notes(begun=now, mark=now)
 
 
 _ATTRIBUTES = {

@@ -285,7 +285,8 @@ class Completions:
         """Send the request to the placement's worker, and its answer to the client."""
         work, placement, notes = running.work, running.placement, running.notes
         request, outcome = work.request, None
-        trace = notes.sending(placement) if notes is not None else ""
+        if notes is not None and notes.trace is not None:
+            request.trace = notes.sending(notes.trace, placement)
         try:
             connection = None if fresh else self._upstream.idle(placement.url)
             if connection is None:
@@ -313,7 +314,7 @@ class Completions:
         )
         self._running[attempt] = running
         try:
-            attempt.send(_bytes_for(work, placement, trace))
+            attempt.send(_bytes_for(work, placement))
             outcome = await attempt.outcome
             if isinstance(outcome, Done) and outcome.status == 200 and not outcome.failure:
                 self._good_answer(work, placement, attempt.tail)
@@ -425,8 +426,8 @@ class Completions:
                 raise NoWorkersError("no worker was tried")
 
 
-def _bytes_for(work: Work, placement: Placement, trace: str) -> bytes:
-    """The request as its worker gets it, head and body. `trace`: see `for_worker`."""
+def _bytes_for(work: Work, placement: Placement) -> bytes:
+    """The request as its worker gets it, head and body."""
     body = work.body
     if placement.wants_report and work.api.parse is not None:
         body = with_report_mode(body, has_arguments=work.has_engine_arguments)
@@ -437,7 +438,7 @@ def _bytes_for(work: Work, placement: Placement, trace: str) -> bytes:
         rank=placement.target.rank,
         rank_header=placement.rank_header,
         keeps_rank=work.route.wanted is not None,
-        trace=trace,
+        trace=work.request.trace,
     )
     return head + body
 

@@ -30,12 +30,14 @@ clock = time.perf_counter
 class Notes(Struct):
     """Of one request. The clock is not the event loop's, which has whole ms under uvloop (0.23)."""
 
-    is_logged: bool
     begun: float
     """A reading of `clock`, as all times here that do not end in `_s`."""
     mark: float
     """When the last step ended."""
+    is_logged: bool = True
+    """False: only traced."""
     trace: Trace | None = None
+    """None: it is not sampled."""
     accept_s: float | None = None
     """Body, tokens and hashes."""
     queue_s: float | None = None
@@ -55,13 +57,8 @@ class Notes(Struct):
     first_byte_at: float = 0.0
     """Of the running attempt; 0: not yet."""
 
-    @property
-    def is_recorded(self) -> bool:
-        """Whether its trace is sampled."""
-        return self.trace is not None and self.trace.is_recorded
-
     def tokenized(self, began: float) -> None:
-        if self.trace is not None and self.trace.is_recorded:
+        if self.trace is not None:
             self.trace.step("tokenize", began, clock())
 
     def accepted(self) -> None:
@@ -70,7 +67,7 @@ class Notes(Struct):
     def queued(self) -> None:
         began = self.mark
         self.queue_s = self._step()
-        if self.trace is not None and self.trace.is_recorded:
+        if self.trace is not None:
             self.trace.step("queue", began, self.mark)
 
     def deciding(self) -> None:
@@ -80,18 +77,14 @@ class Notes(Struct):
         """`facts()`: what the choice was judged by; called later."""
         began = self.mark
         self.decide_s = (self.decide_s or 0.0) + self._step()
-        if self.trace is not None and self.trace.is_recorded:
+        if self.trace is not None:
             self.choice = began, self.mark, facts
 
-    def sending(self, placement: Placement) -> str:
-        """Begin an attempt; returns the trace context for the worker: lines of the head, or nothing."""
-        if self.trace is None:
-            return ""
-        self.attempt, self.first_byte_at = None, 0.0
-        if self.trace.is_recorded:
-            self.attempts += 1
-            self.attempt = self.trace.upstream(clock(), _of_worker(placement, self.attempts))
-        return self.trace.headers(self.attempt)
+    def sending(self, trace: Trace, placement: Placement) -> str:
+        """Begin an attempt; returns the trace context for the worker, as lines of the head."""
+        self.attempts, self.first_byte_at = self.attempts + 1, 0.0
+        self.attempt = trace.upstream(clock(), _of_worker(placement, self.attempts))
+        return trace.headers(self.attempt)
 
     def got_first_byte(self) -> None:
         self.first_byte_at = clock()

@@ -239,7 +239,7 @@ def may_be_plain(data: bytes) -> bool:
 class Request:
     """A request whose head has been read. While the body is still arriving, `body` is None: see `read`."""
 
-    __slots__ = ("_arriving", "body", "client", "head", "headers")
+    __slots__ = ("_arriving", "body", "client", "head", "headers", "trace")
 
     def __init__(
         self,
@@ -253,6 +253,8 @@ class Request:
         self.headers = head.headers
         self.client = client
         self.body = body
+        self.trace = ""
+        """The trace context for its worker, see `RequestHead.for_worker`."""
         self._arriving = arriving
 
     async def read(self) -> bytes:
