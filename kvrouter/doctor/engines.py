@@ -131,8 +131,8 @@ def read_work(exposition: bytes) -> Work:
     return Work(sums.get(b"generation_tokens"), requests)
 
 
-def check_engines(listener: Listener, engines: Engines) -> Iterator[Finding]:
-    """Findings about engines, by the cards of their workers."""
+def check_engines(listener: Listener, engines: Engines, held: Mapping[str, int]) -> Iterator[Finding]:
+    """Findings about engines, by the cards of their workers. `held`: blocks that replicas know, by worker."""
     for worker_id, card in listener.cards().items():
         is_down = listener.workers[worker_id].beat.state == "down"
         if is_down:
@@ -142,7 +142,7 @@ def check_engines(listener: Listener, engines: Engines) -> Iterator[Finding]:
             continue
         if not is_down or engine.models.status:
             yield from _check_answers(worker_id, card, engine)
-        yield from _check_events(listener, worker_id, card, engines)
+        yield from _check_events(listener, worker_id, card, engines, held)
     yield from _check_versions(listener.cards())
 
 
@@ -169,24 +169,29 @@ def _check_answers(worker_id: str, card: Card, engine: Engine) -> Iterator[Findi
         yield Finding(KINDS["engine.unhealthy"], worker_id, f"{card.url}/health answers {health.status}")
 
 
-def _check_events(listener: Listener, worker_id: WorkerId, card: Card, engines: Engines) -> Iterator[Finding]:
-    """An engine that has filled a block while listening, of which its agent has published none."""
+def _check_events(
+    listener: Listener, worker_id: WorkerId, card: Card, engines: Engines, held: Mapping[str, int]
+) -> Iterator[Finding]:
+    """An engine that has filled a block, of which its agent has published none: just now, or ever."""
     later = engines.later.get(card.url)
     if not card.publishes_events or later is None:
         return
-    one = listener.workers[worker_id]
     feeds = [
         feed
         for key, feed in listener.feeds.items()
         if isinstance(key, KvSource) and key.worker_id == worker_id
     ]
-    running = sum(rank.running or 0 for rank in one.beat.ranks)
-    stored = sum(feed.stored_blocks for feed in feeds)
-    if stored or not later.surely_filled(engines.met[card.url].work, running, card.block_size):
+    running = sum(rank.running or 0 for rank in listener.workers[worker_id].beat.ranks)
+    if sum(feed.stored_blocks for feed in feeds):
         return
-    tokens = (later.generated_tokens or 0) - (engines.met[card.url].work.generated_tokens or 0)
-    seen = f"{tokens:.0f} tokens generated while listening, and no block stored"
-    yield Finding(KINDS["engine.no_blocks"], worker_id, seen)
+    before = engines.met[card.url].work
+    if later.surely_filled(before, running, card.block_size):
+        tokens = (later.generated_tokens or 0) - (before.generated_tokens or 0)
+        seen = f"{tokens:.0f} tokens generated while listening, and no block stored"
+        yield Finding(KINDS["engine.no_blocks"], worker_id, seen)
+    elif held.get(worker_id) == 0 and later.surely_filled(Work(0, 0), running, card.block_size):
+        seen = f"{later.generated_tokens:.0f} tokens generated since its start"
+        yield Finding(KINDS["engine.no_blocks_known"], worker_id, seen)
 
 
 def _check_versions(cards: Mapping[WorkerId, Card]) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from kvrouter.bus.embedded import DEFAULT_URL
 from kvrouter.config import read_key
 from kvrouter.doctor import fleet_checks, machine, nats_servers, replica_checks
 from kvrouter.doctor.engines import Engines, check_engines
-from kvrouter.doctor.findings import Finding, Report, clean, listed
+from kvrouter.doctor.findings import Finding, Report, clean, counted, listed
 from kvrouter.doctor.kinds import KINDS
 from kvrouter.doctor.listening import Listener
 from kvrouter.doctor.nats_servers import Server
@@ -45,9 +46,11 @@ from kvrouter.version import __version__
 
 # Agents and replicas answer a hello within 50 ms.
 HELLO_S = 0.4
+# Other namespaces are listened to for so long, if the given one is silent: heartbeats come once a second.
+OTHERS_S = 2.0
 # Kept for the comparison and the checks.
 RESERVE_S = 2.0
-MOST_COMPARE_S = 10.0
+MOST_COMPARE_S = 5.0
 # Without --owners: their snapshots are read, some MB each.
 MOST_RANKS, MOST_BLOCKS = 64, 2_000_000
 # A look at large replicas takes them milliseconds: they rest this many times as long.
@@ -147,11 +150,11 @@ class Examination:
         await self._part("engines and replicas again", self._meet_again(), self._left_s - RESERVE_S)
         await asyncio.sleep(max(HELLO_S, end - loop.time()))  # events of what engines have counted
         self.listened_s, self.listened_until = loop.time() - began, loop.time()
-        if not self.listener.senders:
-            await self._part("other namespaces", self._hear_others(bus), 2.5)
         for server in self.servers[:1] if len(self.servers) == 1 else ():
             server.reconnects = bus.counters.connections - connections
             server.denied = bus.last_error if bus.connected else ""
+        if not self.listener.senders:
+            await self._part("other namespaces", self._hear_others(bus), 2 * OTHERS_S)
 
     async def _meet(self) -> None:
         """Ask all engines and replicas that are known by now, and not asked yet."""
@@ -183,7 +186,7 @@ class Examination:
 
         await bus.subscribe("kvrouter.*.live.worker.*", note)
         await bus.subscribe("kvrouter.*.live.router.*", note)
-        await asyncio.sleep(2.0)
+        await asyncio.sleep(OTHERS_S)
 
     async def _ports(self, http: aiohttp.ClientSession) -> None:
         self.findings += await machine.check_ports(http, self._settings.frontend_port, set())
@@ -252,7 +255,7 @@ class Examination:
                 ),
                 ("agents", lambda: fleet_checks.check_agents(listener, self.listened_until)),
                 ("frames", lambda: fleet_checks.check_frames(listener)),
-                ("engines", lambda: check_engines(listener, self._engines)),
+                ("engines", lambda: check_engines(listener, self._engines, self._held())),
                 ("fleet", lambda: replica_checks.check_together(replicas, listener, self.listened_s)),
             ]
         checks += [(one.url, lambda one=one: replica_checks.check_replica(one, listener)) for one in replicas]  # type: ignore[misc]
@@ -265,6 +268,17 @@ class Examination:
                 self.findings.append(
                     Finding(KINDS["doctor.failed"], name, f"{type(error).__name__}: {error}")
                 )
+
+    def _held(self) -> dict[str, int]:
+        """The blocks that a replica knows of each worker: of the replicas, the most."""
+        held: dict[str, int] = {}
+        for one in self._replicas.met.values():
+            here: Counter[str] = Counter()
+            for row in one.later.targets if one.later is not None else ():
+                here[row.worker_id] += row.blocks
+            for worker_id, blocks in here.items():
+                held[worker_id] = max(blocks, held.get(worker_id, 0))
+        return held
 
     def _differences(self) -> list[Finding]:
         assert self.compared is not None
@@ -300,25 +314,28 @@ class Examination:
         listener = self.listener
         fleet = (
             f"namespace {self._settings.bus.namespace} at {self._nats.shown()}: "
-            f"{len(listener.peers)} replicas, {len(listener.workers)} workers"
+            f"{counted(len(listener.peers), 'replica')}, {counted(len(listener.workers), 'worker')}"
         )
         return Report(clean(fleet), kept, good, time.monotonic() - self._started, left_out)
 
     def _good(self) -> dict[str, str]:
         listener, engines = self.listener, self._engines.met
         replicas = [one for one in self._replicas.met.values() if one.health is not None]
-        frames = sum(feed.frames for feed in listener.feeds.values())
+        frames = counted(sum(feed.frames for feed in listener.feeds.values()), "frame")
         good = {"nats": nats_servers.described(self.servers) if self.servers else ""}
         if listener.workers:
             intervals = {one.sender.interval_s for one in listener.workers.values()}
             every = listed(f"{interval:g}" for interval in intervals)
-            good["agent"] = f"{len(listener.workers)} agents, heartbeats every {every} s, all ranks whole"
-            good["engine"] = f"{len(engines)} engines answer and serve the models of their cards"
-            good["events"] = f"{frames} frames of {len(listener.feeds)} feeds while listening, none missing"
+            good["agent"] = (
+                f"{counted(len(listener.workers), 'agent')}, heartbeats every {every} s, all ranks whole"
+            )
+            good["engine"] = f"{counted(len(engines), 'engine')} met, serving the models of the cards"
+            feeds = counted(len(listener.feeds), "feed")
+            good["events"] = f"{frames} of {feeds} while listening, none missing"
         if replicas:
-            good["replica"] = f"{len(replicas)} replicas are ready{self._equality()}"
+            good["replica"] = f"{counted(len(replicas), 'replica')} ready{self._equality()}"
             good["clock"] = (
-                f"those of {len(self._skews())} servers are within {machine.MOST_SKEW_S:g} s of this one"
+                f"{counted(len(self._skews()), 'server')} within {machine.MOST_SKEW_S:g} s of this one"
             )
         good["machine"] = "file descriptors suffice"
         return good
@@ -327,8 +344,10 @@ class Examination:
         if self.compared is None or not self.compared.is_equal:
             return ""
         agents = any(row.agent is not None for row in self.compared.rows)
-        what = f"{len(self.compared.rows)} feeds equal" + (" in replicas and agents" if agents else "")
-        return f", {what} ({self.compared.looks} looks)"
+        what = f"{counted(len(self.compared.rows), 'feed')} equal" + (
+            " in replicas and agents" if agents else ""
+        )
+        return f", {what} ({counted(self.compared.looks, 'look')})"
 
 
 def _to_connect(options: NatsOptions) -> NatsOptions:

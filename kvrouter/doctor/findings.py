@@ -12,6 +12,8 @@ from typing import Literal, TypeAlias
 
 Severity: TypeAlias = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+# In the order in which one explains the next.
+AREAS = ("nats", "fleet", "agent", "engine", "events", "replica", "tls", "clock", "machine", "doctor")
 _CONTROL = re.compile(r"[^\x20-\x7e\xa0-\ufffd]+")
 # Of a text that came from another process.
 _MOST_CHARACTERS = 300
@@ -36,6 +38,11 @@ class Kind:
     @property
     def area(self) -> str:
         return self.code.partition(".")[0]
+
+
+def order(kind: Kind) -> tuple[int, int, str]:
+    """Sorts kinds: by severity, then by area."""
+    return SEVERITIES.index(kind.severity), AREAS.index(kind.area), kind.code
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +75,11 @@ class Report:
         return 2 if "error" in found else 1 if "warning" in found else 0
 
     def grouped(self) -> Iterator[tuple[Kind, list[Finding]]]:
-        """The findings of each kind; the most severe kind first, then the kind with the lower code."""
+        """The findings of each kind, the most severe kinds first, and of these by area."""
         by_kind: dict[str, list[Finding]] = {}
         for finding in self.findings:
             by_kind.setdefault(finding.kind.code, []).append(finding)
-        rank = {severity: number for number, severity in enumerate(SEVERITIES)}
-        groups = sorted(by_kind.values(), key=lambda each: (rank[each[0].kind.severity], each[0].kind.code))
+        groups = sorted(by_kind.values(), key=lambda each: order(each[0].kind))
         return ((group[0].kind, group) for group in groups)
 
     def count(self, severity: Severity) -> int:
@@ -85,3 +91,8 @@ def listed(names: Iterable[str], most: int = 5) -> str:
     every = sorted(names)
     more = f" and {len(every) - most} more" if len(every) > most else ""
     return ", ".join(every[:most]) + more
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 worker`, `1,000 workers`."""
+    return f"{number:,} {noun}{'s'[: number != 1]}"

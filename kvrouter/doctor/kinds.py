@@ -31,7 +31,7 @@ _ALL = (
         "nats.not_nats",
         "error",
         "Something else answers on the port of NATS",
-        "correct --nats, or end the program that took the port",
+        "correct --nats, or end the program that took the port; restart NATS if it is NATS that hangs",
         _NATS,
     ),
     Kind(
@@ -161,6 +161,20 @@ _ALL = (
         _BROKEN,
     ),
     Kind(
+        "replica.lost",
+        "warning",
+        "Replicas know a replica that is silent here",
+        "look whether it still runs and reaches NATS; its bookings count until its lease ends",
+        _BROKEN,
+    ),
+    Kind(
+        "replica.losses",
+        "note",
+        "A replica has lost workers or other replicas since its start",
+        "look for worker.lost and replica.lost in its log: they name who fell silent, and when",
+        _WHO,
+    ),
+    Kind(
         "agent.partial",
         "warning",
         "An agent does not know all blocks of its engine: too little overlap is predicted",
@@ -237,6 +251,14 @@ _ALL = (
         "compare --kv-events of the agent with the engine's endpoint (vLLM: /kv_event_sources); look "
         "at the agent's "
         "log",
+        _EVENTS,
+    ),
+    Kind(
+        "engine.no_blocks_known",
+        "warning",
+        "An engine has filled blocks since its start, and replicas know none of them",
+        "normal after a reset of its prefix cache; else compare --kv-events of the agent with the engine's "
+        "endpoint, and look at the agent's log",
         _EVENTS,
     ),
     Kind(

@@ -51,7 +51,7 @@ async def look_at_port(http: aiohttp.ClientSession, port: int) -> tuple[bool, He
             _, writer = await asyncio.open_connection("127.0.0.1", port)
     except (OSError, TimeoutError):
         return False, None
-    writer.close()
+    writer.transport.abort()
     fetched = await fetch(http, f"http://127.0.0.1:{port}/health", timeout_s=1.0)
     return True, decoded(fetched.body, Health)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -83,7 +84,7 @@ async def read_info(url: str) -> ServerInfo:
     except (TimeoutError, ValueError):
         raise KvRouterError("accepts connections, but sends no INFO line, as NATS does") from None
     finally:
-        writer.close()
+        writer.transport.abort()
     if not line.startswith(b"INFO "):
         raise KvRouterError(f"sends {clean(line.decode('utf-8', 'replace'), 60)!r} instead of an INFO line")
     try:
@@ -100,10 +101,17 @@ async def meet(url: str) -> Server:
     try:
         server.info = await read_info(url)
     except (OSError, TimeoutError) as error:
-        server.kind, server.trouble = "nats.unreachable", str(error) or f"no answer within {INFO_S:g} s"
+        server.kind = "nats.unreachable"
+        is_slow = isinstance(error, TimeoutError)
+        server.trouble = f"no answer within {INFO_S:g} s" if is_slow else _reason(error)
     except KvRouterError as error:
         server.kind, server.trouble = "nats.not_nats", str(error)
     return server
+
+
+def _reason(error: OSError) -> str:
+    """Without the address, which asyncio's messages repeat."""
+    return os.strerror(error.errno).lower() if error.errno and error.errno > 0 else str(error)
 
 
 async def connect(bus: Bus, server: Server) -> bool:
@@ -148,6 +156,7 @@ async def hearing(options: NatsOptions, server: Server, url: str, subjects: Subj
             await measure(bus, server)
             await bus.subscribe(subjects.live_worker(WorkerId("*")), note)
             await bus.subscribe(subjects.live_router(RouterId("*")), note)
+            bus.publish(subjects.hello, b"")
         yield
         server.reconnects = max(0, bus.counters.connections - 1)
         server.denied = bus.last_error if bus.connected else ""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence, Set
 
-from kvrouter.doctor.findings import Finding, Kind, clean, listed
+from kvrouter.doctor.findings import Finding, Kind, clean, counted, listed
 from kvrouter.doctor.http import EXPIRES_SOON_S
 from kvrouter.doctor.kinds import KINDS
 from kvrouter.doctor.listening import Listener
+from kvrouter.doctor.machine import LEAST_DESCRIPTORS
 from kvrouter.doctor.replicas import FeedRow, Replica, Workers
 from kvrouter.verify.comparison import VerifyError
 
@@ -23,6 +24,8 @@ _FAULTS = (
     "failures",
 )
 _FEW_DESCRIPTORS = 0.8
+# Of problems that audits report: agents' and replicas' findings say them already.
+_AUDITED_HERE = ("token ids of", "have one address", "has no KV events", "prefix caching is off")
 _MOST_PROBLEMS = 200
 # Of verify's differences: what other findings report already, and what more time may settle.
 _KNOWN_OTHERWISE = ("does not see the replica", "--router-replica-sync")
@@ -38,7 +41,10 @@ def check_replica(one: Replica, listener: Listener) -> Iterator[Finding]:
     """Findings about one replica."""
     about = one.url if one.is_given or not one.router_id else f"{one.url} ({one.router_id})"
     if one.trouble:
-        yield Finding(_unreachable(one), about, one.trouble)
+        # of TLS the reason only: the remedy in it is for agents
+        yield Finding(
+            _unreachable(one), about, one.trouble.partition("; ")[0] if one.is_tls_trouble else one.trouble
+        )
         return
     if one.announced and one.health is not None and one.health.router_id != one.announced:
         seen = f"replica {one.health.router_id} answers, heartbeats name {one.announced}"
@@ -57,7 +63,6 @@ def check_replica(one: Replica, listener: Listener) -> Iterator[Finding]:
         yield Finding(KINDS["replica.shared_port"], about, seen)
     yield from _check_doors(one, about)
     yield from _check_tokens(one.workers, about)
-    yield from _check_problems(one.workers, about)
     yield from _check_feeds(one, about)
 
 
@@ -81,10 +86,19 @@ def _check_doors(one: Replica, about: str) -> Iterator[Finding]:
         yield Finding(KINDS["replica.admin_open"], about, f"{one.open_at}/routing answers without a key")
     if one.expires_s is not None and one.expires_s < EXPIRES_SOON_S:
         yield Finding(KINDS["tls.expires"], about, f"in {max(0.0, one.expires_s) / 86_400:.1f} days")
-    if one.descriptors is not None and one.descriptors[0] > _FEW_DESCRIPTORS * one.descriptors[1]:
-        yield Finding(
-            KINDS["replica.descriptors"], about, f"{one.descriptors[0]} of {one.descriptors[1]} are open"
-        )
+    yield from _check_series(one, about)
+
+
+def _check_series(one: Replica, about: str) -> Iterator[Finding]:
+    opened, allowed = one.series.get("process_open_fds", 0), one.series.get("process_max_fds", 0)
+    if 0 < allowed < LEAST_DESCRIPTORS:
+        yield Finding(KINDS["replica.descriptors"], about, f"it may open at most {allowed}")
+    elif allowed and opened > _FEW_DESCRIPTORS * allowed:
+        yield Finding(KINDS["replica.descriptors"], about, f"{opened} of {allowed} are open")
+    names = {"worker": "kvrouter_workers_lost_total", "replica": "kvrouter_replicas_lost_total"}
+    lost = [counted(one.series[name], noun) for noun, name in names.items() if one.series.get(name)]
+    if lost:
+        yield Finding(KINDS["replica.losses"], about, f"{' and '.join(lost)} lost since its start")
 
 
 def _check_tokens(workers: Workers, about: str) -> Iterator[Finding]:
@@ -97,12 +111,21 @@ def _check_tokens(workers: Workers, about: str) -> Iterator[Finding]:
             yield Finding(KINDS["replica.tokens_unknown"], about, f"{pool}: {compared.reason}")
 
 
-def _check_problems(workers: Workers, about: str) -> Iterator[Finding]:
-    """What its audit says. Differing tokens are reported above, block sizes for the whole fleet."""
-    found = [(row.pool, text) for row in workers.pools for text in row.problems if "token ids of" not in text]
-    found += [(f"{row.worker_id}/{row.rank}", text) for row in workers.targets for text in row.problems]
-    for subject, text in found[:_MOST_PROBLEMS]:
-        yield Finding(KINDS["replica.problem"], about, f"{subject}: {text}")
+def _check_problems(shown: Sequence[Replica]) -> Iterator[Finding]:
+    """What audits say, each once; without what other findings say."""
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for one in shown:
+        workers = one.workers
+        for row in workers.pools if workers is not None else ():
+            for text in row.problems:
+                found[row.pool, text].append(one.url)
+        for target in workers.targets if workers is not None else ():
+            for text in target.problems:
+                found[f"{target.worker_id}/{target.rank}", text].append(one.url)
+    unsaid = [(key, urls) for key, urls in found.items() if not any(part in key[1] for part in _AUDITED_HERE)]
+    for (subject, text), urls in unsaid[:_MOST_PROBLEMS]:
+        where = urls[0] if len(urls) == 1 else f"{len(urls)} replicas"
+        yield Finding(KINDS["replica.problem"], subject, f"{clean(text, 250)} (at {where})")
 
 
 def _check_feeds(one: Replica, about: str) -> Iterator[Finding]:
@@ -131,30 +154,30 @@ def check_together(replicas: Sequence[Replica], listener: Listener, listened_s: 
     shown = [one for one in replicas if one.workers is not None]
     yield from _check_knowledge(shown, listener, listened_s)
     yield from _check_settings(shown)
+    yield from _check_problems(shown)
     yield from _check_prompts(shown)
     yield from _check_ways(shown)
 
 
 def _check_knowledge(shown: Sequence[Replica], listener: Listener, listened_s: float) -> Iterator[Finding]:
-    heard = {
-        worker_id
-        for worker_id, one in listener.workers.items()
-        if one.card is not None and one.sender.beats > 1
-    }
-    lost: dict[str, list[str]] = defaultdict(list)
+    """Who knows whom. A sender that died before the doctor came may be known at the first look only."""
+    heard = {name for name, one in listener.workers.items() if one.card is not None and one.sender.beats > 1}
+    lost: dict[tuple[str, str], list[str]] = defaultdict(list)
     for one in shown:
-        workers = one.later or one.workers
-        if workers is None or (listener.peers and one.router_id not in listener.peers):
+        first, last = one.workers, one.later or one.workers
+        if first is None or last is None or (listener.peers and one.router_id not in listener.peers):
             continue  # of another namespace
-        known = {row.worker_id for row in workers.targets}
+        known = {row.worker_id for row in last.targets}
         if missing := heard - known:
             yield Finding(KINDS["replica.other_workers"], one.url, f"it does not know {listed(missing)}")
-        for worker_id in known - heard - {*listener.workers} - listener.left:
-            lost[worker_id].append(one.url)
-        yield from _check_peers(one, workers, listener)
-    for worker_id, urls in lost.items():
+        for name in (known | {row.worker_id for row in first.targets}) - {*listener.workers} - listener.left:
+            lost["agent.lost", name].append(one.url)
+        for name in {*first.namespace_peers, *last.namespace_peers} - {*listener.peers} - listener.left:
+            lost["replica.lost", name].append(one.url)
+        yield from _check_peers(one, last, listener)
+    for (kind, name), urls in lost.items():
         seen = f"no heartbeat in {listened_s:.0f} s; known to {listed(urls, 3)}"
-        yield Finding(KINDS["agent.lost"], worker_id, seen)
+        yield Finding(KINDS[kind], name, seen)
 
 
 def _check_peers(one: Replica, workers: Workers, listener: Listener) -> Iterator[Finding]:

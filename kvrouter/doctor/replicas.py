@@ -26,8 +26,15 @@ WORKERS_BYTES = 256 * 1024 * 1024
 WORKERS_S = 10.0
 MOST_REPLICAS = 256
 MOST_MODELS = 8
+_MOST_COUNT = 2.0**53
 AT_ONCE = 8
-_DESCRIPTORS = re.compile(rb"^process_(open|max)_fds(?:\{[^\n]{0,200}\})? ([0-9.e+]{1,30})\s*$", re.MULTILINE)
+_SERIES = (
+    "process_open_fds",
+    "process_max_fds",
+    "kvrouter_workers_lost_total",
+    "kvrouter_replicas_lost_total",
+)
+_SAMPLE = re.compile(rb"^([a-z_]{1,64})(?:\{[^\n]{0,200}\})? ([0-9.e+]{1,30})\s*$", re.MULTILINE)
 # Chats of these ways are tokenized by the replica itself, so replicas may differ. With the others a probe
 # would ask an engine, and the replica might change its way by the answer.
 LOCAL_WAYS = {"model path", "card"}
@@ -139,8 +146,8 @@ class Replica:
     workers_trouble: str = ""
     skew_s: float | None = None
     expires_s: float | None = None
-    descriptors: tuple[int, int] | None = None
-    """Open, and allowed."""
+    series: dict[str, int] = field(default_factory=dict)
+    """Of /metrics: open and allowed descriptors, losses since the start. Unknown ones are missing."""
     clients_trouble: str = ""
     open_at: str = ""
     """An address that is not loopback, where its operators' routes answer without a key."""
@@ -224,9 +231,8 @@ class Replicas:
         if one.workers is None:
             return
         one.routing = decoded((await self._get(one, "/routing")).body, Routing)
-        one.descriptors = _descriptors(
-            (await self._get(one, "/metrics?name[]=process_open_fds&name[]=process_max_fds")).body
-        )
+        query = "&".join(f"name[]={name}" for name in _SERIES)
+        one.series = read_series((await self._get(one, f"/metrics?{query}")).body)
         await self._look_at_doors(one)
 
     async def _workers(self, one: Replica) -> Workers | None:
@@ -297,19 +303,15 @@ class Replicas:
         )
 
 
-def _descriptors(exposition: bytes) -> tuple[int, int] | None:
-    found = {name: float(number) for name, number in _DESCRIPTORS.findall(exposition) if _is_number(number)}
-    if {b"open", b"max"} <= found.keys() and 0 <= found[b"open"] <= found[b"max"] < 2**40:
-        return round(found[b"open"]), round(found[b"max"])
-    return None
-
-
-def _is_number(text: bytes) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+def read_series(exposition: bytes) -> dict[str, int]:
+    """The wanted numbers in an exposition; of a series with labels the sum."""
+    found: dict[str, int] = {}
+    for name, text in _SAMPLE.findall(exposition):
+        key = name.decode()
+        with contextlib.suppress(ValueError, OverflowError):
+            if key in _SERIES and 0 <= (number := float(text)) < _MOST_COUNT:
+                found[key] = found.get(key, 0) + round(number)
+    return found
 
 
 def is_loopback(host: str) -> bool:

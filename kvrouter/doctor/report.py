@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvrouter.doctor.findings import SEVERITIES, Finding, Kind, Report
+from kvrouter.doctor.findings import SEVERITIES, Finding, Kind, Report, counted
 
 # Of one kind of finding.
 _LINES, _ROWS = 5, 100
@@ -23,7 +23,8 @@ def as_text(report: Report) -> str:
     parts += [f"ok       {area}: {text}" for area, text in report.good.items()]
     if report.ignored:
         parts.append(f"ignored  {', '.join(report.ignored)}")
-    return "\n".join([*parts, "", f"{_counted(report)}; exit code {report.exit_code}"]) + "\n"
+    counts = ", ".join(counted(report.count(severity), severity) for severity in SEVERITIES)
+    return "\n".join([*parts, "", f"{counts}; exit code {report.exit_code}"]) + "\n"
 
 
 def _group(kind: Kind, findings: list[Finding]) -> Iterator[str]:
@@ -47,11 +48,6 @@ def _wrapped(mark: str, text: str) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-def _counted(report: Report) -> str:
-    counts = [(severity, report.count(severity)) for severity in SEVERITIES]
-    return ", ".join(f"{count} {severity}{'s'[: count != 1]}" for severity, count in counts)
 
 
 def as_json(report: Report) -> str:

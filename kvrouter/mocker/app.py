@@ -445,6 +445,7 @@ def _values(engine: Engine) -> Iterator[tuple[str, float]]:
     yield "vllm:prompt_tokens_cached_total", counters.cache_hits
     yield "vllm:generation_tokens_total", counters.generated
     yield "vllm:num_preemptions_total", counters.preemptions
+    yield "vllm:request_success_total", counters.finished
 
 
 def _cache_labels(engine: Engine) -> str:

@@ -156,6 +156,7 @@ class Counters:
     cache_queries: int = 0
     cache_hits: int = 0
     preemptions: int = 0  # requests
+    finished: int = 0  # requests
     steps: int = 0
 
 
@@ -355,6 +356,7 @@ class Engine:
         if finish_reason is not None:
             del self._sequences[request_id]
             self.cache.release(sequence.chain)
+            self.counters.finished += 1
         return Output(request_id, token, finish_reason, sequence.cached_tokens or 0)
 
     def _finish_reason(self, sequence: _Sequence, token: int) -> str | None:

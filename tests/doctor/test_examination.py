@@ -187,7 +187,7 @@ async def test_sick_replicas(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> 
         "torn",
         "not-ready",
     ]
-    known += ["away", "taken", "liar", "templates", "odd", "problem", "ways", "differs"]
+    known += ["away", "taken", "liar", "templates", "odd", "problem", "ways", "differs", "small", "loser"]
     pools = [{"pool": "p", "model": "m", "block_size": 16}]
     here = {"namespace_peers": known, "targets": [target("w")], "feeds": feed(), "pools": pools}
     differs = {
@@ -202,7 +202,9 @@ async def test_sick_replicas(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> 
         "well": probe,
         "late": {"/ready": {"status": "degraded", "reasons": ["NATS is away"]}},
         "not-ready": {"/ready": (503, {"status": "starting", "reasons": ["no worker"]})},
-        "full": {"/metrics": "process_open_fds 950.0\nprocess_max_fds 1000.0\n"},
+        "full": {"/metrics": "process_open_fds 9500.0\nprocess_max_fds 10000.0\n"},
+        "small": {"/metrics": "process_open_fds 5.0\nprocess_max_fds 1000.0\n"},
+        "loser": {"/metrics": "kvrouter_workers_lost_total 2.0\nkvrouter_replicas_lost_total 0.0\n"},
         "stuck": {"feeds": feed(state="recovering", lag=7)},
         "tokens": {"tokens": {"compared": {"p": differs, "q": {"state": "unanswered", "reason": "404"}}}},
         "templates": probe | {"/v1/route": {"isl": 90}},
@@ -210,7 +212,7 @@ async def test_sick_replicas(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> 
         "other-routing": {"/routing": {"revision": 4, "by": "x", "not_applied": {"router-mode": "unknown"}}},
         "alone": {"replica_sync": False},
         "torn": {"/workers": "{"},
-        "odd": {"namespace_peers": ["well"], "targets": [target("ghost")]},
+        "odd": {"namespace_peers": ["well", "ghost-replica"], "targets": [target("ghost")]},
         "problem": {"pools": [{"pool": "p", "model": "m", "block_size": 16, "problems": ["no good"]}]},
         "differs": {"targets": [target("w", "ff")]},
         "liar": {"/health": {"router_id": "someone"}},
@@ -246,14 +248,16 @@ async def test_sick_replicas(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> 
         "events.feed_stuck": ["stuck"],
         "replica.alone": ["alone"],
         "replica.degraded": ["late"],
-        "replica.descriptors": ["full"],
+        "replica.descriptors": ["full", "small"],
+        "replica.losses": ["loser"],
+        "replica.lost": ["ghost-replica"],
         "replica.impostor": ["taken"],
         "replica.not_examined": ["away"],
         "replica.not_operators": ["torn"],
         "replica.not_ready": ["not-ready"],
         "replica.other_replicas": ["odd"],
         "replica.other_workers": ["odd"],
-        "replica.problem": ["problem"],
+        "replica.problem": ["p"],
         "replica.prompts": ["m"],
         "replica.shared_port": ["liar"],
         "replica.stranger": ["liar"],

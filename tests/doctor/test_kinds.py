@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.doctor.findings import SEVERITIES, Kind
+from kvrouter.doctor.findings import Kind, order
 from kvrouter.doctor.kinds import KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,7 +20,7 @@ def row(kind: Kind) -> str:
 
 def test_table() -> None:
     """docs/doctor.md lists every kind, the most severe first."""
-    kinds = sorted(KINDS.values(), key=lambda kind: (SEVERITIES.index(kind.severity), kind.code))
+    kinds = sorted(KINDS.values(), key=order)
     lines = (ROOT / "docs/doctor.md").read_text().splitlines()
 
     assert [row(kind) for kind in kinds] == [line for line in lines if line.startswith("| `")]
