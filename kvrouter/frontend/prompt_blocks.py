@@ -248,7 +248,7 @@ def named(encoded: Iterable[Encoded], naming: Naming, known: PrefixHashes | None
     if not size:
         return ()
     seed = block_seed(naming.lora_name, naming.salt)
-    began = time.perf_counter()
+    began = time.perf_counter() if naming.hashed is not None else 0.0
     prompts = []
     for ids, isl, beginnings, media, outcome in encoded:
         # Most blocks of a chat are those of its previous turn: their hashes are looked up, not computed.

@@ -26,6 +26,9 @@ ANSWER_READS = 64
 _FAILED = re.compile(rb'"finish_reason": ?"error"')
 # Any output: a text that is not empty, whatever the API calls it.
 _OUTPUT = re.compile(rb'"(?:text|content|reasoning|reasoning_content|arguments)": ?"[^"]')
+# Where this is not, there are no counts: one search that fails fast, instead of several.
+USAGE = b'_tokens":'
+_COMPLETION = b'"completion_tokens":'
 # A whole number: the delimiter shows that no chunk boundary cuts it.
 _NUMBER = re.compile(rb" ?(\d{1,12})[,} \n]")
 
@@ -86,8 +89,9 @@ def find_usage(tail: bytes) -> Usage:
 
 def find_output_tokens(tail: bytes) -> int | None:
     """The length of the answer in the last usage in these bytes; None where it is missing or cut off."""
-    found = last_number(tail, b'"completion_tokens":')
-    return found if found is not None else last_number(tail, b'"output_tokens":')  # of Anthropic's API
+    at = tail.rfind(_COMPLETION)  # as `last_number`, without its call: every answer comes here
+    found = _NUMBER.match(tail, at + len(_COMPLETION)) if at >= 0 else None
+    return int(found[1]) if found else last_number(tail, b'"output_tokens":')  # of Anthropic's API
 
 
 def last_number(tail: bytes, name: bytes) -> int | None:

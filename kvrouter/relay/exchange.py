@@ -192,6 +192,16 @@ class Attempt:
         """The last bytes that were relayed, framing included: the engine's usage is there."""
         return b"".join(self._last_reads)[-self._most_tail_bytes :]
 
+    @property
+    def reads(self) -> int:
+        """How many reads `tail` joins."""
+        return len(self._last_reads)
+
+    @property
+    def last_read(self) -> bytes:
+        """The end of `tail`: what the last read brought."""
+        return self._last_reads[-1] if self._last_reads else b""
+
     def send(self, request: bytes) -> None:
         """Send the request. All later calls come from the connection (Receiver, below)."""
         limits = self._limits

@@ -161,15 +161,16 @@ class TargetCounts:
     __slots__ = ("answers", "first_byte_s", "first_bytes")
 
     def __init__(self) -> None:
-        self.answers: dict[str, int] = {}
-        """Attempts, by outcome: ok, refused, failed, broken, left."""
+        self.answers = dict.fromkeys(("ok", "refused", "failed", "broken", "left"), 0)
+        """Attempts that ended, by outcome."""
         self.first_byte_s = 0.0
         """From the decision to the first byte, summed over `first_bytes` streamed answers."""
         self.first_bytes = 0
 
     @property
     def errors(self) -> int:
-        return self.answers.get("failed", 0) + self.answers.get("broken", 0)
+        """Attempts that failed by the target's fault, or may have."""
+        return self.answers["failed"] + self.answers["broken"]
 
 
 class RequestMetrics:
@@ -222,11 +223,14 @@ class RequestMetrics:
             "kvrouter_hash_seconds", "Hashing of one request's blocks", registry, bounds=OWN_SECONDS
         )
         self.decide = Spread(
-            "kvrouter_decide_seconds", "Choice of a worker, and its booking", registry, bounds=OWN_SECONDS
+            "kvrouter_decide_seconds",
+            "Choice of a worker, and its booking, of one attempt in 16",
+            registry,
+            bounds=OWN_SECONDS,
         )
         self.relay = Spread(
             "kvrouter_relay_seconds",
-            "This process's time in sending a request and passing its answer on, of one request in 16",
+            "This process's time in sending a request and passing its answer on, of one attempt in 16",
             registry,
             bounds=OWN_SECONDS,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from dataclasses import fields
 
@@ -26,6 +27,8 @@ from tests.frontend.workers import (
     OK,
     SSE_HEAD,
     FakeWorker,
+    Script,
+    answer,
     chunk,
     event,
     says,
@@ -379,3 +382,27 @@ async def test_workers_contains_the_core_in_use(fleet_of: FleetOf) -> None:
         told = (await fleet.get("/workers")).json["core"]
 
         assert {"in_use": versions.in_use(), "native_not_built": versions.why_not_built} == told
+
+
+DONE = b"data: [DONE]\n\n"
+USED = b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens": 7,"total_tokens":10}}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("script", "tokens"),
+    [
+        (OK, None),
+        (says(SSE_HEAD, chunk(event("a")), chunk(DONE), LAST_CHUNK), 1),
+        (says(SSE_HEAD, chunk(event("a")), chunk(USED), chunk(DONE), LAST_CHUNK), 7),
+        (says(answer(USED)), 7),
+    ],
+    ids=["none", "events", "usage of a stream", "usage"],
+)
+async def test_output_tokens(fleet_of: FleetOf, script: Script, tokens: int | None) -> None:
+    """As the engine reports them, else one for each event; no series where neither is known."""
+    async with fleet_of(scripts=(script,)) as fleet:
+        await fleet.ask()
+        metrics = (await fleet.get("/metrics")).body.decode()
+
+    found = re.findall(r'^kvrouter_output_tokens_total\{model="m"\} (\S+)$', metrics, re.MULTILINE)
+    assert ([] if tokens is None else [str(float(tokens))]) == found
