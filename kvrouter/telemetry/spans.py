@@ -207,16 +207,16 @@ class Exporter(SpanExporter):
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Called from the processor's thread. Tries for OTEL_EXPORTER_OTLP_TIMEOUT, 10 s."""
-        result = SpanExportResult.FAILURE
         try:
             result = self._inner.export(spans)
-        finally:
-            if result is SpanExportResult.SUCCESS:
-                self._counts.sent += len(spans)
-                self._succeeded()
-            else:
-                self._counts.failed += len(spans)
-                self._failed()
+        except Exception as error:  # an unreachable collector, in the SDK's 1.30
+            result, self._words.text = SpanExportResult.FAILURE, str(error)
+        if result is SpanExportResult.SUCCESS:
+            self._counts.sent += len(spans)
+            self._succeeded()
+        else:
+            self._counts.failed += len(spans)
+            self._failed()
         return result
 
     def _succeeded(self) -> None:

@@ -67,6 +67,7 @@ def test_install(tmp_path: Path) -> None:
     for command in ("frontend", "worker", "mocker"):
         words = ["--engine-url=http://127.0.0.1:1"] if command == "worker" else []
         run(target / "bin" / "kvrouter", command, "--show-config", *words)
+    run(target / "bin" / "python", "-c", "import kvrouter.telemetry.spans")
 
 
 @pytest.mark.skipif(not os.environ.get("KVROUTER_TEST_LONG"), reason="it builds: KVROUTER_TEST_LONG=1")
