@@ -6,7 +6,7 @@ A user is an nkey: the server's file has the public half, and DIR/NAME.nk the se
     agent W    live.worker.W  live.kv.*.W.*  answer.kv.W.>        hello  live.worker.W  kv-replay.W
     frontend   live.router.*  live.sync.>  answer.sync.>  hello   live.>  hello  sync-replay.*  answer.>
                kv-replay.*  sync-replay.*
-    verify     hello  kv-replay.*                                 live.worker.*  answer.kv.>
+    verify     hello  kv-replay.*                                 live.>  answer.>
     a tool     nothing                                            live.>
     leaf       the whole namespace: a leaf node passes on what its own users may
 
@@ -141,7 +141,7 @@ def verify_rights(subjects: Subjects) -> Rights:
     every = WorkerId("*")
     return Rights(
         (subjects.hello, subjects.kv_replay(every)),
-        (subjects.live_worker(every), subjects.answers("*")),
+        (subjects.live, subjects.answers("*")),
     )
 
 

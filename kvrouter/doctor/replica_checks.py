@@ -21,7 +21,6 @@ _FAULTS = (
     "malformed",
     "other_versions",
     "unsent",
-    "failures",
 )
 _FEW_DESCRIPTORS = 0.8
 # Of problems that audits report: agents' and replicas' findings say them already.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.bus import NatsOptions
+from kvrouter.bus import NatsOptions, accounts
 from kvrouter.config import NamespaceOptions
 from kvrouter.doctor import examination, nats_servers
 from kvrouter.doctor.examination import examine
@@ -132,3 +132,16 @@ async def test_info(nats_url: str) -> None:
 
     assert info.max_payload >= 1 << 20
     assert info.version[0] == "2"
+
+
+async def test_user_verify(new_nats_server: NewServer, tmp_path: Path) -> None:
+    """The user that `kvrouter nats-accounts` makes for it has the rights that are needed."""
+    assert 0 == accounts.main([str(tmp_path), "--namespace", "n", "--agent", "w"])
+    config = tmp_path / "nats.conf"
+    config.write_text('include "./accounts.conf"\n')
+    server = new_nats_server(config)
+    server.start()
+    nats = NatsOptions((server.url,), nkey_file=tmp_path / "verify.nk")
+    report = await examine(DoctorSettings(listen_s=0.5, timeout_s=20.0, bus=NamespaceOptions(nats, "n")))
+
+    assert ["fleet.silent"] == [*codes(report)]
