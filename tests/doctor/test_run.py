@@ -22,6 +22,7 @@ from kvrouter.config import NamespaceOptions
 from kvrouter.core.wire.heartbeats import Card, WorkerBeat
 from kvrouter.core.wire.ids import WorkerId
 from kvrouter.core.wire.ops import VERSION
+from kvrouter.doctor import __main__ as command
 from kvrouter.doctor import examination, fleet_checks, machine, replicas
 from kvrouter.doctor.engines import Engine, Engines, Work, check_engines, read_work
 from kvrouter.doctor.examination import examine
@@ -36,8 +37,11 @@ from tests.certificates import Authority
 from tests.doctor.sick import CLOSED, answering, codes, engine, replica, seen, sick_namespace
 
 
-def test_command(capsys: pytest.CaptureFixture[str], free_port: Callable[[], int]) -> None:
+def test_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, free_port: Callable[[], int]
+) -> None:
     """Text and JSON, and the exit code of an error."""
+    monkeypatch.setattr(command, "set_up_logs", lambda _: None)  # other tests read this process's logs
     words = ["doctor", "--nats", f"nats://127.0.0.1:{free_port()}", "--frontend-port", str(free_port())]
     code = cli.main(words)
     text = capsys.readouterr().out
