@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -38,11 +39,6 @@ from kvrouter.version import __version__
 MOST_FEEDS = 100
 
 MODEL_PATH = "/v1/models/"
-
-NOT_HERE = """\
-Several processes share this port, and each has its own counters: scrape their admin ports.
-This answer came from {url}; /workers there lists the other processes under `peers`.
-"""
 
 
 class Admin:
@@ -140,14 +136,17 @@ class Admin:
         )
 
     async def clients_metrics(self, request: Request) -> Answer:
-        """Metrics on the clients' port. On a shared port the next scrape might reach another process."""
-        if self._listeners.is_shared:
-            text = NOT_HERE.format(url=self._listeners.admin_url)
-            return Answer(421, text.encode(), {"content-type": TEXT})
-        return await self.metrics(request)
+        """Metrics on the clients' port: of all processes on it, as the next scrape may reach another one."""
+        return await self._metrics(request, whole=True)
 
     async def metrics(self, request: Request) -> Answer:
-        body = await exposition(self._registry, names=request.query.get("name[]", ()))
+        """Metrics of this process; with `processes=all` of all processes on its port."""
+        return await self._metrics(request, whole=request.query.get("processes") == ["all"])
+
+    async def _metrics(self, request: Request, *, whole: bool) -> Answer:
+        names, siblings = request.query.get("name[]", ()), self._listeners.siblings
+        own = partial(exposition, self._registry, names=names)
+        body = await (siblings.metrics(own, names) if whole and siblings is not None else own())
         return Answer(200, body, {"content-type": CONTENT_TYPE_LATEST})
 
     async def workers(self, _request: Request) -> Answer:

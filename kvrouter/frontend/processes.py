@@ -16,6 +16,7 @@ import contextlib
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Sequence
 
 import structlog
@@ -149,6 +150,7 @@ async def _run(loaded: Loaded[FrontendOptions], output: Output) -> int:
         nats = []
         if options.nats.is_embedded:
             nats = [f"--nats={await stack.enter_async_context(embedded_server())}"]
+        siblings = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrouter-processes-"))
         log.info(
             "frontend.processes",
             url=url(listener, is_tls=options.tls.files is not None),
@@ -156,7 +158,15 @@ async def _run(loaded: Loaded[FrontendOptions], output: Output) -> int:
             admin_ports=_admin_ports(options),
             replica_sync="on: processes that share a port share their bookings",
         )
-        command = [sys.executable, "-m", "kvrouter.frontend", *loaded.words, *_own_flags(options), *nats]
+        command = [
+            sys.executable,
+            "-m",
+            "kvrouter.frontend",
+            *loaded.words,
+            *_own_flags(options),
+            f"--siblings={siblings}",
+            *nats,
+        ]
         return await Processes(options, command, listener, output).run(signals, loaded)
 
 

@@ -8,10 +8,11 @@ import os
 import resource
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvrouter.errors import ConfigError
 from kvrouter.frontend.settings import ProcessOptions, TlsOptions
+from kvrouter.frontend.siblings import Siblings
 from kvrouter.relay.certificate import ServerCertificate
 
 # Connections that wait to be accepted. The kernel lowers it to net.core.somaxconn.
@@ -28,14 +29,14 @@ _DESCRIPTORS_PER_STREAM = 2
 class Listeners:
     """The two sockets of one replica: the clients' port and the admin listener.
 
-    `is_shared`: other processes accept from `main` as well; `admin` is never shared. `certificate` is for
-    both; without one they serve plain HTTP.
+    `siblings`: the other processes that accept from `main` as well; `admin` is never shared. `certificate` is
+    for both; without one they serve plain HTTP.
     """
 
     main: socket.socket
     admin: socket.socket
-    is_shared: bool
     certificate: ServerCertificate | None
+    siblings: Siblings | None = None
 
     @property
     def url(self) -> str:
@@ -56,7 +57,11 @@ def open_listeners(host: str, port: int, process: ProcessOptions, tls: TlsOption
         else:
             main = stack.enter_context(_inherited(process.listen_fd))
         admin = stack.enter_context(listen(process.admin_host, process.own_admin_port, "--admin-port"))
-        yield Listeners(main, admin, process.listen_fd is not None, certificate)
+        listeners = Listeners(main, admin, certificate)
+        if process.siblings is not None:
+            siblings = Siblings(process.siblings, process.number, listeners.admin_url)
+            listeners = replace(listeners, siblings=siblings)
+        yield listeners
 
 
 def listen(host: str, port: int, flag: str = "--port") -> socket.socket:

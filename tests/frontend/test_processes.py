@@ -149,15 +149,23 @@ async def test_two_on_one_port(nats_url: str) -> None:
         report = await compare(parent.admin_urls, timeout_s=10.0)
         metrics = await get(parent.url, "/metrics")
         own = [await get(url, "/metrics") for url in parent.admin_urls]
+        os.kill(parent.children()[1], signal.SIGKILL)
+        one_left = await get(parent.admin_urls[0], "/metrics?processes=all&name[]=kvrouter_process_scraped")
 
     assert {view["router_id"] for view in views} == set(served)
     assert 2 == len(served), served
     assert [True, True] == [view["replica_sync"] for view in views]
     assert [parent.admin_urls[1]] == [peer["url"] for peer in views[0]["peers"]]
     assert report.is_equal, report.differences
-    assert 421 == metrics.status
-    counts = [line for each in own for line in each.body.decode().splitlines() if "_requests_total{" in line]
+    counts = [
+        line for line in metrics.body.decode().splitlines() if "_requests_total{" in line and "/v1" in line
+    ]
+    assert {"1", "2"} == {re.findall(r'process="(\d)"', line)[0] for line in counts}
     assert 200 == sum(float(line.split()[-1]) for line in counts)
+    assert not any("process=" in each.body.decode() for each in own)
+    assert {"1": "1.0", "2": "0.0"} == dict(
+        re.findall(r'process_scraped\{process="(\d)"\} (\S+)', one_left.body.decode())
+    )
 
 
 async def test_killed_while_connections_queue(nats_url: str) -> None:
