@@ -213,9 +213,11 @@ class Completions:
             notes.accepted()
         # Once, not before each retry: a retry replaces a booking of this request that has just been freed.
         if work.api.parse is not None and self._waiting_room.is_on:
-            await self._waiting_room.admitted(work.router, work.route)
-            if notes is not None:
-                notes.queued()
+            try:
+                await self._waiting_room.admitted(work.router, work.route)
+            finally:
+                if notes is not None:
+                    notes.queued()
         for tries in range(self._retries + 1):
             if tries > 1:
                 await asyncio.sleep(RETRY_DELAY_S * 2**tries * random.random())

@@ -9,6 +9,7 @@ GET  /decisions?blocks=true          DecisionRing      with the hashes of the pr
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -178,7 +179,7 @@ def _compared(decision: Decision) -> dict[str, Any]:
 
 
 def _rounded(terms: dict[str, float]) -> dict[str, float]:
-    return {name: round(value, 6) for name, value in terms.items()}
+    return {name: round(value, 6) for name, value in terms.items() if math.isfinite(value)}
 
 
 def _target(verdict: Verdict) -> dict[str, Any]:

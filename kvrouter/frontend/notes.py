@@ -8,6 +8,7 @@ receive   tokenize      queue      decide     upstream        stream        │
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -117,14 +118,14 @@ class Notes(Struct):
 
 
 def _of_worker(placement: Placement, number: int) -> dict[str, Any]:
-    host, port, _ = address_of(placement.url)
-    return {
+    facts: dict[str, Any] = {
         "kvrouter.attempt": number,
         "kvrouter.worker": str(placement.target.worker_id),
         "kvrouter.rank": placement.target.rank,
-        "server.address": host,
-        "server.port": port,
     }
+    with contextlib.suppress(ValueError):  # a URL that cannot be connected to either
+        facts["server.address"], facts["server.port"], _ = address_of(placement.url)
+    return facts
 
 
 def _ended(outcome: Outcome | None) -> tuple[dict[str, Any], str]:

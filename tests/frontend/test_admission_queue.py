@@ -154,9 +154,9 @@ async def test_no_request_starves(fleet_of: FleetOf) -> None:
 
 
 async def test_wait_is_bounded(fleet_of: FleetOf) -> None:
-    """After --router-queue-timeout-s the client gets a 503 with Retry-After; the next one still waits."""
+    """After --router-queue-timeout-s the client gets a 503 with Retry-After; the log has the wait."""
     gate = Gate()
-    flags = (*KV, "--router-queue-timeout-s", "0.2")
+    flags = (*KV, "--router-queue-timeout-s", "0.2", "--access-log", "all")
     async with fleet_of(*flags, scripts=(gate.script,), **STEP) as fleet, one_at_work(fleet, gate) as crowd:
         await crowd.add(1)
         (refused,) = await asyncio.gather(*crowd.tasks)
@@ -166,6 +166,8 @@ async def test_wait_is_bounded(fleet_of: FleetOf) -> None:
         assert 0 == waiting(fleet)
         assert [0] == gate.arrived
         assert 1 == await metric(fleet, 'kvrouter_queue_wait_seconds_count{outcome="timeout"}')
+        (failed,) = fleet.logged("request.failed")
+        assert ("failed", True) == (failed["outcome"], failed["queue_s"] > 0.1)
 
 
 async def test_full_queue(fleet_of: FleetOf) -> None:
