@@ -24,6 +24,7 @@ from kvrouter.doctor.http import EXPIRES_SOON_S, Fetched, authorized, fetch
 from kvrouter.doctor.kinds import KINDS
 from kvrouter.doctor.listening import Listener
 from kvrouter.errors import KvRouterError
+from kvrouter.worker.engines import discovery
 from kvrouter.worker.engines.http import read_models
 
 # Examined at once; sockets for as many are needed.
@@ -37,6 +38,8 @@ _COUNTED = re.compile(
 # Earlier versions name neither salt nor adapter of a block (docs/engines.md, SGLang).
 _FIRST_EXACT = {"sglang": (0, 5, 23)}
 _NOT_ALLOWED = (401, 403)
+# Kinds of engines that have /v1/models.
+LISTING = frozenset(discovery.KINDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +159,8 @@ def _check_answers(worker_id: str, card: Card, engine: Engine) -> Iterator[Findi
         yield Finding(KINDS["tls.expires"], card.url, f"in {max(0.0, models.expires_s) / 86_400:.1f} days")
     if models.status in _NOT_ALLOWED:
         yield Finding(KINDS["engine.not_asked"], worker_id, f"{card.url}/v1/models answers {models.status}")
+    elif models.status == 404 and card.engine not in LISTING:
+        pass  # a worker of the library need not list its models
     elif models.status != 200 or engine.trouble:
         seen = engine.trouble or f"/v1/models answers {models.status}"
         kind = "engine.unhealthy" if models.status >= 500 else "engine.other_model"

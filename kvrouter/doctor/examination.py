@@ -65,6 +65,7 @@ class Examination:
         self.servers: list[Server] = []
         self.listener = Listener(Subjects(settings.bus.namespace))
         self.other_namespaces: set[str] = set()
+        self.reconnects = 0
         self.listened_s = 0.0
         self.listened_until = 0.0
         self.compared: Compared | None = None
@@ -150,8 +151,9 @@ class Examination:
         await self._part("engines and replicas again", self._meet_again(), self._left_s - RESERVE_S)
         await asyncio.sleep(max(HELLO_S, end - loop.time()))  # events of what engines have counted
         self.listened_s, self.listened_until = loop.time() - began, loop.time()
+        self.reconnects = bus.counters.connections - connections
         for server in self.servers[:1] if len(self.servers) == 1 else ():
-            server.reconnects = bus.counters.connections - connections
+            server.reconnects = self.reconnects
             server.denied = bus.last_error if bus.connected else ""
         if not self.listener.senders:
             await self._part("other namespaces", self._hear_others(bus), 2 * OTHERS_S)
@@ -254,7 +256,7 @@ class Examination:
                     ),
                 ),
                 ("agents", lambda: fleet_checks.check_agents(listener, self.listened_until)),
-                ("frames", lambda: fleet_checks.check_frames(listener)),
+                ("frames", lambda: fleet_checks.check_frames(listener, is_whole=not self.reconnects)),
                 ("engines", lambda: check_engines(listener, self._engines, self._held())),
                 ("fleet", lambda: replica_checks.check_together(replicas, listener, self.listened_s)),
             ]

@@ -84,12 +84,15 @@ def _check_block_sizes(cards: Sequence[Card]) -> Iterator[Finding]:
             yield Finding(KINDS["fleet.block_sizes"], model, seen)
 
 
-def check_frames(listener: Listener) -> Iterator[Finding]:
-    """Whether the frames of every feed came once, in order and readable."""
+def check_frames(listener: Listener, *, is_whole: bool) -> Iterator[Finding]:
+    """Whether the frames of every feed came once, in order and readable.
+
+    `is_whole`: the connection was never lost. NATS drops a client that cannot keep up, and its frames.
+    """
     for source, feed in listener.feeds.items():
         if feed.malformed:
             yield Finding(KINDS["events.unreadable"], name(source), feed.malformed)
-        if feed.missing:
+        if feed.missing and is_whole:
             yield Finding(
                 KINDS["events.gaps"],
                 name(source),

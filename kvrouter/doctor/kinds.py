@@ -168,6 +168,21 @@ _ALL = (
         _BROKEN,
     ),
     Kind(
+        "agent.no_answer",
+        "error",
+        "An agent does not answer requests for its blocks: replicas cannot repair what they miss",
+        "restart the agent; look whether NATS lets it subscribe to kvrouter.NAMESPACE.kv-replay.ID, and "
+        "publish answers",
+        "deploy.md#nats",
+    ),
+    Kind(
+        "replica.draining",
+        "note",
+        "A replica drains: it finishes its requests and ends",
+        "nothing, if someone restarts it",
+        _READY,
+    ),
+    Kind(
         "replica.losses",
         "note",
         "A replica has lost workers or other replicas since its start",

@@ -11,7 +11,7 @@ from kvrouter.doctor.kinds import KINDS
 from kvrouter.doctor.listening import Listener
 from kvrouter.doctor.machine import LEAST_DESCRIPTORS
 from kvrouter.doctor.replicas import FeedRow, Replica, Workers
-from kvrouter.verify.comparison import VerifyError
+from kvrouter.verify.comparison import AGENT, VerifyError
 
 # Counters of a feed that a healthy one does not have, in the order in which one explains the next.
 _FAULTS = (
@@ -50,7 +50,9 @@ def check_replica(one: Replica, listener: Listener) -> Iterator[Finding]:
         yield Finding(KINDS["replica.shared_port"], about, seen)
     if listener.peers and one.router_id not in {*listener.peers, *listener.left}:
         yield Finding(KINDS["replica.stranger"], about, f"no heartbeat of {one.router_id} was received")
-    if one.ready is not None and one.ready_status != 200:
+    if one.ready is not None and one.ready.status == "draining":
+        yield Finding(KINDS["replica.draining"], about, "it takes no new requests")
+    elif one.ready is not None and one.ready_status != 200:
         yield Finding(KINDS["replica.not_ready"], about, f"{one.ready.status}: {_reasons(one.ready.reasons)}")
     elif one.ready is not None and one.ready.status != "ready":
         yield Finding(KINDS["replica.degraded"], about, _reasons(one.ready.reasons))
@@ -250,8 +252,13 @@ def different(texts: Sequence[str]) -> Iterator[Finding]:
         if any(part in text for part in _KNOWN_OTHERWISE):
             continue
         about, _, seen = text.partition(": ")
-        kind = "replica.not_compared" if any(part in text for part in _NOT_IN_TIME) else "replica.different"
-        yield Finding(KINDS[kind], about, seen or text)
+        yield Finding(KINDS[_kind_of(text, seen)], about, seen or text)
+
+
+def _kind_of(text: str, seen: str) -> str:
+    if seen.startswith(f"{AGENT}: "):
+        return "agent.no_answer"
+    return "replica.not_compared" if any(part in text for part in _NOT_IN_TIME) else "replica.different"
 
 
 def not_comparable(error: VerifyError) -> Finding:

@@ -57,7 +57,7 @@ class Health(Struct, frozen=True):
 
 
 class Ready(Struct, frozen=True):
-    status: str
+    status: str = ""
     reasons: list[str] = []
 
 

@@ -117,6 +117,13 @@ class Namespace:
         """Any message."""
         self.messages.append((subject, payload))
 
+    async def beat(self) -> None:
+        """A heartbeat of a worker, again and again."""
+        self.worker("w")
+        while True:
+            self._answer("", b"", "")
+            await asyncio.sleep(0.02)
+
     async def examine(self, **settings: Any) -> Report:
         """The doctor's report on it."""
         return await examination(self.nats, self.name, **settings)

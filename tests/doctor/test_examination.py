@@ -187,7 +187,19 @@ async def test_sick_replicas(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> 
         "torn",
         "not-ready",
     ]
-    known += ["away", "taken", "liar", "templates", "odd", "problem", "ways", "differs", "small", "loser"]
+    known += [
+        "away",
+        "taken",
+        "liar",
+        "templates",
+        "odd",
+        "problem",
+        "ways",
+        "differs",
+        "leaving",
+        "small",
+        "loser",
+    ]
     pools = [{"pool": "p", "model": "m", "block_size": 16}]
     here = {"namespace_peers": known, "targets": [target("w")], "feeds": feed(), "pools": pools}
     differs = {
@@ -208,6 +220,7 @@ async def test_sick_replicas(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> 
         "stuck": {"feeds": feed(state="recovering", lag=7)},
         "tokens": {"tokens": {"compared": {"p": differs, "q": {"state": "unanswered", "reason": "404"}}}},
         "templates": probe | {"/v1/route": {"isl": 90}},
+        "leaving": {"/ready": (503, {"status": "draining"})},
         "ways": {"tokens": {"ways": {"p": {"chat": {"way": "text"}}}}},
         "other-routing": {"/routing": {"revision": 4, "by": "x", "not_applied": {"router-mode": "unknown"}}},
         "alone": {"replica_sync": False},
@@ -251,6 +264,7 @@ async def test_sick_replicas(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> 
         "replica.descriptors": ["full", "small"],
         "replica.losses": ["loser"],
         "replica.lost": ["ghost-replica"],
+        "replica.draining": ["leaving"],
         "replica.impostor": ["taken"],
         "replica.not_examined": ["away"],
         "replica.not_operators": ["torn"],

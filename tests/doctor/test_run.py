@@ -23,7 +23,7 @@ from kvrouter.core.wire.heartbeats import Card, WorkerBeat
 from kvrouter.core.wire.ids import WorkerId
 from kvrouter.core.wire.ops import VERSION
 from kvrouter.doctor import __main__ as command
-from kvrouter.doctor import examination, fleet_checks, machine, replicas
+from kvrouter.doctor import examination, fleet_checks, machine, replica_checks, replicas
 from kvrouter.doctor.engines import Engine, Engines, Work, check_engines, read_work
 from kvrouter.doctor.examination import examine
 from kvrouter.doctor.findings import Finding, Report, clean
@@ -35,6 +35,7 @@ from kvrouter.doctor.report import as_json, as_text
 from kvrouter.doctor.settings import DoctorSettings
 from tests.certificates import Authority
 from tests.doctor.sick import CLOSED, answering, codes, engine, replica, seen, sick_namespace
+from tests.doctor.sick import examination as examined
 
 
 def test_command(
@@ -91,13 +92,13 @@ async def test_a_check_that_fails(nats_url: str, monkeypatch: pytest.MonkeyPatch
     async def fail_later(*_: object) -> None:
         fail()
 
-    monkeypatch.setattr(fleet_checks, "check_frames", fail)
+    monkeypatch.setattr(fleet_checks, "check_agents", fail)
     monkeypatch.setattr(examination.Examination, "_compare", fail_later)
     async with sick_namespace(nats_url) as namespace, answering(engine()) as url:
         namespace.worker("w", url)
         report = await namespace.examine()
 
-    assert {"doctor.failed": ["comparison", "frames"], "fleet.no_replicas": [namespace.name]} == codes(report)
+    assert {"doctor.failed": ["comparison", "agents"], "fleet.no_replicas": [namespace.name]} == codes(report)
     assert ["ZeroDivisionError: why"] * 2 == [f.seen for f in report.findings if f.kind.area == "doctor"]
 
 
@@ -112,7 +113,7 @@ async def test_no_time(nats_url: str) -> None:
     app.router.add_route("*", "/{path:.*}", never)
     async with TestServer(app) as server, sick_namespace(nats_url) as namespace:
         namespace.worker("w", str(server.make_url("")).rstrip("/"))
-        report = await namespace.examine(timeout_s=3.0)
+        report = await namespace.examine(timeout_s=1.2)
 
     assert {"doctor.unfinished", "fleet.no_replicas"} <= codes(report).keys()
     assert report.seconds < 10
@@ -296,4 +297,60 @@ def test_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (256, 1024))
     (found,) = machine.check_descriptors()
 
-    assert "at most 1024" in found.seen
+    assert ("machine.descriptors", True) == (found.kind.code, "at most 1024" in found.seen)
+
+
+def test_silence_between_heartbeats() -> None:
+    """Four intervals without a heartbeat, at the end or in between; two are no finding."""
+    card = Card(worker_id="w", url="http://e", model="m", block_size=16)
+    listener = Listener(Subjects("n"))
+    for name, times in {"well": (0, 1, 3, 4), "gap": (0, 1, 5, 6), "silent": (0, 1, 2)}.items():
+        one = listener.workers[WorkerId(name)] = Worker(WorkerBeat(VERSION, 1, "up", "p", [], 1), card=card)
+        for at in times:
+            one.sender.beat(1, 1000, float(at))
+
+    found = fleet_checks.check_agents(listener, 6.0)
+
+    assert ["gap", "silent"] == [finding.about for finding in found if finding.kind.code == "agent.late"]
+
+
+def test_no_block_since_the_start() -> None:
+    """An engine that has filled blocks, of which replicas know none; one more and it is well."""
+    listener = Listener(Subjects("n"))
+    card = Card(worker_id="w", url="http://e", model="m", block_size=16)
+    listener.workers[WorkerId("w")] = Worker(WorkerBeat(VERSION, 1, "up", "p", [], 1, card), card=card)
+    engines = Engines(cast("aiohttp.ClientSession", None), None)
+    answer = Fetched(200)
+    work = Work(1000, 2)
+    engines.met["http://e"] = Engine("http://e", answer, answer, ("m",), "", work)
+    engines.later["http://e"] = work
+
+    assert ["engine.no_blocks_known"] == [
+        found.kind.code for found in check_engines(listener, engines, {"w": 0})
+    ]
+    assert [] == [*check_engines(listener, engines, {"w": 1})]
+    assert [] == [*check_engines(listener, engines, {})]
+
+
+async def test_other_namespaces(nats_url: str) -> None:
+    """A silent namespace: those that are heard instead are named."""
+    async with sick_namespace(nats_url) as namespace:
+        beats = asyncio.create_task(namespace.beat())
+        report = await examined(nats_url, "mistyped")
+        beats.cancel()
+
+    assert namespace.name in seen(report, "fleet.silent")
+
+
+def test_differences_by_kind() -> None:
+    """What `kvrouter verify` reports: a silent agent, contents that differ, and lack of time."""
+    texts = (
+        "blocks of w/0 in p: its agent: no answer within 2 s",
+        "blocks of w/0 in p, as of frame 1:1: a holds device 1 (0), b device 2 (0)",
+        "blocks of w/0 in p: a and b were never at the same frame (now 1:1 and 1:2)",
+        "a does not see the replica b (http://b)",
+    )
+
+    found = [finding.kind.code for finding in replica_checks.different(texts)]
+
+    assert ["agent.no_answer", "replica.different", "replica.not_compared"] == found
