@@ -23,6 +23,7 @@ from kvrouter.telemetry.logs import set_up_logs
 from kvrouter.worker.agent import serve
 from kvrouter.worker.drain import Duty
 from kvrouter.worker.engines_file import EngineList, read_engines
+from kvrouter.worker.metrics_port import MetricsOf, metrics_port
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.settings import COMMAND, WorkerSettings
 from kvrouter.worker.shared_process import serve_all
@@ -51,18 +52,26 @@ def _main(loaded: Loaded[WorkerSettings]) -> int:
     return status
 
 
-def _service(agents: AgentOptions | EngineList) -> tuple[Sequence[Duty], Awaitable[None]]:
+def _service(agents: AgentOptions | EngineList, metrics: MetricsOf) -> tuple[Sequence[Duty], Awaitable[None]]:
     """The agent of one engine, or those of several, with the Duty of each, which the signals change."""
     if isinstance(agents, EngineList):
         duties = [Duty(asyncio.Event()) for _ in agents.agents]
-        return duties, serve_all(agents, duties)
+        return duties, serve_all(agents, duties, metrics)
     leave = asyncio.Event()
     duty = Duty(leave)
-    return [duty], serve(agents, leave, duty)
+    return [duty], serve(agents, leave, duty, metrics)
 
 
 async def _run(agents: AgentOptions | EngineList, loaded: Loaded[WorkerSettings]) -> None:
-    duties, service = _service(agents)
+    at = loaded.settings.metrics
+    async with metrics_port(at.host, at.port) as metrics:
+        await _serve(agents, loaded, metrics)
+
+
+async def _serve(
+    agents: AgentOptions | EngineList, loaded: Loaded[WorkerSettings], metrics: MetricsOf
+) -> None:
+    duties, service = _service(agents, metrics)
 
     def retire() -> None:
         for duty in duties:

@@ -28,6 +28,7 @@ from kvrouter.worker.engines.discovery import learn, learn_patiently, new_adapte
 from kvrouter.worker.engines.facts import EngineFacts, build_card, can_report, with_discovered
 from kvrouter.worker.engines.http import EngineError, EngineHttp, Models
 from kvrouter.worker.engines.metrics import RankLoad, Scrape
+from kvrouter.worker.metrics_port import AgentView, MetricsOf, RankView
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.polled_events import PolledEvents
 from kvrouter.worker.publisher import KvPublisher, ReplayAnswers
@@ -44,15 +45,19 @@ MODELS_EVERY_S = 5.0
 SETTLE_S = 2.0
 
 
-async def serve(options: AgentOptions, stop: asyncio.Event, duty: Duty | None = None) -> None:
+async def serve(
+    options: AgentOptions, stop: asyncio.Event, duty: Duty | None = None, metrics: MetricsOf | None = None
+) -> None:
     """Run an agent until `stop` is set, or `duty` is done. Raises KvRouterError."""
     async with contextlib.AsyncExitStack() as stack:
         events = [await stack.enter_async_context(EngineEvents.open(each)) for each in options.endpoints]
         bus = await stack.enter_async_context(open_bus(options.nats, name=f"worker {options.worker_id}"))
-        await serve_engine(options, bus, events, duty or Duty(stop))
+        await serve_engine(options, bus, events, duty or Duty(stop), metrics or MetricsOf())
 
 
-async def serve_engine(options: AgentOptions, bus: Bus, events: Sequence[RankEvents], duty: Duty) -> None:
+async def serve_engine(
+    options: AgentOptions, bus: Bus, events: Sequence[RankEvents], duty: Duty, metrics: MetricsOf
+) -> None:
     """Run an agent on an open bus and open event sockets, in which events wait until the engine is known."""
     started_us = time.time_ns() // 1000
     async with contextlib.AsyncExitStack() as stack:
@@ -76,7 +81,9 @@ async def serve_engine(options: AgentOptions, bus: Bus, events: Sequence[RankEve
         former = file.read() if file is not None else None
         part = stack.enter_context(bus.part())
         agent = Agent(options, part, engine, facts, events, duty=duty, started_us=started_us, former=former)
-        await agent.run(file)
+        metrics.bus = bus
+        with metrics.including(agent):
+            await agent.run(file)
 
 
 async def _open_events(
@@ -252,6 +259,15 @@ class Agent:
         rank = self._ranks[number]
         publisher = rank.publisher
         return load.beat(number, publisher.incarnation, publisher.seq, is_partial=rank.announce_partial())
+
+    def view(self) -> AgentView:
+        """For --metrics-port."""
+        ranks = [RankView(self._rank_beat(number), 0, 0, {}) for number in range(self._options.ranks)]
+        for number, rank in enumerate(self._ranks[: len(ranks)]):
+            blocks = rank.publisher.blocks
+            ranks[number] = RankView(ranks[number].beat, blocks.count(), blocks.held_blocks, rank.losses)
+        announcer = self._announcer
+        return AgentView(self._options.worker_id, announcer.state, self._is_down, announcer.heartbeats, ranks)
 
     async def _watch_health(self) -> None:
         """After MISSES_UNTIL_DOWN failed probes the engine is down; the next answer brings it back up."""

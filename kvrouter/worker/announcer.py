@@ -94,6 +94,11 @@ class Announcer:
         self._beats = 0
         self._warned = ""
 
+    @property
+    def heartbeats(self) -> int:
+        """How many were made so far."""
+        return self._beats
+
     async def subscribe(self) -> None:
         """Subscribe to hellos, and to heartbeats of another agent with the same worker id."""
         await self._bus.subscribe(self._subjects.hello, lambda *_: self.hurry())

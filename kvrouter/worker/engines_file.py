@@ -27,7 +27,7 @@ from kvrouter.worker.settings import WorkerSettings
 from kvrouter.worker.zmq.sockets import agent_binds
 
 MAX_ENGINES = 1024
-_OF_THE_PROCESS = ("nats", "namespace", "heartbeat-s", "log-", "engines", "help")
+_OF_THE_PROCESS = ("nats", "namespace", "heartbeat-s", "log-", "metrics-", "engines", "help")
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,10 +131,27 @@ class CardSettings(Settings):
 
 
 @dataclass(frozen=True, slots=True)
+class MetricsSettings(Settings):
+    heading = "Operators"
+
+    port: int = setting(
+        0,
+        "serve the agent's own metrics at /metrics on this port, without a key; 0: not served",
+        name="metrics-port",
+        metavar="PORT",
+        least=0,
+        most=65535,
+        is_top=True,
+    )
+    host: str = setting("127.0.0.1", "address of --metrics-port", name="metrics-host", metavar="ADDRESS")
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerSettings(CommonOptions):
     engine: EngineSettings = field(default_factory=EngineSettings)
     events: EventSettings = field(default_factory=EventSettings)
     card: CardSettings = field(default_factory=CardSettings)
+    metrics: MetricsSettings = field(default_factory=MetricsSettings)
 
     def agent(self, topic: str | None = None) -> AgentOptions:
         """The options of one engine's agent. `topic`: instead of --kv-topic. Raises ConfigError."""

@@ -20,6 +20,7 @@ from kvrouter.worker.agent import serve_engine
 from kvrouter.worker.announcer import TakenOverError
 from kvrouter.worker.drain import Duty
 from kvrouter.worker.engines_file import EngineList
+from kvrouter.worker.metrics_port import MetricsOf
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.zmq.shared_socket import SharedSocket
 from kvrouter.worker.zmq.sockets import EngineEvents
@@ -32,7 +33,13 @@ RETRY_S = 10.0
 _SILENT_BEATS = 5
 
 
-async def serve_all(engines: EngineList, duties: Sequence[Duty], *, retry_s: float = RETRY_S) -> None:
+async def serve_all(
+    engines: EngineList,
+    duties: Sequence[Duty],
+    metrics: MetricsOf | None = None,
+    *,
+    retry_s: float = RETRY_S,
+) -> None:
     """Run the agents until their duties are done. Raises ConfigError."""
     async with contextlib.AsyncExitStack() as stack:
         bus = await stack.enter_async_context(open_bus(engines.agents[0].nats, name="workers"))
@@ -42,11 +49,12 @@ async def serve_all(engines: EngineList, duties: Sequence[Duty], *, retry_s: flo
             )
             for endpoint, topics in engines.shared.items()
         }
+        metrics = metrics or MetricsOf()
         log.info("workers.up", engines=len(engines.agents), shared=sorted(sockets))
         async with asyncio.TaskGroup() as group:
             readers = [group.create_task(socket.run()) for socket in sockets.values()]
             agents = [
-                group.create_task(_keep(options, bus, sockets, duty, retry_s))
+                group.create_task(_keep(options, bus, sockets, duty, metrics, retry_s=retry_s))
                 for options, duty in zip(engines.agents, duties, strict=True)
             ]
             await asyncio.wait(agents)
@@ -59,13 +67,15 @@ async def _keep(
     bus: Bus,
     sockets: Mapping[str, SharedSocket],
     duty: Duty,
+    metrics: MetricsOf,
+    *,
     retry_s: float,
 ) -> None:
     """Run one engine's agent, and start it again after each error."""
     while not duty.leave.is_set():
         try:
             async with _open_events(options, sockets) as events:
-                await serve_engine(options, bus, events, duty)
+                await serve_engine(options, bus, events, duty, metrics)
             return
         except Exception as error:  # any: one engine must not stop the agents of the others
             errors = leaves(error)

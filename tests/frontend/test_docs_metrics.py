@@ -32,7 +32,7 @@ def test_page_lists_every_family() -> None:
     """The page lists exactly the families in the sources, also those without a series at the start."""
     sources = [
         file
-        for room in ("frontend", "replica", "telemetry")
+        for room in ("frontend", "replica", "telemetry", "worker")
         for file in (ROOT / "kvrouter" / room).rglob("*.py")
     ]
     named = {name for file in sources for name in NAME.findall(file.read_text())}
