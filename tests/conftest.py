@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import socket
 import subprocess
 import time
@@ -67,6 +68,16 @@ class NatsServer:
             ended = self._process.poll() is not None
             if ended or time.monotonic() > deadline:
                 raise RuntimeError(f"nats-server did not come up on port {self.port}")
+
+    def pause(self) -> None:
+        """Let it hang, with its connections open, until `resume`."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it run again."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         """Kill it, as a crash would."""

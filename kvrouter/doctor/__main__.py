@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(loaded: Loaded[DoctorSettings]) -> int:
     set_up_logs("critical")  # the findings contain what NATS's warnings would report
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # of TLS connections that servers end
     report = asyncio.run(examine(loaded.settings))
     text = as_json(report) if loaded.settings.json else as_text(report)
     try:

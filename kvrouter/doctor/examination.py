@@ -66,6 +66,8 @@ class Examination:
         self.listener = Listener(Subjects(settings.bus.namespace))
         self.other_namespaces: set[str] = set()
         self.reconnects = 0
+        self.is_cut_off = False
+        """NATS answered at first, and not at the end of the listening."""
         self.listened_s = 0.0
         self.listened_until = 0.0
         self.compared: Compared | None = None
@@ -76,6 +78,11 @@ class Examination:
         self._started = time.monotonic()
         self._engines: Engines
         self._replicas: Replicas
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the connection to NATS was never lost."""
+        return not (self.reconnects or self.is_cut_off)
 
     @property
     def _left_s(self) -> float:
@@ -131,7 +138,8 @@ class Examination:
             first = next(server for server in self.servers if not server.kind or len(urls) == 1)
             if await nats_servers.connect(bus, first):
                 await self._listen(bus)
-                await self._part("comparison", self._compare(bus, engine_key))
+                if not self.is_cut_off:
+                    await self._part("comparison", self._compare(bus, engine_key))
 
     async def _listen(self, bus: Bus) -> None:
         loop = asyncio.get_running_loop()
@@ -152,10 +160,12 @@ class Examination:
         await asyncio.sleep(max(HELLO_S, end - loop.time()))  # events of what engines have counted
         self.listened_s, self.listened_until = loop.time() - began, loop.time()
         self.reconnects = bus.counters.connections - connections
+        if not await nats_servers.answers(bus):
+            self.is_cut_off = True
         for server in self.servers[:1] if len(self.servers) == 1 else ():
             server.reconnects = self.reconnects
             server.denied = bus.last_error if bus.connected else ""
-        if not self.listener.senders:
+        if not (self.listener.senders or self.is_cut_off):
             await self._part("other namespaces", self._hear_others(bus), 2 * OTHERS_S)
 
     async def _meet(self) -> None:
@@ -243,6 +253,7 @@ class Examination:
         replicas = [*self._replicas.met.values()]
         checks: list[tuple[str, Callable[[], Iterable[Finding]]]] = [
             ("NATS", lambda: nats_servers.check_servers(self.servers, namespace)),
+            ("the connection", self._connection),
             ("descriptors", machine.check_descriptors),
             ("clocks", lambda: machine.check_clocks(self._skews(), listener.cards())),
             ("versions", self._versions),
@@ -256,7 +267,12 @@ class Examination:
                     ),
                 ),
                 ("agents", lambda: fleet_checks.check_agents(listener, self.listened_until)),
-                ("frames", lambda: fleet_checks.check_frames(listener, is_whole=not self.reconnects)),
+                (
+                    "frames",
+                    lambda: fleet_checks.check_frames(
+                        listener, is_whole=not (self.reconnects or self.is_cut_off)
+                    ),
+                ),
                 ("engines", lambda: check_engines(listener, self._engines, self._held())),
                 ("fleet", lambda: replica_checks.check_together(replicas, listener, self.listened_s)),
             ]
@@ -270,6 +286,10 @@ class Examination:
                 self.findings.append(
                     Finding(KINDS["doctor.failed"], name, f"{type(error).__name__}: {error}")
                 )
+
+    def _connection(self) -> list[Finding]:
+        seen = "it answered at first; the connection was lost while listening and did not come back"
+        return [Finding(KINDS["nats.unreachable"], self._nats.shown(), seen)] if self.is_cut_off else []
 
     def _held(self) -> dict[str, int]:
         """The blocks that a replica knows of each worker: of the replicas, the most."""

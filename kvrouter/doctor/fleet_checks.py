@@ -33,10 +33,10 @@ def check_presence(
         yield Finding(KINDS["fleet.unreadable"], subject, why)
 
 
-def check_agents(listener: Listener, now: float) -> Iterator[Finding]:
-    """Findings about each agent, from its heartbeats and card."""
+def check_agents(listener: Listener, now: float, *, is_whole: bool) -> Iterator[Finding]:
+    """Findings about each agent, from its heartbeats and card. `is_whole`: see `check_frames`."""
     for worker_id, one in listener.workers.items():
-        yield from _check_agent(worker_id, one, now)
+        yield from _check_agent(worker_id, one, now if is_whole else one.sender.last_at)
     cards = [card for card in listener.cards().values() if card.url]
     for url, count in Counter(card.url for card in cards).items():
         if count > 1:

@@ -35,6 +35,7 @@ from kvrouter.settings.declare import without_password
 
 CONNECT_S = 3.0
 INFO_S = 2.0
+ANSWER_S = 2.0
 MOST_SERVERS = 16
 MOST_HEARD = 20_000
 # Slower, and a heartbeat's load is older than its interval suggests.
@@ -125,6 +126,18 @@ async def connect(bus: Bus, server: Server) -> bool:
         if not server.kind:
             server.kind = "nats.rejected"
             server.trouble = bus.last_error or f"no connection within {CONNECT_S:g} s"
+        return False
+    return True
+
+
+async def answers(bus: Bus) -> bool:
+    """Whether NATS answers a ping; a connection that hangs counts as connected for some seconds."""
+    if not bus.connected:
+        return False
+    try:
+        async with asyncio.timeout(2 * ANSWER_S):  # nats-py may wait longer for a connection that it has lost
+            await bus.flush(ANSWER_S)
+    except Exception:  # nats-py has many
         return False
     return True
 

@@ -145,3 +145,22 @@ async def test_user_verify(new_nats_server: NewServer, tmp_path: Path) -> None:
     report = await examine(DoctorSettings(listen_s=0.5, timeout_s=20.0, bus=NamespaceOptions(nats, "n")))
 
     assert ["fleet.silent"] == [*codes(report)]
+
+
+async def test_nats_that_hangs(new_nats_server: NewServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NATS stops answering while it is listened to."""
+    monkeypatch.setattr(nats_servers, "ANSWER_S", 0.2)
+    server = new_nats_server()
+    server.start()
+    examining = asyncio.create_task(examined(server.url, "n"))
+    async with sick_namespace(server.url) as namespace:
+        namespace.name = "n"
+        stopped = asyncio.Event()
+        await namespace.bus.subscribe("kvrouter.n.hello", lambda *_: stopped.set())
+        await stopped.wait()
+        server.pause()
+        report = await examining
+        server.resume()
+
+    assert server.url in codes(report)["nats.unreachable"]
+    assert "the connection was lost while listening" in seen(report, "nats.unreachable")
