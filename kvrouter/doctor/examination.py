@@ -266,12 +266,13 @@ class Examination:
                         listener, namespace, self.listened_s, self.other_namespaces
                     ),
                 ),
-                ("agents", lambda: fleet_checks.check_agents(listener, self.listened_until)),
+                (
+                    "agents",
+                    lambda: fleet_checks.check_agents(listener, self.listened_until, is_whole=self._is_whole),
+                ),
                 (
                     "frames",
-                    lambda: fleet_checks.check_frames(
-                        listener, is_whole=not (self.reconnects or self.is_cut_off)
-                    ),
+                    lambda: fleet_checks.check_frames(listener, is_whole=self._is_whole),
                 ),
                 ("engines", lambda: check_engines(listener, self._engines, self._held())),
                 ("fleet", lambda: replica_checks.check_together(replicas, listener, self.listened_s)),

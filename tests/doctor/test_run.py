@@ -86,7 +86,7 @@ def test_texts_of_others_are_cleaned() -> None:
 async def test_a_check_that_fails(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is a finding itself, and the others go on."""
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("why")
 
     async def fail_later(*_: object) -> None:
@@ -309,9 +309,11 @@ def test_silence_between_heartbeats() -> None:
         for at in times:
             one.sender.beat(1, 1000, float(at))
 
-    found = fleet_checks.check_agents(listener, 6.0)
+    found = fleet_checks.check_agents(listener, 6.0, is_whole=True)
+    cut_off = fleet_checks.check_agents(listener, 6.0, is_whole=False)
 
-    assert ["gap", "silent"] == [finding.about for finding in found if finding.kind.code == "agent.late"]
+    assert ["gap", "silent"] == [one.about for one in found if one.kind.code == "agent.late"]
+    assert ["gap"] == [one.about for one in cut_off if one.kind.code == "agent.late"]
 
 
 def test_no_block_since_the_start() -> None:
@@ -332,8 +334,9 @@ def test_no_block_since_the_start() -> None:
     assert [] == [*check_engines(listener, engines, {})]
 
 
-async def test_other_namespaces(nats_url: str) -> None:
+async def test_other_namespaces(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A silent namespace: those that are heard instead are named."""
+    monkeypatch.setattr(examination, "OTHERS_S", 0.3)
     async with sick_namespace(nats_url) as namespace:
         beats = asyncio.create_task(namespace.beat())
         report = await examined(nats_url, "mistyped")
