@@ -49,15 +49,20 @@ class Processes:
     """The N processes of one parent. `command` contains the flags that all of them have."""
 
     def __init__(
-        self, options: FrontendOptions, command: Sequence[str], listener: socket.socket, output: Output
+        self,
+        options: FrontendOptions,
+        command: Sequence[str],
+        listener: socket.socket,
+        siblings_fd: int,
+        output: Output,
     ) -> None:
         self._options = options
         self._listener = listener
-        self._command = [*command, f"--listen-fd={listener.fileno()}"]
+        self._command = [*command, f"--listen-fd={listener.fileno()}", f"--siblings-fd={siblings_fd}"]
         self._failed = asyncio.Event()
         self._code = 0
         self._children = [
-            Child(f"process-{number}", (), output, pass_fds=(listener.fileno(),))
+            Child(f"process-{number}", (), output, pass_fds=(listener.fileno(), siblings_fd))
             for number in range(1, options.process.processes + 1)
         ]
 
@@ -150,7 +155,7 @@ async def _run(loaded: Loaded[FrontendOptions], output: Output) -> int:
         nats = []
         if options.nats.is_embedded:
             nats = [f"--nats={await stack.enter_async_context(embedded_server())}"]
-        siblings = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrouter-processes-"))
+        siblings = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  (the stack closes it)
         log.info(
             "frontend.processes",
             url=url(listener, is_tls=options.tls.files is not None),
@@ -164,10 +169,9 @@ async def _run(loaded: Loaded[FrontendOptions], output: Output) -> int:
             "kvrouter.frontend",
             *loaded.words,
             *_own_flags(options),
-            f"--siblings={siblings}",
             *nats,
         ]
-        return await Processes(options, command, listener, output).run(signals, loaded)
+        return await Processes(options, command, listener, siblings.fileno(), output).run(signals, loaded)
 
 
 def _own_flags(options: FrontendOptions) -> list[str]:

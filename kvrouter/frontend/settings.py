@@ -279,8 +279,8 @@ class ProcessOptions(Settings):
     """Of this process, from 1; 0: the only process."""
     listen_fd: int | None = setting(None, "", is_hidden=True)
     """The listening socket that the parent opened; None: this process opens its own."""
-    siblings: Path | None = setting(None, "", is_hidden=True)
-    """The directory in which the processes on one port name their admin listeners."""
+    siblings_fd: int | None = setting(None, "", is_hidden=True)
+    """The file in which the processes on one port name their admin listeners."""
     waits_until_ready: bool = setting(False, "", is_hidden=True)
     """Whether other processes accept all connections until this one is ready."""
 

@@ -1,14 +1,14 @@
 """One scrape for all processes of `--processes N`: the process that is asked asks the others.
 
-each process ──its admin URL──> DIR/NUMBER, a file in a directory of the parent
-GET /metrics of one ──> its own samples, and those of every URL in DIR ──> one text, labelled `process`
+each process ──its admin URL──> its line of an unnamed file that the parent opened
+GET /metrics of one ──> its own samples, and those of every URL in the file ──> one text, labelled `process`
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from urllib.parse import urlencode
 
 import aiohttp
@@ -25,23 +25,26 @@ TIMEOUT_S = 4.0
 MOST_BYTES = 32 * 1024 * 1024
 # Answers that are read at the same time.
 MOST_AT_ONCE = 8
+# Of the file: room for the longest host name.
+LINE_BYTES = 512
 
 
 class Siblings:
     """The processes on one port, this one included."""
 
-    def __init__(self, directory: Path, number: int, url: str) -> None:
-        """Tell the others this process's admin URL."""
-        self._directory = directory
+    def __init__(self, fd: int, number: int, url: str) -> None:
+        """Tell the others this process's admin URL. `fd`: of the file, which has no name."""
+        self._fd = fd
         self._own = str(number)
-        unfinished = directory / f"{number}.new"
-        unfinished.write_text(url)
-        unfinished.rename(directory / self._own)  # at once: a reader sees all of it or the former one
+        os.pwrite(fd, url.encode().ljust(LINE_BYTES), (number - 1) * LINE_BYTES)
 
     def urls(self) -> dict[str, str]:
         """The admin URL of each process that has started, by number."""
-        files = [file for file in self._directory.iterdir() if file.name.isdecimal()]
-        return {file.name: file.read_text() for file in sorted(files, key=lambda file: int(file.name))}
+        size = os.fstat(self._fd).st_size
+        lines = [os.pread(self._fd, LINE_BYTES, start) for start in range(0, size, LINE_BYTES)]
+        # lines that were not written yet are zero bytes
+        urls = {str(number): line.decode().strip("\0 ") for number, line in enumerate(lines, 1)}
+        return {number: url for number, url in urls.items() if url}
 
     async def metrics(self, own: Callable[[], Awaitable[bytes]], names: Sequence[str]) -> bytes:
         """The samples of all processes. A process that does not answer has `kvrouter_process_scraped` 0."""

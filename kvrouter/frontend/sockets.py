@@ -58,8 +58,9 @@ def open_listeners(host: str, port: int, process: ProcessOptions, tls: TlsOption
             main = stack.enter_context(_inherited(process.listen_fd))
         admin = stack.enter_context(listen(process.admin_host, process.own_admin_port, "--admin-port"))
         listeners = Listeners(main, admin, certificate)
-        if process.siblings is not None:
-            siblings = Siblings(process.siblings, process.number, listeners.admin_url)
+        if process.siblings_fd is not None:
+            os.set_inheritable(process.siblings_fd, False)
+            siblings = Siblings(process.siblings_fd, process.number, listeners.admin_url)
             listeners = replace(listeners, siblings=siblings)
         yield listeners
 

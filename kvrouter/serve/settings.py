@@ -108,7 +108,7 @@ COMMAND = Command(
     tables=("frontend",),
     left_out={
         "processes": _REPLICAS,
-        **dict.fromkeys(("process-number", "listen-fd", "siblings", "waits-until-ready"), _REPLICAS),
+        **dict.fromkeys(("process-number", "listen-fd", "siblings-fd", "waits-until-ready"), _REPLICAS),
     },
     defaults={"nats": (EMBEDDED,)},
     removed=REMOVED,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import tempfile
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
@@ -53,24 +53,25 @@ def whole(body: bytes, status: bytes = b"200 OK") -> bytes:
     ],
     ids=["answers", "hangs", "closes", "503", "too long"],
 )
-async def test_another_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes | None, scraped: bytes
-) -> None:
+async def test_another_process(monkeypatch: pytest.MonkeyPatch, answer: bytes | None, scraped: bytes) -> None:
     """Whatever another process does, this one's samples come, and the other is marked."""
     monkeypatch.setattr(siblings, "TIMEOUT_S", 0.2 if answer is None else 10.0)
     monkeypatch.setattr(siblings, "MOST_BYTES", 100)
     async with answering(answer) as url:
-        Siblings(tmp_path, 10, url)
-        text = await Siblings(tmp_path, 2, "http://own").metrics(own, ())
+        with tempfile.TemporaryFile() as file:
+            Siblings(file.fileno(), 10, url)
+            text = await Siblings(file.fileno(), 2, "http://own").metrics(own, ())
 
     assert b'k{process="2"} 1.0\n' in text
     assert (b'k{process="10"} 1.0\n' in text) is (scraped == b"1.0")
     assert b'kvrouter_process_scraped{process="10"} %b\n' % scraped in text
 
 
-def test_restarted_process(tmp_path: Path) -> None:
+def test_restarted_process() -> None:
     """A process that starts again replaces its URL; processes are in the order of their numbers."""
-    for number, url in ((10, "http://c"), (1, "http://a"), (2, "http://b"), (1, "http://d")):
-        known = Siblings(tmp_path, number, url)
+    with tempfile.TemporaryFile() as file:
+        for number, url in ((10, "http://c"), (1, "http://a-long-one"), (2, "http://b"), (1, "http://d")):
+            known = Siblings(file.fileno(), number, url)
+        urls = known.urls()
 
-    assert [("1", "http://d"), ("2", "http://b"), ("10", "http://c")] == list(known.urls().items())
+    assert [("1", "http://d"), ("2", "http://b"), ("10", "http://c")] == list(urls.items())
