@@ -87,6 +87,10 @@ class Admin:
         status, body = self._readiness()
         return json_answer(body | self._feed_states("verbose" in request.query), status=status)
 
+    def readiness(self) -> dict[str, Any]:
+        """Status and reasons, as /ready has them."""
+        return self._readiness()[1]
+
     def is_ready(self) -> bool:
         return self._readiness()[0] == 200
 

@@ -20,6 +20,7 @@ from kvrouter.core.fleet.pool import NewIndex
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.routing.policy import AUTO
 from kvrouter.core.tables.block_index import BlockIndex
+from kvrouter.dashboard.fleet import FleetView
 from kvrouter.errors import ConfigError
 from kvrouter.frontend.accept import Accept
 from kvrouter.frontend.access_log import AccessLog
@@ -139,6 +140,7 @@ class _RequestPath:
     accept: Accept
     views: DecisionViews
     completions: Completions
+    metrics: RequestMetrics
 
 
 @contextlib.asynccontextmanager
@@ -250,7 +252,7 @@ async def _open_request_path(
                 retries=options.retries,
             )
             registry.register(StateCollector(completions.samples))
-            yield _RequestPath(accept, views, completions)
+            yield _RequestPath(accept, views, completions, metrics)
 
 
 @contextlib.asynccontextmanager
@@ -396,8 +398,10 @@ def _operators_routes(
 ) -> list[tuple[str, str, View]]:
     """Method, path and view of each."""
     thresholds, views = BusyThresholds(member.replica, member.rules), path.views
+    fleet = _fleet_view(member, path, admin)
     return [
         ("GET", "/workers", admin.workers),
+        ("GET", "/fleet", fleet.view),
         ("GET", WORKER_PATH, WorkerBlocks(member.replica).view),
         ("POST", "/v1/route", DryRoute(path.accept, views).route),
         ("GET", "/decisions", views.last),
@@ -408,6 +412,18 @@ def _operators_routes(
         *([("GET", "/routing", changes.show)] if changes is not None else []),
         *([("POST", "/routing", changes.change)] if changes is not None else []),
     ]
+
+
+def _fleet_view(member: _Member, path: _RequestPath, admin: Admin) -> FleetView:
+    return FleetView(
+        member.replica,
+        member.replica_loop,
+        member.audit,
+        path.metrics,
+        address=member.listeners.admin_url,
+        readiness=admin.readiness,
+        queue=member.waiting_room.view,
+    )
 
 
 def _routing_changes(registry: Registry, member: _Member, reload: Reload) -> RoutingChanges:

@@ -81,7 +81,7 @@ class Spread(Collector):
         bounds: Sequence[float] = SECONDS,
     ) -> None:
         self._name, self._text, self._label = name, text, label
-        self._bounds = tuple(bounds)
+        self.bounds = tuple(bounds)
         self._spreads: dict[str, _Buckets] = {} if label else {"": _Buckets(bounds)}
         registry.register(self)
 
@@ -89,9 +89,14 @@ class Spread(Collector):
         """Count one; an amount equal to a bound belongs to the bucket below it, as `le` requires."""
         spread = self._spreads.get(value)
         if spread is None:
-            spread = self._spreads[value] = _Buckets(self._bounds)
-        spread.counts[bisect_left(self._bounds, amount)] += 1
+            spread = self._spreads[value] = _Buckets(self.bounds)
+        spread.counts[bisect_left(self.bounds, amount)] += 1
         spread.sum += amount
+
+    def counts(self) -> list[int]:
+        """Observations up to each bound and above the last, not cumulative, over all values of the label."""
+        columns = zip(*[spread.counts for spread in self._spreads.values()], strict=True)
+        return [sum(column) for column in columns] or [0] * (len(self.bounds) + 1)
 
     def collect(self) -> Iterable[Metric]:
         family = HistogramMetricFamily(self._name, self._text, labels=[self._label] if self._label else [])
@@ -101,7 +106,7 @@ class Spread(Collector):
 
     def _cumulative(self, spread: _Buckets) -> list[tuple[str, float]]:
         buckets, below = [], 0
-        for bound, count in zip((*self._bounds, float("inf")), spread.counts, strict=True):
+        for bound, count in zip((*self.bounds, float("inf")), spread.counts, strict=True):
             below += count
             buckets.append((_bound(bound), float(below)))
         return buckets

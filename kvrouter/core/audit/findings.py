@@ -108,6 +108,13 @@ class Audit:
         """A worker's problems in the last audit; an empty id stands for the pool itself."""
         return [one.problem for key, one in self._known.items() if key[:2] == (pool_id, worker_id)]
 
+    def sentences(self) -> dict[tuple[str, str], list[str]]:
+        """The problems of the last audit by pool and worker; an empty worker stands for the pool itself."""
+        texts: dict[tuple[str, str], list[str]] = {}
+        for (pool, worker, _kind), found in self._known.items():
+            texts.setdefault((pool, worker), []).append(found.problem.text)
+        return texts
+
     def is_firm(self, pool_id: PoolId, target: Target) -> bool:
         """Whether a wrong prediction for this target is a problem, because no known reason explains it.
 

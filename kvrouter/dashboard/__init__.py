@@ -1,0 +1,1 @@
+"""What the page at `/` shows: the fleet as one replica knows it."""

@@ -1,0 +1,334 @@
+"""GET /fleet: what one replica knows of its fleet, as one JSON object.
+
+    routers, readers, peers, audit, request metrics ──snapshot──> Fleet ──> GET /fleet
+                                                                     └────> /fleet/stream (stream.py)
+
+Counters are totals since the replica's start: a reader takes differences. What is not known is null. The
+numbers are those of /workers and /metrics, read from the same tables.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from kvrouter.core.audit.findings import Audit
+from kvrouter.core.feeds.reader import FeedReader
+from kvrouter.core.feeds.trust import FeedState
+from kvrouter.core.fleet.pool import Pool
+from kvrouter.core.fleet.replica import Replica
+from kvrouter.core.fleet.router import Router
+from kvrouter.core.routing.worker import Worker
+from kvrouter.core.tables.predictions import WorkerRecord
+from kvrouter.core.wire.ids import PoolId, RouterId, Target
+from kvrouter.core.wire.senders import KvSource, SyncSource
+from kvrouter.relay.answer import Answer
+from kvrouter.relay.request import Request
+from kvrouter.replica.loop import ReplicaLoop
+from kvrouter.telemetry.metrics import RequestMetrics, Spread, TargetCounts
+from kvrouter.version import __version__
+
+# Rows are made in slices of this many, with other work in between: about half a millisecond.
+SLICE = 50
+# Outcomes of requests (docs/metrics.md) that are a failure of the fleet, not of the client.
+FAILED = ("failed", "broken")
+
+
+class PoolRow(Struct, frozen=True, gc=False):
+    """One pool. The tokens are those of the requests routed here; see docs/metrics.md for the four caches."""
+
+    pool: str
+    model: str
+    workers: int
+    targets: int
+    eligible: int
+    block_size: int
+    queue: int
+    problems: list[str]
+    reusable_tokens: int
+    uncached_tokens: dict[str, int]
+    later_s: float
+    ttft_decisions: int
+    prefill_tokens_per_s: float
+    mode: str
+    weight: str | None
+    doubt: str
+    """Why weight `auto` is not in use; empty if it is, or if another weight is set."""
+
+
+class TargetRow(Struct, frozen=True, gc=False):
+    """One target. What its agent or its engine has not reported is None."""
+
+    pool: str
+    worker: str
+    rank: int
+    url: str
+    engine: str
+    state: str
+    eligible: bool
+    problems: list[str]
+    requests: int
+    running: int | None
+    waiting: int | None
+    kv_usage: float | None
+    active_blocks: int
+    total_blocks: int | None
+    charged_prefill_tokens: int
+    blocks: int
+    answers: int
+    """This and the next three: of the requests that this replica has sent there."""
+    errors: int
+    ttft_sum_s: float
+    ttft_count: int
+    predicted_tokens: int | None
+    """Of the whole worker, in the row of its first rank; None in the others. So are `reported_tokens`."""
+    reported_tokens: int | None
+    seq: int | None
+    digest: str
+    lag_frames: int | None
+    """This and the next three: of the KV feed; None if it is not followed."""
+    stale_s: float | None
+    live: bool | None
+    digest_mismatches: int | None
+
+
+class ReplicaRow(Struct, frozen=True, gc=False):
+    """One replica, this one included. The last four are None where its bookings are not followed."""
+
+    router_id: str
+    url: str
+    is_me: bool
+    silent_rounds: int
+    revision: int
+    bookings: int
+    lag_frames: int | None = None
+    live: bool | None = None
+    digest_mismatches: int | None = None
+
+
+class Times(Struct, frozen=True, gc=False):
+    """A histogram: the count up to each bound, and above the last."""
+
+    bounds_s: Sequence[float]
+    counts: list[int]
+
+
+class Traffic(Struct, frozen=True, gc=False):
+    """Totals of the requests that this replica has served."""
+
+    requests: int
+    failed: int
+    prompt_tokens: int
+    overlap_tokens: int
+    output_tokens: int
+    ttft: Times
+    inter_token: Times
+
+
+class Fleet(Struct, frozen=True):
+    """One snapshot."""
+
+    time: float
+    router_id: str
+    version: str
+    mode: str | None
+    weight: str | None
+    revision: int
+    started_s: float
+    status: str
+    reasons: list[str]
+    pools: list[PoolRow]
+    targets: list[TargetRow]
+    replicas: list[ReplicaRow]
+    traffic: Traffic
+
+
+class FleetView:
+    """Makes snapshots. `readiness` returns the body of /ready; `queue` a pool's queue, as in /workers."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        replica_loop: ReplicaLoop,
+        audit: Audit,
+        metrics: RequestMetrics,
+        *,
+        address: str,
+        readiness: Callable[[], Mapping[str, Any]],
+        queue: Callable[[PoolId], Mapping[str, Any]],
+    ) -> None:
+        self._replica = replica
+        self._loop = replica_loop
+        self._audit = audit
+        self._metrics = metrics
+        self._address = address
+        self._readiness = readiness
+        self._queue = queue
+        self._started_at = time.time()
+
+    async def view(self, _request: Request) -> Answer:
+        """GET /fleet."""
+        return Answer(200, msgspec.json.encode(await self.snapshot()) + b"\n", {"cache-control": "no-store"})
+
+    async def snapshot(self) -> Fleet:
+        """The fleet, as of now: its rows as of moments that are some milliseconds apart."""
+        replica = self._replica
+        problems, rows = self._audit.sentences(), []
+        pools = [self._pool(router, problems) for router in replica.routers.values()]
+        for number, row in enumerate(self._targets(problems), 1):
+            rows.append(row)
+            if not number % SLICE:
+                await asyncio.sleep(0)
+        readiness = self._readiness()
+        return Fleet(
+            time=round(time.time(), 3),
+            router_id=replica.router_id,
+            version=__version__,
+            mode=pools[0].mode if pools else None,
+            weight=pools[0].weight if pools else None,
+            revision=replica.routing.revision if replica.routing is not None else 0,
+            started_s=round(self._started_at, 3),
+            status=readiness["status"],
+            reasons=readiness.get("reasons", []),
+            pools=pools,
+            targets=rows,
+            replicas=[self._me(), *map(self._peer, sorted(replica.peers))],
+            traffic=_traffic(self._metrics),
+        )
+
+    def _pool(self, router: Router, problems: Mapping[tuple[str, str], list[str]]) -> PoolRow:
+        pool, policy = router.pool, router.selection.policy
+        weight = policy.overlap_weight
+        return PoolRow(
+            pool=pool.id,
+            model=pool.model,
+            workers=len(pool.workers),
+            targets=sum([worker.card.ranks for worker in pool.workers.values()]),
+            eligible=len(pool.targets),
+            block_size=pool.block_size,
+            queue=self._queue(pool.id)["waiting"],
+            problems=problems.get((pool.id, ""), []),
+            reusable_tokens=router.reuse.prompt_tokens,
+            uncached_tokens=router.reuse.uncached(),
+            later_s=round(router.calibration.later_s, 6),
+            ttft_decisions=router.calibration.decisions,
+            prefill_tokens_per_s=round(1 / router.tables.speeds.speed.seconds_per_token, 1),
+            mode=router.selection.mode,
+            weight=weight if weight is None or isinstance(weight, str) else f"{weight:g}",
+            doubt=router.doubt if policy.compares_seconds else "",
+        )
+
+    def _targets(self, problems: Mapping[tuple[str, str], list[str]]) -> Iterator[TargetRow]:
+        # Copies of the tables: members come and go while the rows are made.
+        now = asyncio.get_running_loop().time()
+        for router in list(self._replica.routers.values()):
+            pool, records = router.pool, router.predictions.records
+            for worker_id, worker in list(pool.workers.items()):
+                texts, record = problems.get((pool.id, worker_id), []), records.get(worker_id)
+                for target in worker.targets():
+                    reader = self._replica.readers.get(KvSource(pool.id, worker_id, target.rank))
+                    yield _target(
+                        pool,
+                        worker,
+                        target,
+                        reader,
+                        problems=texts,
+                        record=record,
+                        counts=self._metrics.targets.get(target),
+                        now=now,
+                    )
+
+    def _me(self) -> ReplicaRow:
+        replica = self._replica
+        revision = replica.routing.revision if replica.routing is not None else 0
+        count = self._bookings(replica.router_id)
+        return ReplicaRow(replica.router_id, self._address, True, 0, revision, count)
+
+    def _peer(self, router_id: RouterId) -> ReplicaRow:
+        replica, beat = self._replica, self._replica.peers[router_id]
+        sources = [SyncSource(pool_id, router_id) for pool_id in replica.routers]
+        readers = [replica.readers[source] for source in sources if source in replica.readers]
+        return ReplicaRow(
+            router_id=router_id,
+            url=beat.address,
+            is_me=False,
+            silent_rounds=self._loop.members.silent_rounds(router_id),
+            revision=beat.routing.revision if beat.routing is not None else 0,
+            bookings=self._bookings(router_id),
+            lag_frames=sum([reader.lag for reader in readers]) if readers else None,
+            live=all(reader.state is FeedState.LIVE for reader in readers) if readers else None,
+            digest_mismatches=sum([one.counters.digest_mismatches for one in readers]) if readers else None,
+        )
+
+    def _bookings(self, router_id: RouterId) -> int:
+        pools = [router.pool for router in self._replica.routers.values()]
+        return sum([pool.active.owners().get(router_id, 0) for pool in pools])
+
+
+def _target(
+    pool: Pool,
+    worker: Worker,
+    target: Target,
+    reader: FeedReader | None,
+    *,
+    problems: list[str],
+    record: WorkerRecord | None,
+    counts: TargetCounts | None,
+    now: float,
+) -> TargetRow:
+    beat, card = worker.ranks.get(target.rank), worker.card
+    charged_tokens, active_blocks, requests = pool.active.load(target)
+    own_record = record if target.rank == 0 else None
+    received_at = reader.received_at if reader is not None else None
+    return TargetRow(
+        pool=pool.id,
+        worker=target.worker_id,
+        rank=target.rank,
+        url=card.url,
+        engine=f"{card.engine} {card.engine_version}".strip(),
+        state="silent" if worker.silent else worker.state,
+        eligible=target in pool.targets,
+        problems=problems,
+        requests=requests,
+        running=beat.running if beat else None,
+        waiting=beat.waiting if beat else None,
+        kv_usage=beat.kv_usage if beat else None,
+        active_blocks=active_blocks,
+        total_blocks=worker.capacity_blocks or None,
+        charged_prefill_tokens=charged_tokens,
+        blocks=pool.index.blocks(target),
+        answers=sum(counts.answers.values()) if counts else 0,
+        errors=counts.errors if counts else 0,
+        ttft_sum_s=round(counts.first_byte_s, 6) if counts else 0.0,
+        ttft_count=counts.first_bytes if counts else 0,
+        predicted_tokens=own_record.predicted_tokens if own_record else None,
+        reported_tokens=own_record.reported_tokens if own_record else None,
+        seq=reader.seq if reader else None,
+        digest=f"{pool.index.digest(target)[1]:016x}",
+        lag_frames=reader.lag if reader else None,
+        stale_s=round(now - received_at, 3) if received_at is not None else None,
+        live=reader.state is FeedState.LIVE if reader else None,
+        digest_mismatches=reader.counters.digest_mismatches if reader else None,
+    )
+
+
+def _traffic(metrics: RequestMetrics) -> Traffic:
+    requests = metrics.requests.values
+    return Traffic(
+        requests=sum(requests.values()),
+        failed=sum([count for labels, count in requests.items() if labels[-1] in FAILED]),
+        prompt_tokens=int(sum(metrics.prompt_tokens.values.values())),
+        overlap_tokens=int(sum(metrics.overlap_tokens.values.values())),
+        output_tokens=int(sum(metrics.output_tokens.values.values())),
+        ttft=_times(metrics.first_byte),
+        inter_token=_times(metrics.between),
+    )
+
+
+def _times(spread: Spread) -> Times:
+    return Times(spread.bounds, spread.counts())
