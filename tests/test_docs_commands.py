@@ -10,7 +10,11 @@ import pytest
 from kvrouter.settings.commands import MODULES, command_named
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs/start").glob("*.md")),
+]
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 OF_EVERY_COMMAND = {"--help", "--help-all", "--config", "--show-config"}
 

@@ -79,7 +79,11 @@ def _row(one: Declared) -> str:
 
 def help_pages() -> str:
     """Return the --help of each command, as a terminal shows it."""
-    parts = ["# Help of each command", _MADE]
+    parts = [
+        "# Help of each command",
+        _MADE,
+        "What `--help` of each command prints; `--help-all` prints the rest.",
+    ]
     for name in MODULES:
         parts.append(
             f"## kvrouter {name} --help\n\n```text\n{help_page(command_named(name), is_whole=False)}\n```"

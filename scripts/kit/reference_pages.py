@@ -1,0 +1,167 @@
+"""Writes docs/reference/errors.md, wire.md and the routes of http.md from the code."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import msgspec
+
+from kvrouter import errors
+from kvrouter.core.wire import heartbeats, ops
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs/reference"
+_MADE = "<!-- Written by `python -m scripts.kit.reference_pages`; a test compares it with the code. -->"
+MOST_CHOICES = 3  # the union of all ops has more
+_ERRORS = """\
+Which errors there are, and which status a client gets. An answer of kvrouter itself is an OpenAI error:
+
+```json
+{"error": {"message": "…", "type": "NotFoundError", "param": null, "code": 404}}
+```
+
+`message` has the wrong value and the remedy. A 503 has a `Retry-After` header. Errors of an engine are
+passed on with their status and body. Those with status *none* never answer a request. The access log and
+`kvrouter_requests_total` count all of them ([metrics](../metrics.md)). In Python they are in
+`kvrouter.errors`; all derive from `KvRouterError`."""
+_WIRE = """\
+What travels over NATS, field by field, for those who write another sender or reader. All of it is
+MessagePack. Which subject carries what, and the order of things, is in [Design:
+Wire](../concepts/design.md#wire); what happens to a message that breaks these rules is in
+[Reliability](../reliability.md#what-a-damaged-or-forged-message-can-do).
+
+A structure with a code is an array that begins with the code; one without is an array of its fields,
+except the card, which is a map. Readers skip unknown codes and further fields. Hashes (`bytes`) are
+packed little-endian u64."""
+
+
+def errors_page() -> str:
+    """Return the table of all errors, from the most general on."""
+    found = [
+        one
+        for _, one in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(one, errors.KvRouterError) and one is not errors.KvRouterError
+    ]
+    found.sort(key=lambda one: (one.status, inspect.getsourcelines(one)[1]))
+    rows = [_error(one) for one in found]
+    head = "| status | `type` | class | situation | closes the connection |\n|---|---|---|---|---|"
+    return "\n\n".join(["# Errors", _MADE, _ERRORS, "\n".join([head, *rows])]) + "\n"
+
+
+def _error(one: type[errors.KvRouterError]) -> str:
+    status = "none" if one.status == errors.KvRouterError.status else str(one.status)
+    closes = "yes" if one.is_body_left else ""
+    return f"| {status} | `{one.type}` | `{one.__name__}` | {_first_line(one)} | {closes} |"
+
+
+def wire_page() -> str:
+    """Return every structure with its fields."""
+    parts = ["# Wire", _MADE, _WIRE]
+    for title, module in (("Ops, frames and repair", ops), ("Heartbeats and cards", heartbeats)):
+        parts.append(f"## {title}")
+        parts += [_structure(one) for one in _structures(module)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _structures(module: ModuleType) -> Iterator[type[msgspec.Struct]]:
+    own = [
+        one
+        for name, one in inspect.getmembers(module, inspect.isclass)
+        if issubclass(one, msgspec.Struct)
+        and one.__module__ == module.__name__
+        and not name.startswith("_")
+        and one is not ops.PartialChunk
+    ]
+    yield from sorted(own, key=lambda one: inspect.getsourcelines(one)[1])
+
+
+def _structure(one: type[msgspec.Struct]) -> str:
+    tag = one.__struct_config__.tag
+    code = f", code {tag}" if tag is not None else ""
+    text = inspect.cleandoc(one.__doc__ or "").replace("\n", " ").replace("  ", " ")
+    head = f"### {one.__name__}{code}"
+    fields = [
+        f"| `{field.encode_name}` | {_kind(field.type)} | {_default(field)} |"
+        for field in msgspec.structs.fields(one)
+    ]
+    if not fields:
+        return f"{head}\n\n{text}"
+    table = "\n".join(["| field | type | default |\n|---|---|---|", *fields])
+    return f"{head}\n\n{text}\n\n{table}"
+
+
+_NAMES = {str: "text", int: "integer", float: "float", bool: "bool", bytes: "bytes", type(None): "nil"}
+
+
+def _kind(kind: typing.Any) -> str:
+    """Return a type as a reader of another language knows it, with its range."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if hasattr(kind, "__metadata__"):
+        return _kind(arguments[0]) + _limits(kind.__metadata__)
+    if origin in (list, tuple):
+        return f"array of {_kind(arguments[0])}"
+    if origin is dict:
+        return f"map of {_kind(arguments[0])} to {_kind(arguments[1])}"
+    if len(arguments) > MOST_CHOICES:
+        return "op"
+    if arguments:
+        return " or ".join(_kind(one) for one in arguments)
+    return _NAMES.get(kind) or str(getattr(kind, "__name__", kind))
+
+
+def _limits(metadata: tuple[object, ...]) -> str:
+    texts = []
+    for meta in metadata:
+        if not isinstance(meta, msgspec.Meta):
+            continue
+        low, high = meta.ge, meta.le
+        if meta.lt is not None:
+            high = int(meta.lt) - 1
+        if low is not None or high is not None:
+            texts.append(f"{_number(low)} to {_number(high)}" if high is not None else f"from {_number(low)}")
+        if meta.max_length is not None:
+            texts.append(f"at most {meta.max_length:,}")
+        if meta.pattern is not None:
+            texts.append(f"`{meta.pattern}`".replace("|", "\\|"))
+    return f" ({', '.join(texts)})" if texts else ""
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "…"  # no lower bound
+    if isinstance(value, int) and value > 2**32 and not value & (value - 1):
+        return f"2^{value.bit_length() - 1}"
+    return f"{value:,}" if abs(value) < 2**32 else f"{value:g}"
+
+
+def _default(field: msgspec.structs.FieldInfo) -> str:
+    if field.default is not msgspec.NODEFAULT:
+        return f"`{field.default!r}`" if field.default is not None else "nil"
+    if field.default_factory is not msgspec.NODEFAULT:
+        return f"`{field.default_factory()!r}`"
+    return ""
+
+
+def _first_line(one: type) -> str:
+    return re.split(r"\n\s*\n", inspect.cleandoc(one.__doc__ or ""))[0].replace("\n", " ")
+
+
+def pages() -> dict[Path, str]:
+    """Return the pages by path."""
+    return {FOLDER / "errors.md": errors_page(), FOLDER / "wire.md": wire_page()}
+
+
+def main() -> int:
+    """Write them; returns the exit status."""
+    for path, text in pages().items():
+        path.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
