@@ -177,9 +177,12 @@ def _check_answers(worker_id: str, card: Card, engine: Engine) -> Iterator[Findi
 def _check_events(
     listener: Listener, worker_id: WorkerId, card: Card, engines: Engines, held: Mapping[str, int]
 ) -> Iterator[Finding]:
-    """An engine that has filled a block, of which its agent has published none: just now, or ever."""
+    """An engine that has filled a block, just now or ever, of which replicas know none.
+
+    If they know some, nothing follows: an agent publishes no second copy of a block, such as an equal answer.
+    """
     later = engines.later.get(card.url)
-    if not card.publishes_events or later is None:
+    if not card.publishes_events or later is None or held.get(worker_id) != 0:
         return
     feeds = [
         feed
@@ -192,9 +195,9 @@ def _check_events(
     before = engines.met[card.url].work
     if later.surely_filled(before, running, card.block_size):
         tokens = (later.generated_tokens or 0) - (before.generated_tokens or 0)
-        seen = f"{tokens:.0f} tokens generated while listening, and no block stored"
+        seen = f"{tokens:.0f} tokens generated while listening, and no block known"
         yield Finding(KINDS["engine.no_blocks"], worker_id, seen)
-    elif held.get(worker_id) == 0 and later.surely_filled(Work(0, 0), running, card.block_size):
+    elif later.surely_filled(Work(0, 0), running, card.block_size):
         seen = f"{later.generated_tokens:.0f} tokens generated since its start"
         yield Finding(KINDS["engine.no_blocks_known"], worker_id, seen)
 

@@ -262,7 +262,7 @@ _ALL = (
     Kind(
         "engine.no_blocks",
         "error",
-        "An engine has computed tokens, and its agent has published none of its blocks",
+        "An engine fills blocks, and replicas know none of them",
         "compare --kv-events of the agent with the engine's endpoint (vLLM: /kv_event_sources); look "
         "at the agent's "
         "log",

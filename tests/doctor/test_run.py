@@ -317,7 +317,7 @@ def test_silence_between_heartbeats() -> None:
 
 
 def test_no_block_since_the_start() -> None:
-    """An engine that has filled blocks, of which replicas know none; one more and it is well."""
+    """An engine has filled blocks, ever or just now, and replicas know none; with one all is well."""
     listener = Listener(Subjects("n"))
     card = Card(worker_id="w", url="http://e", model="m", block_size=16)
     listener.workers[WorkerId("w")] = Worker(WorkerBeat(VERSION, 1, "up", "p", [], 1, card), card=card)
@@ -327,10 +327,13 @@ def test_no_block_since_the_start() -> None:
     engines.met["http://e"] = Engine("http://e", answer, answer, ("m",), "", work)
     engines.later["http://e"] = work
 
-    assert ["engine.no_blocks_known"] == [
-        found.kind.code for found in check_engines(listener, engines, {"w": 0})
-    ]
-    assert [] == [*check_engines(listener, engines, {"w": 1})]
+    ever = [*check_engines(listener, engines, {"w": 0})]
+    engines.later["http://e"] = Work(1100, 4)
+    just_now = [*check_engines(listener, engines, {"w": 0})]
+
+    assert ["engine.no_blocks_known"] == [found.kind.code for found in ever]
+    assert ["engine.no_blocks"] == [found.kind.code for found in just_now]
+    assert [] == [*check_engines(listener, engines, {"w": 1})]  # equal answers make no new block
     assert [] == [*check_engines(listener, engines, {})]
 
 
