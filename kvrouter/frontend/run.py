@@ -21,6 +21,7 @@ from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.routing.policy import AUTO
 from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.dashboard.fleet import FleetView
+from kvrouter.dashboard.page import FILES_PATH, PAGE_PATH, Page
 from kvrouter.errors import ConfigError
 from kvrouter.frontend.accept import Accept
 from kvrouter.frontend.access_log import AccessLog
@@ -398,10 +399,12 @@ def _operators_routes(
 ) -> list[tuple[str, str, View]]:
     """Method, path and view of each."""
     thresholds, views = BusyThresholds(member.replica, member.rules), path.views
-    fleet = _fleet_view(member, path, admin)
+    fleet, page = _fleet_view(member, path, admin), Page()
     return [
         ("GET", "/workers", admin.workers),
         ("GET", "/fleet", fleet.view),
+        ("GET", PAGE_PATH, page.page),
+        ("GET", FILES_PATH, page.file),
         ("GET", WORKER_PATH, WorkerBlocks(member.replica).view),
         ("POST", "/v1/route", DryRoute(path.accept, views).route),
         ("GET", "/decisions", views.last),

@@ -9,7 +9,7 @@ from kvrouter.relay.request import Serve
 
 
 class Routes:
-    """By path; one that ends with `/` stands for all paths below it."""
+    """By path; one that ends with `/` stands for all paths below it, but `/` for itself."""
 
     def __init__(self) -> None:
         self._by_path: dict[str, dict[str, Serve]] = {}
@@ -27,7 +27,7 @@ class Routes:
 
     def find(self, method: str, path: str) -> Serve:
         """What serves this request. Raises NoRouteError or WrongMethodError."""
-        exact = None if path.endswith("/") else self._by_path.get(path)
+        exact = None if path.endswith("/") and path != "/" else self._by_path.get(path)
         methods = exact or self._below(path)
         if not methods:
             raise NoRouteError(f"{method} {path}: Not Found")
@@ -37,5 +37,5 @@ class Routes:
         return methods[method]
 
     def _below(self, path: str) -> Mapping[str, Serve]:
-        ends = (at for at, character in enumerate(path[:-1], 1) if character == "/")
+        ends = (at for at, character in enumerate(path[1:-1], 2) if character == "/")
         return next((found for end in ends if (found := self._by_path.get(path[:end]))), {})
