@@ -28,6 +28,7 @@ from kvrouter.verify import VerifyError, compare
 from scripts.kit.deployment import python
 from scripts.kit.fleet import Fleet, wait_until_ok
 from scripts.kit.http_client import Client
+from scripts.kit.prometheus import RULES
 from scripts.kit.proxies import DEPLOY, HAPROXY
 from scripts.kit.steady import SteadyLoad
 from scripts.kit.workload import load_requests
@@ -84,13 +85,15 @@ def test_haproxy_accepts() -> None:
     assert 0 == subprocess.run(command, capture_output=True, check=False).returncode
 
 
-def test_prometheus_accepts() -> None:
+def test_prometheus_accepts(tmp_path: Path) -> None:
     """Promtool finds no fault, and each target is a service."""
     text = (COMPOSE / "prometheus.yml").read_text()
     assert {"frontend-0", "frontend-1"} == set(re.findall(r"([\w-]+):8000", text))
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed: apt-get install prometheus")
-    command = ["promtool", "check", "config", str(COMPOSE / "prometheus.yml")]
+    for file in (COMPOSE / "prometheus.yml", RULES):
+        shutil.copy(file, tmp_path)
+    command = ["promtool", "check", "config", str(tmp_path / "prometheus.yml")]
 
     assert 0 == subprocess.run(command, capture_output=True, check=False).returncode
 
@@ -123,6 +126,7 @@ class Hosts:
             return [HAPROXY.find() or "", "-db", "-f", str(self.file(name, COMPOSE / "haproxy.cfg"))]
         if name == "prometheus":
             file = self.file(name, COMPOSE / "prometheus.yml")
+            shutil.copy(RULES, self.directory)
             listen = f"--web.listen-address={self.address(name)}:9090"
             return [
                 "prometheus",

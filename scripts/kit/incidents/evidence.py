@@ -1,0 +1,83 @@
+"""What the tools show during an incident, as files: one directory for each incident."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from scripts.kit.incidents.faults import Incident, Scene
+from scripts.kit.prometheus import Prometheus
+
+# What an operator asks of Prometheus, by incident.
+QUERIES = {
+    "slow-worker": (
+        "topk(5, kvrouter:target_ttft_seconds:mean5m)",
+        "max by (worker) (kvrouter_charged_prefill_tokens)",
+        "max by (worker) (kvrouter_target_requests)",
+    ),
+    "wrong-template": (
+        "min by (worker, instance) (kvrouter_prediction_exact_ratio)",
+        "count by (hash) (kvrouter_config_info)",
+        "max by (instance, worker, problem) (kvrouter_worker_problem)",
+    ),
+    "nats-node": (
+        "kvrouter_replicas",
+        "kvrouter_workers",
+        "kvrouter_nats_connected",
+    ),
+    "hot-prefix": (
+        "max by (worker) (kvrouter_charged_prefill_tokens)",
+        "sum(rate(kvrouter_prompt_tokens_total[30s])) / sum(rate(kvrouter_requests_total[30s]))",
+        "sum by (cache) (rate(kvrouter_uncached_tokens_total[30s]))",
+    ),
+}
+_MOST_LOG_LINES = 6
+
+
+async def gather(incident: Incident, scene: Scene, prometheus: Prometheus, directory: Path) -> None:
+    """Alerts, PromQL, doctor, and the last warnings of the replicas' logs."""
+    own = directory / incident.name
+    own.mkdir(exist_ok=True)
+    firing = await prometheus.firing()
+    (own / "alerts.txt").write_text("".join(f"{name}: {text}\n" for name, text in sorted(firing.items())))
+    lines = []
+    for query in QUERIES.get(incident.name, ()):
+        lines.append(query)
+        for row in await prometheus.series(query):
+            labels = {name: text for name, text in row["metric"].items() if name not in {"__name__", "job"}}
+            lines.append(f"    {json.dumps(labels)}  {float(row['value'][1]):.4g}")
+    (own / "promql.txt").write_text("\n".join(lines) + "\n")
+    admins = [replica.admin_url for replica in scene.deployed.replicas]
+    nats = scene.fleet.processes["frontend-0"].command
+    bus = [word for word in nats if word.startswith(("--nats", "--namespace"))]
+    (own / "doctor.txt").write_text(await _output("doctor", *bus, *admins))
+    (own / "log.txt").write_text("\n".join(_warnings(scene)) + "\n")
+
+
+async def _output(*arguments: str) -> str:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "kvrouter",
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    output, _ = await process.communicate()
+    return f"$ kvrouter {' '.join(arguments)}\n{output.decode()}(exit code {process.returncode})\n"
+
+
+def _warnings(scene: Scene) -> Sequence[str]:
+    """The last warnings of each replica, without those of single requests."""
+    found = []
+    for number in range(len(scene.deployed.replicas)):
+        lines = [
+            line
+            for line in scene.fleet.processes[f"frontend-{number}"].log.read_text().splitlines()
+            if '"level":"warning"' in line.replace(" ", "") and '"request.' not in line
+        ]
+        found += [f"replica {number}: {line}" for line in lines[-_MOST_LOG_LINES:]]
+    return found

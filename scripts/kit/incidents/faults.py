@@ -1,0 +1,218 @@
+"""What breaks, and how it is mended: each fault lasts while its context is open."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from scripts.kit.chaos.cluster import LEAF, Link
+from scripts.kit.deployment import Deployment
+from scripts.kit.fleet import Fleet, wait_until_ok
+from scripts.kit.http_client import Client
+from scripts.kit.incidents.traffic import Documents, chat
+from scripts.kit.steady import SteadyLoad
+
+SLOWED, WRONG, SILENT = 1, 1, 2
+"""The engine that is slowed, the replica with the wrong template, the agent that is silent."""
+SLOWER = 5.0
+MANY_PER_S = 40.0
+STOOD_STILL_S = 0.6
+
+# A template of another model: the same messages become other tokens.
+_WRONG_TEMPLATE = """\
+{%- for message in messages %}{{ '### ' + message.role + ':\\n' + message.content + '\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '### assistant:\\n' }}{% endif %}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """The running fleet, and its load."""
+
+    fleet: Fleet
+    client: Client
+    deployed: Deployment
+    link: Link
+    load: SteadyLoad
+    speedup: float
+
+
+@contextlib.asynccontextmanager
+async def slow_worker(scene: Scene) -> AsyncIterator[None]:
+    """One engine runs five times slower, as a throttled GPU does."""
+    url = f"{scene.deployed.engines[SLOWED].url}/speed"
+    await _post(scene, url, {"speedup": scene.speedup / SLOWER})
+    try:
+        yield
+    finally:
+        await _post(scene, url, {"speedup": scene.speedup})
+
+
+@contextlib.asynccontextmanager
+async def wrong_template(scene: Scene) -> AsyncIterator[None]:
+    """One replica is started again with the chat template of another model."""
+    name, url = f"frontend-{WRONG}", scene.deployed.replicas[WRONG].url
+    right = list(scene.fleet.processes[name].command)
+    file = scene.fleet.directory / "wrong_template.jinja"
+    file.write_text(_WRONG_TEMPLATE)
+    await _restart(scene, name, [*right, f"--chat-template={file}"], url)
+    try:
+        yield
+    finally:
+        await _restart(scene, name, right, url)
+
+
+async def _restart(scene: Scene, name: str, command: list[str], url: str) -> None:
+    """Stop a replica and start another one on its ports, while the others take its requests."""
+    scene.load.left_out.add(url)
+    await scene.fleet.stop(name)
+    process = await scene.fleet.start(name, command)
+    await wait_until_ok(scene.client, process, f"{url}/ready")
+    scene.load.left_out.discard(url)
+
+
+@contextlib.asynccontextmanager
+async def cut_nats_node(scene: Scene) -> AsyncIterator[None]:
+    """The NATS leaf node, with one replica and one agent, loses the cluster."""
+    with scene.link.cut():
+        yield
+
+
+@contextlib.asynccontextmanager
+async def hot_prefix(scene: Scene) -> AsyncIterator[None]:
+    """Everybody asks long questions about one long document that nobody has asked about before."""
+    (document,) = Documents(count=1, tokens=12_000, seed=99).texts()
+    questions = Documents(count=1_000, tokens=600, seed=98).texts()
+    requests = [chat(document, question) for question in questions]
+    async with SteadyLoad(requests, _urls(scene), rate=MANY_PER_S):
+        yield
+
+
+@contextlib.asynccontextmanager
+async def too_many(scene: Scene) -> AsyncIterator[None]:
+    """More requests than the fleet can serve, each about another document."""
+    requests = Documents(count=400, seed=5).chats(4_000)
+    async with SteadyLoad(requests, _urls(scene), rate=MANY_PER_S, timeout_s=20.0):
+        yield
+
+
+@contextlib.asynccontextmanager
+async def no_engines(scene: Scene) -> AsyncIterator[None]:
+    """All engines crash."""
+    names = [engine.mocker.name for engine in scene.deployed.engines]
+    for name in names:
+        await scene.fleet.processes[name].kill()
+    try:
+        yield
+    finally:
+        for name, engine in zip(names, scene.deployed.engines, strict=True):
+            process = await scene.fleet.start_again(name)
+            await wait_until_ok(scene.client, process, f"{engine.url}/health")
+
+
+@contextlib.asynccontextmanager
+async def silent_agent(scene: Scene) -> AsyncIterator[None]:
+    """An agent hangs."""
+    with scene.fleet.processes[f"agent-{SILENT}"].paused():
+        yield
+
+
+@contextlib.asynccontextmanager
+async def dead_replica(scene: Scene) -> AsyncIterator[None]:
+    """A replica is killed."""
+    name, url = f"frontend-{WRONG}", scene.deployed.replicas[WRONG].url
+    scene.load.left_out.add(url)
+    await scene.fleet.processes[name].kill()
+    try:
+        yield
+    finally:
+        process = await scene.fleet.start_again(name)
+        await wait_until_ok(scene.client, process, f"{url}/ready")
+        scene.load.left_out.discard(url)
+
+
+@contextlib.asynccontextmanager
+async def dead_nats_node(scene: Scene) -> AsyncIterator[None]:
+    """The NATS leaf node of one replica dies."""
+    await scene.fleet.processes[LEAF].kill()
+    try:
+        yield
+    finally:
+        await scene.fleet.start_again(LEAF)
+
+
+@contextlib.asynccontextmanager
+async def hot_temperature(scene: Scene) -> AsyncIterator[None]:
+    """Somebody tries a temperature by POST /routing, and forgets it."""
+    url = f"{scene.deployed.replicas[0].admin_url}/routing"
+    await _post(scene, url, {"settings": {"router-temperature": 20}, "who": "ada", "why": "a try"})
+    try:
+        yield
+    finally:
+        await _post(scene, url, {"undo": True})
+
+
+@contextlib.asynccontextmanager
+async def stopped_process(scene: Scene) -> AsyncIterator[None]:
+    """A replica stands still again and again, as on a machine that swaps."""
+    process = scene.fleet.processes["frontend-0"]
+
+    async def stand_still() -> None:
+        while True:
+            with process.paused():
+                await asyncio.sleep(STOOD_STILL_S)
+            await asyncio.sleep(3.0)
+
+    task = asyncio.create_task(stand_still())
+    try:
+        yield
+    finally:
+        task.cancel()
+        process.send(signal.SIGCONT)
+
+
+async def _post(scene: Scene, url: str, body: Mapping[str, Any]) -> None:
+    await scene.client.post_json(url, json.dumps(body).encode())
+
+
+def _urls(scene: Scene) -> list[str]:
+    return [replica.url for replica in scene.deployed.replicas]
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """A fault, and the alerts that it has to raise."""
+
+    name: str
+    fault: Callable[[Scene], contextlib.AbstractAsyncContextManager[None]]
+    alerts: tuple[str, ...]
+
+    @property
+    def about(self) -> str:
+        return (self.fault.__doc__ or "").strip()
+
+
+INCIDENTS = (
+    Incident("slow-worker", slow_worker, ("KvrouterSlowWorker",)),
+    Incident(
+        "wrong-template",
+        wrong_template,
+        ("KvrouterProblem", "KvrouterWrongPredictions", "KvrouterSettingsDiffer"),
+    ),
+    Incident("nats-node", cut_nats_node, ("KvrouterReplicasDisagree", "KvrouterWorkerSilent")),
+    Incident("hot-prefix", hot_prefix, ("KvrouterTimeToFirstToken",)),
+    Incident("too-many", too_many, ("KvrouterQueue", "KvrouterTimeToFirstToken")),
+    Incident(
+        "no-engines", no_engines, ("KvrouterErrorBudgetFast", "KvrouterErrorBudgetSlow", "KvrouterNoWorker")
+    ),
+    Incident("silent-agent", silent_agent, ("KvrouterWorkerSilent",)),
+    Incident("dead-replica", dead_replica, ("KvrouterReplicaDown",)),
+    Incident("dead-nats-node", dead_nats_node, ("KvrouterNatsAway",)),
+    Incident("temperature", hot_temperature, ("KvrouterRegret",)),
+    Incident("stopped", stopped_process, ("KvrouterLoopLag",)),
+)

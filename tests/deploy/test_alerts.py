@@ -1,0 +1,68 @@
+"""deploy/prometheus: each rule names metrics that there are, and each alert has its page in the runbook."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from scripts.kit.prometheus import RULES, alerts_of, expressions_of, in_less_time, with_objectives
+
+TEXT = RULES.read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+METRICS, RUNBOOK = (DOCS / "metrics.md").read_text(), (DOCS / "runbook.md").read_text()
+
+
+@pytest.mark.parametrize("expression", expressions_of(TEXT))
+def test_metrics_and_labels_are_documented(expression: str) -> None:
+    """A histogram's buckets by the name of the histogram; values of labels as the table has them."""
+    for name in re.findall(r"\bkvrouter_\w+", expression):
+        known = [line for line in METRICS.splitlines() if f"| `{_family(name)}` |" in line]
+        assert known, name
+        for label in re.findall(rf"{name}\{{(\w+)", expression):
+            assert f"`{label}`" in known[0]
+
+
+def _family(name: str) -> str:
+    return re.sub("_(bucket|sum|count)$", "", name)
+
+
+def test_each_alert_has_a_paragraph() -> None:
+    """And each paragraph an alert."""
+    alerts = alerts_of(TEXT)
+
+    assert list(alerts) == re.findall(r"^### (Kvrouter\w+)$", RUNBOOK, re.MULTILINE)
+    for name, alert in alerts.items():
+        assert f"docs/runbook.md#{name.lower()}" == alert["annotations"]["runbook"]
+        assert alert["labels"]["severity"] in {"critical", "warning"}
+
+
+def test_chart_has_the_same() -> None:
+    """The file of the Helm chart is a copy."""
+    assert TEXT == (RULES.parents[1] / "helm" / "kvrouter" / "files" / RULES.name).read_text()
+
+
+def test_in_less_time() -> None:
+    """Ranges and waits are shorter; nothing else changes."""
+    rule = "expr: rate(a_total[5m]) > 5\nfor: 10m\n"
+    assert "expr: rate(a_total[10s]) > 5\nfor: 20s\n" == in_less_time(rule, 30)
+    assert "expr: rate(a_total[4s]) > 5\nfor: 1s\n" == in_less_time(rule, 600)
+
+
+def test_with_objectives() -> None:
+    """One objective is replaced."""
+    assert TEXT.replace("vector(2)", "vector(0.5)") == with_objectives(TEXT, {"ttft_p90_seconds": 0.5})
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+@pytest.mark.parametrize("speedup", [1, 30])
+def test_promtool_accepts(speedup: float, tmp_path: Path) -> None:
+    """The rules as they are, and in less time."""
+    file = tmp_path / "rules.yml"
+    file.write_text(in_less_time(TEXT, speedup))
+    found = subprocess.run(["promtool", "check", "rules", file], capture_output=True, text=True, check=False)
+
+    assert 0 == found.returncode, found.stderr
