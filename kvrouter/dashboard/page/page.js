@@ -49,6 +49,10 @@ const DECISIONS = [
   ["Candidates", (row) => row.candidates, number],
 ];
 
+// Figures of the last minute are differences to the oldest of these snapshots' totals.
+const MINUTE_S = 60;
+let past = [];
+
 let fleet = null;
 let sorted = { column: 0, descending: false };
 
@@ -115,6 +119,30 @@ function sum(rows, value) {
   return rows.reduce((total, row) => total + (value(row) ?? 0), 0);
 }
 
+function remember() {
+  const { time, started_s: started, traffic } = fleet;
+  if (past.length && past[0].started !== started) past = []; // it has restarted: its totals begin at 0
+  past.push({ time, started, requests: traffic.requests, counts: traffic.ttft.counts });
+  while (time - past[0].time > MINUTE_S) past.shift();
+}
+
+// Requests a second, and times to first token that a share of them did not exceed: bounds of a histogram.
+function lastMinute() {
+  const { bounds_s: bounds, counts } = fleet.traffic.ttft;
+  const [first] = past;
+  const between = fleet.time - first.time;
+  const own = counts.map((count, at) => count - first.counts[at]);
+  const total = own.reduce((a, b) => a + b, 0);
+  const within = (wanted) => {
+    if (!total) return "–";
+    let below = 0;
+    const at = own.findIndex((count) => (below += count) >= wanted * total);
+    return at < bounds.length ? `≤ ${seconds(bounds[at])}` : `> ${seconds(bounds.at(-1))}`;
+  };
+  const rate = between ? ((fleet.traffic.requests - first.requests) / between).toFixed(1) : "–";
+  return { "Requests a second": rate, "TTFT, median": within(0.5), "TTFT, 95 %": within(0.95) };
+}
+
 function drawFigures() {
   const tokens = sum(fleet.pools, (pool) => pool.reusable_tokens);
   const cached = (name) => (tokens ? 1 - sum(fleet.pools, (pool) => pool.uncached_tokens[name]) / tokens : null);
@@ -122,6 +150,7 @@ function drawFigures() {
     "Eligible targets": `${sum(fleet.pools, (pool) => pool.eligible)} of ${fleet.targets.length}`,
     "Requests in flight": number(sum(fleet.targets, (row) => row.requests)),
     Queued: number(sum(fleet.pools, (pool) => pool.queue)),
+    ...lastMinute(),
     "Requests since the start": number(fleet.traffic.requests),
     Failed: number(fleet.traffic.failed),
     "Prompt tokens cached": share(cached("chosen")),
@@ -193,6 +222,7 @@ async function refresh() {
   try {
     if (!document.hidden) {
       fleet = await ask("fleet");
+      remember();
       draw();
     }
   } catch (error) {
