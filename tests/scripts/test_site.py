@@ -84,6 +84,16 @@ def test_the_page_of_routes_has_those_of_clients() -> None:
     assert [] == [route for route in relayed if f"{route}`" not in page]
 
 
+def test_the_page_of_routes_has_those_of_operators() -> None:
+    """Each route that a replica adds to its admin listener is there, too."""
+    page = (ROOT / "docs/reference/http.md").read_text()
+    source = (ROOT / "kvrouter/frontend/run.py").read_text()
+    added = re.findall(r'\("(?:GET|POST)", "(/[\w/]+)"', source)
+
+    assert "/workers" in added
+    assert [] == [route for route in added if f"{route}`" not in page]
+
+
 def test_every_page_begins_with_a_title_and_a_text() -> None:
     """A reader sees first what the page is for: no table, list, code block or further heading."""
     pages = [page for page in (ROOT / "docs").rglob("*.md") if "changes" not in page.parts]
