@@ -25,6 +25,7 @@ usage: kvrouter COMMAND [flags]
   verify     compares the state of live replicas: whether they agree on blocks and bookings
   index      lists the blocks in a replica's index, or compares those of two replicas
   doctor     looks at NATS, agents, engines and replicas, and reports what is wrong and what to do
+  top        shows targets, traffic, and whether replicas agree, in a terminal
 
 `kvrouter COMMAND --help` lists the settings that matter first, `--help-all` all of them.
 `kvrouter --version` prints the version.
@@ -45,6 +46,7 @@ MODULES = {
     "verify": "kvrouter.verify.__main__",
     "index": "kvrouter.verify.index_command",
     "doctor": "kvrouter.doctor.__main__",
+    "top": "kvrouter.top.__main__",
 }
 
 

@@ -21,6 +21,7 @@ MODULES = {
     "verify": "kvrouter.verify.settings",
     "index": "kvrouter.verify.index_settings",
     "doctor": "kvrouter.doctor.settings",
+    "top": "kvrouter.top.settings",
 }
 
 

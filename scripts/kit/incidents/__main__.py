@@ -95,6 +95,8 @@ async def open_scene() -> AsyncIterator[tuple[Scene, Prometheus]]:
             speedup=SPEEDUP,
             namespace="incidents",
             frontend_flags=_FLAGS,
+            # for the queue, which fills targets up to their largest step
+            agent_flags=dict.fromkeys(range(ENGINES), ("--max-num-batched-tokens=8192",)),
         )
         plan, options = await start_cluster(fleet, client, plan, link)
         deployed = await deployment.deploy(fleet, client, plan, options.servers[0])

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import Console
+
+from kvrouter.settings.read import load
+from kvrouter.top.__main__ import look_at
+from kvrouter.top.screen import Choices, draw
+from kvrouter.top.settings import COMMAND
+from kvrouter.top.view import view
+from kvrouter.verify.index_command import open_replicas
 from scripts.kit.incidents.faults import Incident, Scene
 from scripts.kit.prometheus import Prometheus
 
@@ -35,10 +44,12 @@ QUERIES = {
     ),
 }
 _MOST_LOG_LINES = 6
+_LOOK_S = 5.0
+_WIDTH, _HEIGHT = 130, 16
 
 
 async def gather(incident: Incident, scene: Scene, prometheus: Prometheus, directory: Path) -> None:
-    """Alerts, PromQL, doctor, and the last warnings of the replicas' logs."""
+    """Alerts, PromQL, top, doctor, the dashboard, and the last warnings of the replicas' logs."""
     own = directory / incident.name
     own.mkdir(exist_ok=True)
     firing = await prometheus.firing()
@@ -53,8 +64,22 @@ async def gather(incident: Incident, scene: Scene, prometheus: Prometheus, direc
     admins = [replica.admin_url for replica in scene.deployed.replicas]
     nats = scene.fleet.processes["frontend-0"].command
     bus = [word for word in nats if word.startswith(("--nats", "--namespace"))]
+    (own / "top.svg").write_text(await _top(admins))
     (own / "doctor.txt").write_text(await _output("doctor", *bus, *admins))
     (own / "log.txt").write_text("\n".join(_warnings(scene)) + "\n")
+
+
+async def _top(urls: Sequence[str]) -> str:
+    """What `kvrouter top` draws of these replicas, as SVG."""
+    settings = load(COMMAND, [*urls, "--sort=ttft"]).settings
+    async with open_replicas(urls, settings) as replicas:
+        before = await look_at(replicas)
+        await asyncio.sleep(_LOOK_S)
+        look = await look_at(replicas)
+    shown, choices = view(look, before), Choices(settings.sort, shows_detail=True)
+    console = Console(width=_WIDTH, height=_HEIGHT, record=True, file=io.StringIO(), highlight=False)
+    console.print(draw(shown, choices, width=_WIDTH, height=_HEIGHT))
+    return console.export_svg(title="kvrouter top")
 
 
 async def _output(*arguments: str) -> str:

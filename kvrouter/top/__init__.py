@@ -1,0 +1,1 @@
+"""`kvrouter top`: the fleet in a terminal, from GET /fleet of one or more replicas."""

@@ -1,0 +1,184 @@
+"""Draws a view with rich. Only the rows that fit are drawn: a fleet has thousands of targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvrouter.top.settings import COLUMNS, Column
+from kvrouter.top.view import Facts, Row, View, arranged
+
+HELP = """\
+↑ ↓ j k        select a target            PgUp PgDn  a page
+s              sort by the next column    r          the other direction
+/              filter; Enter keeps it, Esc drops it
+Enter          the selected target's details, or none
+?              this help                  q          end"""
+
+_TITLES = {
+    "target": "target",
+    "state": "state",
+    "requests": "in flight",
+    "waiting": "engine run+wait",
+    "charged": "prefill tokens",
+    "usage": "KV used",
+    "blocks": "cached blocks",
+    "ttft": "TTFT",
+    "rate": "answers/s",
+    "errors": "errors",
+}
+# Left out first on narrow terminals.
+_LESS_NEEDED: tuple[Column, ...] = (
+    "usage",
+    "errors",
+    "blocks",
+    "rate",
+    "waiting",
+    "charged",
+    "ttft",
+    "state",
+)
+_WIDTH_OF_A_COLUMN = 13
+_MOST_PROBLEMS = 4
+
+
+@dataclass(slots=True)
+class Choices:
+    """What the keys have chosen."""
+
+    sort: Column
+    text: str = ""
+    is_reversed: bool = False
+    selected: int = 0
+    shows_detail: bool = False
+    shows_help: bool = False
+    is_typing: bool = False
+    rows: Sequence[Row] = field(default_factory=list)
+    """The rows of the last drawing, in order."""
+
+
+def draw(view: View, choices: Choices, *, width: int, height: int) -> RenderableType:
+    """The whole screen."""
+    choices.rows = arranged(view.rows, choices.sort, choices.text, is_reversed=choices.is_reversed)
+    choices.selected = max(0, min(choices.selected, len(choices.rows) - 1))
+    head: list[RenderableType] = [_facts(view.facts)]
+    problems = view.problems[:_MOST_PROBLEMS]
+    head += [Text(f"! {text}", "bold red", no_wrap=True, overflow="ellipsis") for text in problems]
+    foot = _foot(choices, len(view.rows))
+    room = height - len(head) - len(foot) - 2  # of the table's head
+    first = max(0, min(choices.selected - room // 2, len(choices.rows) - room))
+    shown = choices.rows[first : first + max(1, room)]
+    return Group(*head, _table(shown, choices, width, choices.selected - first), *foot)
+
+
+def plain(view: View, sort: Column, text: str) -> RenderableType:
+    """Everything, without a screen."""
+    rows, choices = arranged(view.rows, sort, text), Choices(sort)
+    problems = [Text(f"! {one}") for one in view.problems]
+    return Group(_facts(view.facts), *problems, _table(rows, choices, None, -1), *_marks(rows))
+
+
+def _marks(rows: Sequence[Row]) -> list[Text]:
+    return [
+        Text(f"! {row.name}: {text}") for row in rows for text in (row.differs, *row.fact.problems) if text
+    ]
+
+
+def _facts(facts: Facts) -> Text:
+    parts = [
+        f"requests/s {_number(facts.requests_per_s)}",
+        f"tokens/s {_number(facts.tokens_per_s)}",
+        f"TTFT p50 {_seconds(facts.ttft_p50_s)} p90 {_seconds(facts.ttft_p90_s)}",
+        "cached " + (" ".join(f"{name} {share:.0%}" for name, share in facts.cached.items()) or "-"),
+        f"regret {_seconds(facts.later_s)}",
+        f"failed {facts.failed}",
+    ]
+    return Text("   ".join(parts), "bold", no_wrap=True, overflow="ellipsis")
+
+
+def _table(rows: Sequence[Row], choices: Choices, width: int | None, selected: int) -> Table:
+    columns = list(COLUMNS)
+    for column in _LESS_NEEDED:
+        if width is not None and len(columns) * _WIDTH_OF_A_COLUMN > width:
+            columns.remove(column)
+    table = Table(box=None, pad_edge=False, expand=width is not None, header_style="bold")
+    for column in columns:
+        mark = (" ▲" if choices.is_reversed else " ▼") if column == choices.sort else ""
+        table.add_column(
+            _TITLES[column] + mark,
+            justify="left" if column in {"target", "state"} else "right",
+            no_wrap=True,
+            overflow="ellipsis",
+        )
+    for number, row in enumerate(rows):
+        style = "red" if not row.fact.eligible else "yellow" if row.fact.problems or row.differs else ""
+        table.add_row(
+            *[_CELLS[column](row) for column in columns],
+            style=f"{style} reverse" if number == selected else style,
+        )
+    return table
+
+
+_CELLS: dict[Column, Callable[[Row], str]] = {
+    "target": lambda row: ("! " if row.fact.problems or row.differs else "") + row.name,
+    "state": lambda row: row.state,
+    "requests": lambda row: str(row.fact.requests),
+    "waiting": lambda row: "-" if row.fact.running is None else f"{row.fact.running}+{row.fact.waiting or 0}",
+    "charged": lambda row: f"{row.fact.charged_prefill_tokens:,}",
+    "usage": lambda row: "-" if row.fact.kv_usage is None else f"{row.fact.kv_usage:.0%}",
+    "blocks": lambda row: f"{row.fact.blocks:,}",
+    "ttft": lambda row: _seconds(row.ttft_s),
+    "rate": lambda row: _number(row.rate),
+    "errors": lambda row: str(row.errors),
+}
+
+
+def _foot(choices: Choices, total: int) -> list[Text]:
+    if choices.shows_help:
+        return [Text(line) for line in HELP.splitlines()]
+    lines = []
+    if choices.shows_detail and choices.rows:
+        lines += _detail(choices.rows[choices.selected])
+    if choices.is_typing:
+        return [*lines, Text(f"filter: {choices.text}▏", "bold")]
+    kept = f"{len(choices.rows)} of {total} targets" + (f" with {choices.text!r}" if choices.text else "")
+    return [*lines, Text(f"{kept}   ? help   q end", "dim", no_wrap=True, overflow="ellipsis")]
+
+
+def _detail(row: Row) -> list[Text]:
+    fact = row.fact
+    feed = (
+        "its KV events are not followed"
+        if fact.lag_frames is None
+        else f"KV feed {'in step' if fact.live else 'NOT in step'}, frame {fact.seq}, lag {fact.lag_frames}, "
+        f"last message {_seconds(fact.stale_s)} ago"
+    )
+    cached = (
+        f"cached tokens predicted {fact.predicted_tokens:,}, reported {fact.reported_tokens:,}"
+        if fact.predicted_tokens is not None and fact.reported_tokens is not None
+        else "no answer of it was compared"
+    )
+    capacity = f" of {fact.total_blocks:,}" if fact.total_blocks else ""
+    lines = [
+        f"{row.name}   {fact.engine}   {fact.url}   pool {fact.pool}",
+        f"active blocks {fact.active_blocks:,}{capacity}; {feed}",
+        f"{row.answers:,} answers, {row.errors:,} errors; {cached}",
+        *[f"! {text}" for text in (row.differs, *fact.problems) if text],
+    ]
+    return [Text(line, no_wrap=True, overflow="ellipsis") for line in ("", *lines)]
+
+
+def _seconds(amount: float | None) -> str:
+    if amount is None:
+        return "-"
+    return f"{amount:.2f} s" if amount >= 1 else f"{amount * 1000:.0f} ms"
+
+
+def _number(amount: float | None) -> str:
+    if amount is None:
+        return "-"
+    return f"{amount:,.0f}" if amount >= 100 else f"{amount:.1f}"

@@ -1,0 +1,134 @@
+"""What `kvrouter top` shows, from looks at replicas."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from rich.console import Console
+
+from kvrouter.dashboard.fleet import Fleet, PoolRow, ReplicaRow, TargetRow, Times, Traffic
+from kvrouter.top.__main__ import keys_in
+from kvrouter.top.screen import Choices, draw
+from kvrouter.top.view import Look, arranged, quantile, view
+
+A, B = "http://a", "http://b"
+
+
+def target(worker: str, **facts: Any) -> TargetRow:
+    row = TargetRow(
+        pool="m-1", worker=worker, rank=0, url="http://w", engine="mocker", state="up", eligible=True,
+        problems=[], requests=1, running=1, waiting=0, kv_usage=0.5, active_blocks=3, total_blocks=9,
+        charged_prefill_tokens=64, blocks=8, answers=10, errors=0, ttft_sum_s=1.0, ttft_count=10,
+        predicted_tokens=5, reported_tokens=5, seq=7, digest="d", lag_frames=0, stale_s=0.1, live=True,
+        digest_mismatches=0,
+    )  # fmt: skip
+    return replace(row, **facts)
+
+
+def fleet(*targets: TargetRow, router_id: str = "a", hears: str = "a", **facts: Any) -> Fleet:
+    replicas = [ReplicaRow(one, f"http://{one}", one == router_id, 0, 0, 0) for one in hears]
+    pool = PoolRow(
+        pool="m-1", model="m", workers=1, targets=1, eligible=1, block_size=16, queue=0, problems=[],
+        reusable_tokens=100, uncached_tokens={"chosen": 50, "best": 40, "pooled": 20}, later_s=1.0,
+        ttft_decisions=10, prefill_tokens_per_s=1.0, mode="kv", weight="auto", doubt="",
+    )  # fmt: skip
+    traffic = Traffic(10, 1, 100, 50, 200, Times((0.1, 1.0), [8, 2, 0]), Times((0.1,), [1, 0]))
+    made = Fleet(
+        time=1.0, router_id=router_id, version="1", mode="kv", weight="auto", revision=0, started_s=0.5,
+        status="ready", reasons=[], pools=[pool], targets=[*targets], replicas=replicas, traffic=traffic,
+    )  # fmt: skip
+    return replace(made, **facts)
+
+
+def test_since_the_look_before() -> None:
+    """Rates, times and shares are those of the interval, not of the life of the replica."""
+    old = fleet(target("w0"))
+    pool = replace(
+        old.pools[0], reusable_tokens=200, uncached_tokens={"chosen": 75, "best": 60, "pooled": 20},
+        later_s=3.0, ttft_decisions=14,
+    )  # fmt: skip
+    traffic = replace(old.traffic, requests=30, output_tokens=600, ttft=Times((0.1, 1.0), [8, 12, 0]))
+    new = fleet(target("w0", answers=30, ttft_sum_s=6.0, ttft_count=20), pools=[pool], traffic=traffic)
+    shown = view(Look(12.0, {A: new}), Look(10.0, {A: old}))
+    (row,) = shown.rows
+
+    assert (10.0, 0.5) == (row.rate, row.ttft_s)
+    assert (10.0, 200.0, 0.5) == (
+        shown.facts.requests_per_s, shown.facts.tokens_per_s, shown.facts.later_s,
+    )  # fmt: skip
+    assert {"chosen": 0.75, "best": 0.8, "pooled": 1.0} == pytest.approx(shown.facts.cached)
+    assert shown.facts.ttft_p50_s == pytest.approx(0.55)
+
+
+def test_a_replica_that_started_again() -> None:
+    """Counters of another life are not subtracted."""
+    old, new = fleet(target("w0", answers=900)), fleet(target("w0", answers=1), started_s=9.0)
+    shown = view(Look(2.0, {A: new}), Look(1.0, {A: old}))
+
+    assert (None, None) == (shown.facts.requests_per_s, shown.rows[0].rate)
+
+
+def test_disagreements() -> None:
+    """Different blocks at one frame, different states, and targets that one replica does not know."""
+    one = fleet(target("w0"), target("w1"), target("w2"), target("w3"), hears="ab")
+    other = fleet(
+        target("w0", digest="e"), target("w1", digest="e", seq=8), target("w2", state="down"),
+        router_id="b", hears="b", revision=2,
+    )  # fmt: skip
+    shown = view(Look(1.0, {A: one, B: other, "http://c": "cannot be reached"}), None)
+
+    assert {
+        "w0/0": "replicas hold different blocks",
+        "w1/0": "",
+        "w2/0": "replicas see different states",
+        "w3/0": "known to 1 of 2 replicas",
+    } == {row.name: row.differs for row in shown.rows}
+    assert [
+        "http://c: cannot be reached",
+        "http://b does not hear a",
+        "the replicas route by different revisions of POST /routing",
+    ] == shown.problems
+
+
+def test_order_and_filter() -> None:
+    """The greatest first; the filter sees names, states and problems."""
+    rows = view(
+        Look(
+            1.0, {A: fleet(target("w0"), target("w1", requests=5), target("w2", problems=["Tokens differ"]))}
+        ),
+        None,
+    ).rows
+
+    assert ["w1/0", "w0/0", "w2/0"] == [row.name for row in arranged(rows, "requests", "")]
+    assert ["w2/0", "w1/0", "w0/0"] == [row.name for row in arranged(rows, "target", "", is_reversed=True)]
+    assert ["w2/0"] == [row.name for row in arranged(rows, "target", "tokens")]
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [([0, 0, 0], None), ([4, 0, 0], 0.5), ([0, 4, 0], 2.0), ([0, 0, 4], 3.0), ([2, 2, 0], 1.0)],
+)
+def test_quantile(counts: list[int], expected: float | None) -> None:
+    """Linear within a bucket; above the last bound that bound."""
+    assert expected == quantile(0.5, (1.0, 3.0), counts)
+
+
+@pytest.mark.parametrize(("width", "height"), [(200, 50), (80, 24), (40, 8), (24, 5)])
+def test_only_rows_that_fit_are_drawn(width: int, height: int) -> None:
+    """Of 1,000 targets as many as fit, the selected one among them, in any size of the terminal."""
+    shown = view(Look(1.0, {A: fleet(*[target(f"w{n:03}") for n in range(1000)])}), None)
+    choices = Choices("target", selected=700)
+    console = Console(width=width, height=height, record=True, file=io.StringIO())
+    console.print(draw(shown, choices, width=width, height=height))
+    text = console.export_text()
+
+    assert "w700" in text
+    assert text.count("\n") <= max(height, 6)
+
+
+def test_keys() -> None:
+    """Sequences of terminals, and characters, also several at once."""
+    assert ["up", "j", "page down", "enter", "escape", "q"] == keys_in(b"\x1b[Aj\x1b[6~\r\x1bq")
