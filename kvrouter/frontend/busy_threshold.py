@@ -25,7 +25,7 @@ _Tokens = Annotated[int, Meta(ge=0, le=2**48)]
 
 
 # Unknown fields are rejected: a misspelt threshold would otherwise change nothing without an error.
-class _Wanted(Struct, forbid_unknown_fields=True):
+class Wanted(Struct, forbid_unknown_fields=True):
     model: str | None = None
     active_decode_blocks_threshold: _Share | UnsetType | None = UNSET
     active_prefill_tokens_threshold: _Tokens | UnsetType | None = UNSET
@@ -64,9 +64,9 @@ class BusyThresholds:
         }
 
 
-def _read(body: bytes) -> _Wanted:
+def _read(body: bytes) -> Wanted:
     try:
-        return msgspec.json.decode(body, type=_Wanted)
+        return msgspec.json.decode(body, type=Wanted)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        names = ", ".join(_Wanted.__struct_fields__)
+        names = ", ".join(Wanted.__struct_fields__)
         raise BadRequestError(f"/busy_threshold: {error}; fields: {names}") from None

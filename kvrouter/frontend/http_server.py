@@ -26,12 +26,14 @@ from kvrouter.frontend.admin import MODEL_PATH, Admin
 from kvrouter.frontend.admin_listener import application
 from kvrouter.frontend.bodies.openai import error_answer
 from kvrouter.frontend.completions import Completions
+from kvrouter.frontend.openapi import OPENAPI_PATH, document
 from kvrouter.frontend.operators import Gate, open_gate
 from kvrouter.frontend.settings import FrontendOptions
 from kvrouter.frontend.sockets import BACKLOG, Listeners
-from kvrouter.frontend.views import View, answering
+from kvrouter.frontend.views import View, answering, json_answer
+from kvrouter.relay.answer import Answer
 from kvrouter.relay.connection import Connections
-from kvrouter.relay.request import ArrivingBytes, Serve
+from kvrouter.relay.request import ArrivingBytes, Request, Serve
 from kvrouter.relay.routes import Routes
 
 log = structlog.get_logger()
@@ -86,7 +88,17 @@ class Site:
             _add(routes, "GET", path, answering(view, open_gate, completions.refused))
         for method, path, view in self._for_operators:
             _add(routes, method, path, answering(view, gate, completions.refused))
+        listed = [(method, path) for method, path in routes.listed() if method != "HEAD"]
+        described = json_answer(document([*listed, ("GET", OPENAPI_PATH)]))
+        _add(routes, "GET", OPENAPI_PATH, answering(_always(described), open_gate, completions.refused))
         return routes
+
+
+def _always(answer: Answer) -> View:
+    async def view(_request: Request) -> Answer:
+        return answer
+
+    return view
 
 
 def _add(routes: Routes, method: str, path: str, serve: Serve) -> None:

@@ -39,7 +39,7 @@ _Value = SettingText | Annotated[float, Meta(ge=-1e300, le=1e300)] | bool | None
 
 
 # Unknown fields are rejected: a misspelt one would otherwise change nothing without an error.
-class _Wanted(Struct, forbid_unknown_fields=True):
+class Wanted(Struct, forbid_unknown_fields=True):
     settings: Annotated[dict[SettingText, _Value], Meta(max_length=64)] = {}
     undo: bool = False
     who: SettingText = ""
@@ -167,11 +167,11 @@ class RoutingChanges:
         return value
 
 
-def _read(body: bytes) -> _Wanted:
+def _read(body: bytes) -> Wanted:
     try:
-        return msgspec.json.decode(body, type=_Wanted)
+        return msgspec.json.decode(body, type=Wanted)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        names = ", ".join(_Wanted.__struct_fields__)
+        names = ", ".join(Wanted.__struct_fields__)
         raise BadRequestError(f"/routing: {error}; fields: {names}") from None
 
 

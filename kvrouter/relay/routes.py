@@ -20,6 +20,10 @@ class Routes:
         """What serves a POST, by path."""
         return self._posts
 
+    def listed(self) -> list[tuple[str, str]]:
+        """Method and path of each."""
+        return [(method, path) for path, methods in self._by_path.items() for method in methods]
+
     def add(self, method: str, path: str, serve: Serve) -> None:
         self._by_path.setdefault(path, {})[method] = serve
         if method == "POST":

@@ -19,6 +19,7 @@ from kvrouter.top.view import view
 from kvrouter.verify.index_command import open_replicas
 from scripts.kit.incidents.faults import Incident, Scene
 from scripts.kit.prometheus import Prometheus
+from scripts.kit.screenshots import SCHEMES, has_browser, take
 
 # What an operator asks of Prometheus, by incident.
 QUERIES = {
@@ -65,6 +66,10 @@ async def gather(incident: Incident, scene: Scene, prometheus: Prometheus, direc
     nats = scene.fleet.processes["frontend-0"].command
     bus = [word for word in nats if word.startswith(("--nats", "--namespace"))]
     (own / "top.svg").write_text(await _top(admins))
+    if has_browser():
+        for scheme in SCHEMES:
+            wrong = await take(admins[0], own, scheme=scheme)
+            (own / f"console-{scheme}.txt").write_text("".join(f"{line}\n" for line in wrong))
     (own / "doctor.txt").write_text(await _output("doctor", *bus, *admins))
     (own / "log.txt").write_text("\n".join(_warnings(scene)) + "\n")
 
