@@ -44,7 +44,7 @@ def application(
             http.transport.abort()
         return client.response
 
-    app.router.add_route("*", "/{path:.*}", serve)
+    app.router.add_route("*", r"/{path:[\s\S]*}", serve)  # . is no line end, which %0A is
     return app
 
 

@@ -32,7 +32,7 @@ _JSON, _LINES, _TEXT, _SSE = "application/json", "application/x-ndjson", "text/p
 
 
 class Described(Struct, frozen=True):
-    """One method of one path. `answers`: content type by status; `body`: its schema or type."""
+    """One method of one path. `answers`: content types by status, with spaces; `body`: its schema or type."""
 
     summary: str
     answers: dict[int, str]
@@ -116,8 +116,8 @@ _ROUTES: dict[tuple[str, str], Described] = {
         body=_OBJECT,
     ),
     ("GET", "/decisions"): Described(
-        "The last decisions, the newest first",
-        {200: _JSON, 400: _JSON},
+        "The last decisions, the newest first; with `blocks=true` as lines",
+        {200: f"{_JSON} {_LINES}", 400: _JSON},
         query={"limit": {"type": "integer", "minimum": 1, "maximum": 1000}, "blocks": {"type": "boolean"}},
     ),
     ("GET", DECISION_PATH): Described(
@@ -173,9 +173,10 @@ def _operation(one: Described, by_kind: dict[type[Struct], Schema]) -> Schema:
         schema = by_kind[one.body] if isinstance(one.body, type) else one.body
         made["requestBody"] = {"required": True, "content": {_JSON: {"schema": schema}}}
     answer = by_kind[one.answer] if isinstance(one.answer, type) else one.answer
-    for status, kind in one.answers.items():
-        is_error = status >= 400 and kind == _JSON and one.tag != "health"
-        content: Schema = {kind: {"schema": {"$ref": "#/components/schemas/Error"} if is_error else answer}}
+    for status, kinds in one.answers.items():
+        is_error = status >= 400 and kinds == _JSON and one.tag != "health"
+        schema = {"$ref": "#/components/schemas/Error"} if is_error else answer
+        content: Schema = {kind: {"schema": schema} for kind in kinds.split()}
         if one.tag == "engines":
             content = content if status >= 400 else {_JSON: {}, _SSE: {}}
         made["responses"][str(status)] = {"description": _MEANINGS.get(status, "done"), "content": content}

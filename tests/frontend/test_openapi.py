@@ -60,3 +60,11 @@ def test_a_route_without_a_description_fails() -> None:
 def test_the_page_has_every_route(route: str) -> None:
     """docs/reference/http.md."""
     assert f"{route}" in HTTP_PAGE
+
+
+async def test_a_path_with_a_line_end(fleet_of: FleetOf) -> None:
+    """The admin listener answers it as any other path that is not served."""
+    async with fleet_of("--router-mode", "kv", scripts=(OK,)) as fleet:
+        answer = await get(fleet.frontend.admin_url, "/dashboard/%0AZ")
+
+        assert (404, "application/json") == (answer.status, answer.header("content-type"))

@@ -1,0 +1,39 @@
+"""Schemathesis sends what /openapi.json allows, and what it does not, to a real replica. Long."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+import pytest
+
+from tests.frontend.fleet import FleetOf
+from tests.frontend.workers import OK
+
+EXAMPLES = 40
+SECONDS = 240
+
+
+@pytest.mark.skipif("KVROUTER_TEST_LONG" not in os.environ, reason="takes two minutes: KVROUTER_TEST_LONG=1")
+@pytest.mark.timeout(300)
+async def test_answers_are_as_described(fleet_of: FleetOf) -> None:
+    """No 5xx but those described; statuses, content types and bodies as in the document."""
+    pytest.importorskip("schemathesis")
+    async with fleet_of("--router-mode", "kv", scripts=(OK, OK)) as fleet:
+        url = fleet.frontend.admin_url
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "schemathesis.cli",
+            "run",
+            f"{url}/openapi.json",
+            f"--max-examples={EXAMPLES}",
+            "--checks=not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance",
+            "--phases=examples,coverage,fuzzing",
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        output, _ = await asyncio.wait_for(process.communicate(), SECONDS)
+
+        assert 0 == process.returncode, output.decode()[-8000:]
