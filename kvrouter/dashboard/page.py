@@ -13,7 +13,15 @@ from kvrouter.relay.request import Request
 
 PAGE_PATH = "/"
 FILES_PATH = "/dashboard/"
-_TYPES = {"index.html": "text/html", "page.css": "text/css", "page.js": "text/javascript"}
+_TYPES = {
+    "index.html": "text/html",
+    "page.css": "text/css",
+    "page.js": "text/javascript",
+    "traffic.js": "text/javascript",
+    # uPlot 1.6.32, its distributed files as they are; licence: uplot.LICENSE
+    "uplot.css": "text/css",
+    "uplot.js": "text/javascript",
+}
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
-VIEWS = ("fleet", "decisions", "replicas")
+VIEWS = ("fleet", "traffic", "decisions", "replicas")
 Scheme = Literal["light", "dark"]
 SCHEMES: tuple[Scheme, ...] = ("light", "dark")
 _WRONG = {"error", "warning"}

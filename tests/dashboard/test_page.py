@@ -16,12 +16,15 @@ async def test_page_and_its_files(fleet_of: FleetOf) -> None:
         paths = re.findall(r'(?:href|src)="([^":]+)"', page.body.decode())
         loaded = {path: await get(admin, f"/{path}") for path in paths}
 
-        assert ["dashboard/page.css", "dashboard/page.js"] == paths
+        loaded["dashboard/traffic.js"] = await get(admin, "/dashboard/traffic.js")  # page.js imports it
+
+        assert ["uplot.css", "page.css", "uplot.js", "page.js"] == [path.partition("/")[2] for path in paths]
         assert {200} == {each.status for each in (page, *loaded.values())}
         types = [each.header("content-type") for each in (page, *loaded.values())]
-        assert [f"text/{kind}; charset=utf-8" for kind in ("html", "css", "javascript")] == types
+        kinds = ("html", "css", "css", "javascript", "javascript", "javascript")
+        assert [f"text/{kind}; charset=utf-8" for kind in kinds] == types
         assert all("default-src 'none'" in each.header("content-security-policy") for each in loaded.values())
-        assert b"innerHTML" not in loaded["dashboard/page.js"].body
+        assert not any(b"innerHTML" in loaded[f"dashboard/{own}.js"].body for own in ("page", "traffic"))
 
 
 async def test_only_for_operators(fleet_of: FleetOf) -> None:

@@ -1,6 +1,8 @@
 // The page of one replica. It asks for /fleet once a second while it is visible, and shows what it gets.
 // Everything from the server becomes a text node: names of workers and models are not trusted.
 
+import * as traffic from "./traffic.js";
+
 const INTERVAL_MS = 1000;
 // A table of more rows than this is slow to draw; the filter finds the others.
 const MOST_ROWS = 200;
@@ -170,6 +172,7 @@ function draw() {
   find("reasons").replaceChildren(...fleet.reasons.map((reason) => cell(reason, "li")));
   drawFigures();
   if (!find("fleet").hidden) drawTargets();
+  if (!find("traffic").hidden) traffic.draw(find("plots"));
   if (!find("replicas").hidden) fill(find("peers"), PEERS, fleet.replicas);
 }
 
@@ -223,6 +226,7 @@ async function refresh() {
     if (!document.hidden) {
       fleet = await ask("fleet");
       remember();
+      traffic.remember(fleet);
       draw();
     }
   } catch (error) {
@@ -254,6 +258,9 @@ tabs.forEach((tab, at) => {
     next.focus();
   });
 });
+const drawAgain = () => !find("traffic").hidden && traffic.draw(find("plots"), true);
+window.addEventListener("resize", drawAgain);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAgain);
 find("filter").addEventListener("input", () => fleet && drawTargets());
 show(tabs[0]);
 refresh();

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,7 +85,8 @@ async def _top(urls: Sequence[str]) -> str:
     shown, choices = view(look, before), Choices(settings.sort, shows_detail=True)
     console = Console(width=_WIDTH, height=_HEIGHT, record=True, file=io.StringIO(), highlight=False)
     console.print(draw(shown, choices, width=_WIDTH, height=_HEIGHT))
-    return console.export_svg(title="kvrouter top")
+    # without the fonts that rich takes from elsewhere
+    return re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title="kvrouter top"), flags=re.DOTALL)
 
 
 async def _output(*arguments: str) -> str:
