@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import sys
 import termios
@@ -46,6 +47,8 @@ _KEYS = {
     b"\x7f": "back",
     b"\x08": "back",
 }
+# Of a key that is not in _KEYS, as an arrow to the side: without this it would be Escape and letters.
+_SEQUENCE = re.compile(rb"\x1b(?:\[[0-9;]*[A-Za-z~]|O[A-Za-z])")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -138,9 +141,9 @@ async def _watch(settings: TopSettings) -> int:
 
     async with open_replicas(settings.replica, settings) as replicas:
         before: Look | None = None
-        look = await look_at(replicas)
+        look = Look(time.monotonic(), dict.fromkeys(settings.replica, "not asked yet"))
         with Live(console=console, screen=True, auto_refresh=False) as live, _keys(press):
-            looking = asyncio.ensure_future(_later(replicas, settings.interval_s))
+            looking = asyncio.ensure_future(look_at(replicas))  # a replica that hangs delays no key
             while not ended.is_set():
                 width, height = console.size
                 live.update(draw(view(look, before), choices, width=width, height=height), refresh=True)
@@ -188,6 +191,9 @@ def keys_in(data: bytes) -> list[str]:
     """The keys in what a terminal has sent: names as in _KEYS, else characters."""
     found = []
     while data:
+        if (sequence := _SEQUENCE.match(data)) and sequence[0] not in _KEYS:
+            data = data[sequence.end() :]
+            continue
         name = next((name for name in sorted(_KEYS, key=len, reverse=True) if data.startswith(name)), b"")
         if name:
             found.append(_KEYS[name])

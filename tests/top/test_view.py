@@ -132,3 +132,8 @@ def test_only_rows_that_fit_are_drawn(width: int, height: int) -> None:
 def test_keys() -> None:
     """Sequences of terminals, and characters, also several at once."""
     assert ["up", "j", "page down", "enter", "escape", "q"] == keys_in(b"\x1b[Aj\x1b[6~\r\x1bq")
+
+
+def test_unknown_sequences_are_no_keys() -> None:
+    """An arrow to the side or Home is not Escape, which would end the filter."""
+    assert ["up", "q", "escape"] == keys_in(b"\x1b[C\x1b[A\x1bOHq\x1b[1;5D\x1b")
