@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from kvrouter.dashboard.fleet import Fleet
 from kvrouter.dashboard.page import FILES_PATH, PAGE_PATH
+from kvrouter.dashboard.prefixes import PrefixSample
 from kvrouter.frontend import passthrough
 from kvrouter.frontend.admin import MODEL_PATH
 from kvrouter.frontend.bodies import apis
@@ -103,6 +104,9 @@ _ROUTES: dict[tuple[str, str], Described] = {
         "A file of the dashboard", {200: "text/javascript", 404: _JSON}, path=f"{FILES_PATH}{{file}}"
     ),
     ("GET", "/fleet"): Described("The fleet as this replica knows it", {200: _JSON}, answer=Fleet),
+    ("GET", "/prefixes"): Described(
+        "The prefixes that the last requests shared: a sample", {200: _JSON}, answer=PrefixSample
+    ),
     ("GET", "/workers"): Described("Every target, feed and booking", {200: _JSON}),
     ("GET", WORKER_PATH): Described(
         "The blocks of a worker, page by page",

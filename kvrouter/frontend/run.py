@@ -22,6 +22,7 @@ from kvrouter.core.routing.policy import AUTO
 from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.dashboard.fleet import FleetView
 from kvrouter.dashboard.page import FILES_PATH, PAGE_PATH, Page
+from kvrouter.dashboard.prefixes import Prefixes
 from kvrouter.errors import ConfigError
 from kvrouter.frontend.accept import Accept
 from kvrouter.frontend.access_log import AccessLog
@@ -405,6 +406,7 @@ def _operators_routes(
         ("GET", "/fleet", fleet.view),
         ("GET", PAGE_PATH, page.page),
         ("GET", FILES_PATH, page.file),
+        ("GET", "/prefixes", Prefixes(member.rules.decisions).view),
         ("GET", WORKER_PATH, WorkerBlocks(member.replica).view),
         ("POST", "/v1/route", DryRoute(path.accept, views).route),
         ("GET", "/decisions", views.last),

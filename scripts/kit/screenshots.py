@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
-VIEWS = ("fleet", "traffic", "decisions", "replicas")
+VIEWS = ("fleet", "traffic", "decisions", "prefixes", "replicas")
 Scheme = Literal["light", "dark"]
 SCHEMES: tuple[Scheme, ...] = ("light", "dark")
 _WRONG = {"error", "warning"}

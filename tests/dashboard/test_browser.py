@@ -75,7 +75,7 @@ async def test_in_front_of_a_fleet(running: tuple[Fleet, Client, Deployment], pa
     assert {f"{row['worker_id']}/{row['dp_rank']}" for row in known} == shown
 
     await page.focus("#tab-fleet")
-    for view in ("traffic", "decisions", "replicas"):
+    for view in ("traffic", "decisions", "prefixes", "replicas"):
         await page.keyboard.press("ArrowRight")
         assert await page.is_visible(f"#{view}")
         assert 1 == len(await page.query_selector_all("[role=tabpanel]:not([hidden])"))

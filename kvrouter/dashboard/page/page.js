@@ -40,6 +40,13 @@ const PEERS = [
   ["Digests that differed", (row) => row.digest_mismatches, number],
   ["Routing revision", (row) => row.revision, number],
 ];
+const PREFIXES = [
+  ["Last shared block", (row) => row.hash, String],
+  ["Model", (row) => row.model, String],
+  ["Blocks", (row) => row.blocks, number],
+  ["Requests", (row) => row.requests, number],
+  ["Held by", (row) => row.holders.join(", "), String],
+];
 const DECISIONS = [
   ["Request", (row) => row.request_id, String],
   ["Time", (row) => row.time, (value) => new Date(value * 1000).toLocaleTimeString()],
@@ -192,6 +199,14 @@ async function drawDecisions() {
   fill(find("list"), DECISIONS, decisions, { press: (row) => explain(row.request_id).catch(lost) });
 }
 
+async function drawPrefixes() {
+  const { read, cached, prefixes } = await ask("prefixes");
+  find("sample").textContent =
+    `A sample: of the last ${number(read)} decisions of this replica, ${number(cached)} found a prefix in the chosen ` +
+    "target's cache. Counted by the last block found; at most 50 are shown.";
+  fill(find("shared"), PREFIXES, prefixes);
+}
+
 async function explain(requestId) {
   const { decisions } = await ask(`decisions/${encodeURIComponent(requestId)}`);
   const decision = decisions.at(-1);
@@ -246,6 +261,7 @@ function show(tab) {
   }
   if (fleet) draw();
   if (tab.id === "tab-decisions") drawDecisions().catch(lost);
+  if (tab.id === "tab-prefixes") drawPrefixes().catch(lost);
 }
 
 tabs.forEach((tab, at) => {
