@@ -232,7 +232,7 @@ def _press(choices: Choices, key: str) -> bool:
             choices.shows_help = not choices.shows_help
         case "escape":
             choices.text, choices.shows_help, choices.shows_detail = "", False, False
-    choices.selected = max(0, min(choices.selected, len(choices.rows) - 1))
+    choices.choose()
     return False
 
 

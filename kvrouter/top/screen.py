@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrouter.top.settings import COLUMNS, Column
-from kvrouter.top.view import Facts, Row, View, arranged
+from kvrouter.top.view import Facts, Key, Row, View, arranged
 
 HELP = """\
 ↑ ↓ j k        select a target            PgUp PgDn  a page
@@ -54,20 +54,29 @@ class Choices:
     text: str = ""
     is_reversed: bool = False
     selected: int = 0
+    chosen: Key | None = None
+    """The selected target: rows change their places."""
     shows_detail: bool = False
     shows_help: bool = False
     is_typing: bool = False
     rows: Sequence[Row] = field(default_factory=list)
     """The rows of the last drawing, in order."""
 
+    def choose(self) -> None:
+        """Choose the target of the selected row."""
+        self.selected = max(0, min(self.selected, len(self.rows) - 1))
+        self.chosen = self.rows[self.selected].key if self.rows else None
+
 
 def draw(view: View, choices: Choices, *, width: int, height: int) -> RenderableType:
     """The whole screen."""
     choices.rows = arranged(view.rows, choices.sort, choices.text, is_reversed=choices.is_reversed)
-    choices.selected = max(0, min(choices.selected, len(choices.rows) - 1))
+    _select(choices)
     head: list[RenderableType] = [_facts(view.facts)]
     problems = view.problems[:_MOST_PROBLEMS]
-    head += [Text(f"! {text}", "bold red", no_wrap=True, overflow="ellipsis") for text in problems]
+    head += [
+        Text(_printable(f"! {text}"), "bold red", no_wrap=True, overflow="ellipsis") for text in problems
+    ]
     foot = _foot(choices, len(view.rows))
     room = height - len(head) - len(foot) - 2  # of the table's head
     first = max(0, min(choices.selected - room // 2, len(choices.rows) - room))
@@ -75,17 +84,29 @@ def draw(view: View, choices: Choices, *, width: int, height: int) -> Renderable
     return Group(*head, _table(shown, choices, width, choices.selected - first), *foot)
 
 
+def _select(choices: Choices) -> None:
+    """Find the chosen target again; if it is gone, take the row in its place."""
+    keys = [row.key for row in choices.rows]
+    if choices.chosen in keys:
+        choices.selected = keys.index(choices.chosen)
+    choices.choose()
+
+
+def _printable(text: str) -> str:
+    """Names come from agents: no control characters reach the terminal."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
 def plain(view: View, sort: Column, text: str) -> RenderableType:
     """Everything, without a screen."""
     rows, choices = arranged(view.rows, sort, text), Choices(sort)
-    problems = [Text(f"! {one}") for one in view.problems]
+    problems = [Text(_printable(f"! {one}")) for one in view.problems]
     return Group(_facts(view.facts), *problems, _table(rows, choices, None, -1), *_marks(rows))
 
 
 def _marks(rows: Sequence[Row]) -> list[Text]:
-    return [
-        Text(f"! {row.name}: {text}") for row in rows for text in (row.differs, *row.fact.problems) if text
-    ]
+    texts = [(row.name, text) for row in rows for text in (row.differs, *row.fact.problems) if text]
+    return [Text(_printable(f"! {name}: {text}")) for name, text in texts]
 
 
 def _facts(facts: Facts) -> Text:
@@ -117,7 +138,7 @@ def _table(rows: Sequence[Row], choices: Choices, width: int | None, selected: i
     for number, row in enumerate(rows):
         style = "red" if not row.fact.eligible else "yellow" if row.fact.problems or row.differs else ""
         table.add_row(
-            *[_CELLS[column](row) for column in columns],
+            *[Text(_printable(_CELLS[column](row))) for column in columns],
             style=f"{style} reverse" if number == selected else style,
         )
     return table
@@ -169,7 +190,7 @@ def _detail(row: Row) -> list[Text]:
         f"{row.answers:,} answers, {row.errors:,} errors; {cached}",
         *[f"! {text}" for text in (row.differs, *fact.problems) if text],
     ]
-    return [Text(line, no_wrap=True, overflow="ellipsis") for line in ("", *lines)]
+    return [Text(_printable(line), no_wrap=True, overflow="ellipsis") for line in ("", *lines)]
 
 
 def _seconds(amount: float | None) -> str:

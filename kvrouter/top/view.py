@@ -45,6 +45,10 @@ class Row:
     """How the replicas disagree about it; empty: they do not, or were not asked at one frame."""
 
     @property
+    def key(self) -> Key:
+        return _key(self.fact)
+
+    @property
     def name(self) -> str:
         return f"{self.fact.worker}/{self.fact.rank}"
 

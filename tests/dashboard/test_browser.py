@@ -72,12 +72,12 @@ async def test_in_front_of_a_fleet(running: tuple[Fleet, Client, Deployment], pa
         (await row.text_content()).strip() for row in await page.query_selector_all("#targets td:first-child")
     }
     known = (await client.get_json(f"{admin}/workers"))["targets"]
-    assert {f"{row['worker_id']}/{row['dp_rank']}" for row in known} == shown
+    assert {f"{row['worker_id']}/{row['rank']}" for row in known} == shown
 
     await page.focus("#tab-fleet")
     for view in ("traffic", "decisions", "prefixes", "replicas"):
         await page.keyboard.press("ArrowRight")
-        assert await page.is_visible(f"#{view}")
+        assert await page.get_attribute(f"#{view}", "hidden") is None
         assert 1 == len(await page.query_selector_all("[role=tabpanel]:not([hidden])"))
     await page.wait_for_selector("#peers td")
     assert 2 == len(await page.query_selector_all("#peers tr:has(td)"))

@@ -137,3 +137,16 @@ def test_keys() -> None:
 def test_unknown_sequences_are_no_keys() -> None:
     """An arrow to the side or Home is not Escape, which would end the filter."""
     assert ["up", "q", "escape"] == keys_in(b"\x1b[C\x1b[A\x1bOHq\x1b[1;5D\x1b")
+
+
+def test_the_selected_target_stays_selected() -> None:
+    """Also when it changes its place; names of agents are shown as they are, without control characters."""
+    choices = Choices("requests", selected=1)
+    for requests in (1, 9):
+        odd = target("[red]w\x1b[2J", requests=requests)
+        shown = view(Look(1.0, {A: fleet(target("w0", requests=5), odd)}), None)
+        console = Console(width=150, height=9, record=True, file=io.StringIO())
+        console.print(draw(shown, choices, width=150, height=9))
+
+        assert "[red]w?[2J/0" == choices.rows[choices.selected].name.replace("\x1b", "?")
+        assert "[red]w?[2J/0" in console.export_text()
