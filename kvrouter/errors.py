@@ -155,6 +155,10 @@ class OutOfResourcesError(KvRouterError):
     type = "ServiceUnavailableError"
 
 
+class TooManyViewersError(OutOfResourcesError):
+    """As many dashboards are open at this replica as it serves at a time."""
+
+
 class BodiesFullError(OutOfResourcesError):
     """Incomplete request bodies already take all the memory allowed for them; the client may retry."""
 

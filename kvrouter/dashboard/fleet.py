@@ -21,12 +21,13 @@ from kvrouter.core.audit.findings import Audit
 from kvrouter.core.feeds.reader import FeedReader
 from kvrouter.core.feeds.trust import FeedState
 from kvrouter.core.fleet.pool import Pool
-from kvrouter.core.fleet.replica import Replica
+from kvrouter.core.fleet.replica import UNFOLLOWED, Replica
 from kvrouter.core.fleet.router import Router
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.predictions import WorkerRecord
+from kvrouter.core.wire.heartbeats import Heard
 from kvrouter.core.wire.ids import PoolId, RouterId, Target
-from kvrouter.core.wire.senders import KvSource, SyncSource
+from kvrouter.core.wire.senders import KvSource
 from kvrouter.relay.answer import Answer
 from kvrouter.relay.request import Request
 from kvrouter.replica.loop import ReplicaLoop
@@ -95,10 +96,27 @@ class TargetRow(Struct, frozen=True, gc=False):
     stale_s: float | None
     live: bool | None
     digest_mismatches: int | None
+    prompt_tokens: int = 0
+    """Of the requests that this replica has sent there; `overlap_tokens` were predicted to be cached."""
+    overlap_tokens: int = 0
 
 
-class ReplicaRow(Struct, frozen=True, gc=False):
-    """One replica, this one included. The last four are None where its bookings are not followed."""
+class Following(Struct, frozen=True, gc=False):
+    """How a replica follows some feeds. `live`: feeds without a gap; `lag_frames`: sent, not yet applied."""
+
+    feeds: int
+    live: int
+    lag_frames: int
+    digest_mismatches: int
+
+
+class ReplicaRow(Struct, frozen=True):
+    """One replica, this one included.
+
+    `lag_frames` and the two behind it: how this replica follows its bookings; None: it does not.
+    `hears`: the replicas that it hears itself, and how it follows their bookings; `caches`: how it follows
+    the workers' caches. Both are as of its last heartbeat; None: its version does not report them.
+    """
 
     router_id: str
     url: str
@@ -109,6 +127,8 @@ class ReplicaRow(Struct, frozen=True, gc=False):
     lag_frames: int | None = None
     live: bool | None = None
     digest_mismatches: int | None = None
+    hears: dict[str, Following] | None = None
+    caches: Following | None = None
 
 
 class Times(Struct, frozen=True, gc=False):
@@ -197,7 +217,7 @@ class FleetView:
             reasons=readiness.get("reasons", []),
             pools=pools,
             targets=rows,
-            replicas=[self._me(), *map(self._peer, sorted(replica.peers))],
+            replicas=self._replicas(),
             traffic=_traffic(self._metrics),
         )
 
@@ -243,16 +263,25 @@ class FleetView:
                         now=now,
                     )
 
-    def _me(self) -> ReplicaRow:
-        replica = self._replica
-        revision = replica.routing.revision if replica.routing is not None else 0
-        count = self._bookings(replica.router_id)
-        return ReplicaRow(replica.router_id, self._address, True, 0, revision, count)
+    def _replicas(self) -> list[ReplicaRow]:
+        caches, bookings = self._replica.feeds.heard()
+        peers = [
+            self._peer(router_id, bookings.get(router_id, UNFOLLOWED))
+            for router_id in sorted(self._replica.peers)
+        ]
+        hears = {
+            row.router_id: _following(bookings.get(RouterId(row.router_id), UNFOLLOWED)) for row in peers
+        }
+        me = self._replica.router_id
+        revision = self._replica.routing.revision if self._replica.routing is not None else 0
+        own = ReplicaRow(
+            me, self._address, True, 0, revision, self._bookings(me), hears=hears, caches=_following(caches)
+        )
+        return [own, *peers]
 
-    def _peer(self, router_id: RouterId) -> ReplicaRow:
-        replica, beat = self._replica, self._replica.peers[router_id]
-        sources = [SyncSource(pool_id, router_id) for pool_id in replica.routers]
-        readers = [replica.readers[source] for source in sources if source in replica.readers]
+    def _peer(self, router_id: RouterId, heard: Heard) -> ReplicaRow:
+        beat = self._replica.peers[router_id]
+        hears = beat.hears.items() if beat.hears is not None else None
         return ReplicaRow(
             router_id=router_id,
             url=beat.address,
@@ -260,14 +289,20 @@ class FleetView:
             silent_rounds=self._loop.members.silent_rounds(router_id),
             revision=beat.routing.revision if beat.routing is not None else 0,
             bookings=self._bookings(router_id),
-            lag_frames=sum([reader.lag for reader in readers]) if readers else None,
-            live=all(reader.state is FeedState.LIVE for reader in readers) if readers else None,
-            digest_mismatches=sum([one.counters.digest_mismatches for one in readers]) if readers else None,
+            lag_frames=heard.lag if heard.feeds else None,
+            live=heard.live == heard.feeds if heard.feeds else None,
+            digest_mismatches=heard.mismatches if heard.feeds else None,
+            hears={name: _following(one) for name, one in hears} if hears is not None else None,
+            caches=_following(beat.caches) if beat.caches is not None else None,
         )
 
     def _bookings(self, router_id: RouterId) -> int:
         pools = [router.pool for router in self._replica.routers.values()]
         return sum([pool.active.owners().get(router_id, 0) for pool in pools])
+
+
+def _following(heard: Heard) -> Following:
+    return Following(heard.feeds, heard.live, heard.lag, heard.mismatches)
 
 
 def _target(
@@ -314,6 +349,8 @@ def _target(
         stale_s=round(now - received_at, 3) if received_at is not None else None,
         live=reader.state is FeedState.LIVE if reader else None,
         digest_mismatches=reader.counters.digest_mismatches if reader else None,
+        prompt_tokens=counts.prompt_tokens if counts else 0,
+        overlap_tokens=counts.overlap_tokens if counts else 0,
     )
 
 

@@ -267,9 +267,12 @@ class Completions:
             self._decisions.log_last()
         self._publishing.flush_soon()
         if route.prompts:
-            model = self._metrics.models[router.pool.model]
-            self._metrics.prompt_tokens.inc(model, route.isl)
-            self._metrics.overlap_tokens.inc(model, placement.choice.overlap_blocks * router.pool.block_size)
+            metrics, overlap_tokens = self._metrics, placement.choice.overlap_blocks * router.pool.block_size
+            model, counts = metrics.models[router.pool.model], metrics.target(placement.target)
+            metrics.prompt_tokens.inc(model, route.isl)
+            metrics.overlap_tokens.inc(model, overlap_tokens)
+            counts.prompt_tokens += route.isl
+            counts.overlap_tokens += overlap_tokens
         return placement
 
     def _end(self, running: Running, outcome: Outcome | None) -> None:

@@ -24,8 +24,8 @@ from kvrouter.core.routing.policy import Candidate, OverlapWeight, RouteRequest
 from kvrouter.core.routing.selection import Decision, Selection, Verdict
 from kvrouter.errors import BadRequestError, UnknownDecisionError
 from kvrouter.frontend.accept import Work
-from kvrouter.frontend.views import Lines, json_answer
-from kvrouter.relay.answer import Answer
+from kvrouter.frontend.views import json_answer
+from kvrouter.relay.answer import Answer, Lines
 from kvrouter.relay.request import Request
 
 log = structlog.get_logger()
@@ -158,7 +158,7 @@ def _view(decision: Decision) -> dict[str, Any]:
         "ties": [str(target) for target in decision.ties],
         "unseen_bookings": round(decision.unseen, 3),
         "part": round(decision.part, 3),
-        "candidates": [_candidate(one) for one in judged],
+        "candidates": [_candidate(one) | {"why_not": decision.why_not(one)} for one in judged],
         "removed": [_target(one) | {"by": one.removed_by} for one in removed],
     }
 

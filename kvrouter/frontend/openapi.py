@@ -104,6 +104,9 @@ _ROUTES: dict[tuple[str, str], Described] = {
         "A file of the dashboard", {200: "text/javascript", 404: _JSON}, path=f"{FILES_PATH}{{file}}"
     ),
     ("GET", "/fleet"): Described("The fleet as this replica knows it", {200: _JSON}, answer=Fleet),
+    ("GET", "/fleet/stream"): Described(
+        "/fleet once a second, its targets as a table", {200: _SSE, 503: _JSON}, answer={"type": "string"}
+    ),
     ("GET", "/prefixes"): Described(
         "The prefixes that the last requests shared: a sample", {200: _JSON}, answer=PrefixSample
     ),

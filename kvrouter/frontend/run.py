@@ -23,6 +23,7 @@ from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.dashboard.fleet import FleetView
 from kvrouter.dashboard.page import FILES_PATH, PAGE_PATH, Page
 from kvrouter.dashboard.prefixes import Prefixes
+from kvrouter.dashboard.stream import FleetStream
 from kvrouter.errors import ConfigError
 from kvrouter.frontend.accept import Accept
 from kvrouter.frontend.access_log import AccessLog
@@ -404,6 +405,7 @@ def _operators_routes(
     return [
         ("GET", "/workers", admin.workers),
         ("GET", "/fleet", fleet.view),
+        ("GET", "/fleet/stream", FleetStream(fleet.snapshot).view),
         ("GET", PAGE_PATH, page.page),
         ("GET", FILES_PATH, page.file),
         ("GET", "/prefixes", Prefixes(member.rules.decisions).view),

@@ -1,15 +1,17 @@
 """Views: routes that the router answers itself. One is written once, for both listeners.
 
 Request ──view──> Answer ──reply──> Served
-            └──> Lines ──line by line──┘
+            ├──> Lines ──line by line──┤
+            └──> Events ──one by one───┘
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 import structlog
@@ -17,20 +19,15 @@ import structlog
 from kvrouter.errors import KvRouterError
 from kvrouter.frontend.bodies.openai import error_answer
 from kvrouter.frontend.operators import Gate
-from kvrouter.relay.answer import Answer, Served, internal_error
+from kvrouter.relay.answer import Answer, Events, Lines, Served, internal_error
 from kvrouter.relay.connection import Refused
+from kvrouter.relay.exchange import ClientSide
 from kvrouter.relay.request import Request, Serve, request_id_of
 
 log = structlog.get_logger()
 
 
-class Lines(NamedTuple):
-    """A long answer, made while it is sent: JSON lines. An empty one is a pause for other work."""
-
-    lines: Iterator[bytes]
-
-
-View: TypeAlias = Callable[[Request], Awaitable[Answer | Lines]]
+View: TypeAlias = Callable[[Request], Awaitable[Answer | Lines | Events]]
 """Raises KvRouterError for the answer of an error. The body has been read."""
 
 TEXT = "text/plain; charset=utf-8"
@@ -53,6 +50,8 @@ async def _serve(view: View, gate: Gate, on_refused: Refused, request: Request) 
         answer = await view(request)
         if isinstance(answer, Lines):
             return await _stream(request, answer.lines)
+        if isinstance(answer, Events):
+            return await _send_events(request, answer.events)
     except KvRouterError as error:
         request_id = request_id_of(request.headers)
         on_refused(request, request_id, error, request.client.address)
@@ -77,13 +76,40 @@ async def _stream(request: Request, lines: Iterator[bytes]) -> Served:
         for line in lines:
             if line:
                 client.write(line)
-            if client.is_slow:
-                read = asyncio.Event()
-                client.when_drained(read.set)
-                await read.wait()
-            else:
-                await asyncio.sleep(0)
+            await _caught_up(client)
     except Exception:
         log.exception("request.failed", path=request.head.route)
         is_whole = False
     return Served(200, keeps_alive=False, needs_reset=not is_whole)
+
+
+# nginx collects an answer before it passes it on, unless a header says otherwise.
+_EVENTS_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncache-control: no-store\r\n"
+    b"x-accel-buffering: no\r\nconnection: close\r\n\r\n"
+)
+
+
+async def _send_events(request: Request, events: AsyncGenerator[bytes, None]) -> Served:
+    client = request.client
+    client.write(_EVENTS_HEAD)
+    if request.head.method == "HEAD":
+        return Served(200, keeps_alive=False)
+    try:
+        async with contextlib.aclosing(events):
+            async for event in events:
+                client.write(event)
+                await _caught_up(client)
+    except Exception:
+        log.exception("request.failed", path=request.head.route)
+    return Served(200, keeps_alive=False)
+
+
+async def _caught_up(client: ClientSide) -> None:
+    """Return once the client has read enough; other work comes in between in any case."""
+    if not client.is_slow:
+        await asyncio.sleep(0)
+        return
+    read = asyncio.Event()
+    client.when_drained(read.set)
+    await read.wait()

@@ -23,7 +23,7 @@ from kvrouter.core.wire.ops import TIERS
 from kvrouter.core.wire.senders import KvSource
 from kvrouter.errors import BadRequestError, NoRouteError
 from kvrouter.frontend.admin import tier_sets
-from kvrouter.frontend.views import Lines
+from kvrouter.relay.answer import Lines
 from kvrouter.relay.request import Request
 
 WORKER_PATH = "/workers/"

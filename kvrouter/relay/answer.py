@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from http import HTTPStatus
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -42,6 +43,18 @@ class Answer(Struct, frozen=True):
         return "\r\n".join(lines).encode("utf-8", "surrogateescape") + self.body
 
 
+class Lines(NamedTuple):
+    """A long answer, made while it is sent: JSON lines. An empty one is a pause for other work."""
+
+    lines: Iterator[bytes]
+
+
+class Events(NamedTuple):
+    """Server-sent events, for as long as the client stays. It gets the next one once it has read the last."""
+
+    events: AsyncGenerator[bytes, None]
+
+
 def _reason(status: int) -> str:
     try:
         return HTTPStatus(status).phrase
@@ -55,7 +68,9 @@ def error_headers(error: KvRouterError, request_id: str) -> dict[str, str]:
     if error.status == 503:
         headers["retry-after"] = str(error.retry_after_s)
     if error.status == 401:
-        headers["www-authenticate"] = "Bearer"
+        headers["www-authenticate"] = (
+            'Bearer, Basic realm="kvrouter"'  # browsers ask for the latter's password
+        )
     if isinstance(error, WrongMethodError):
         headers["allow"] = error.allowed
     return headers

@@ -163,7 +163,7 @@ class CountByMany(Collector):
 class TargetCounts:
     """What this replica has counted of the requests that it sent to one target."""
 
-    __slots__ = ("answers", "first_byte_s", "first_bytes")
+    __slots__ = ("answers", "first_byte_s", "first_bytes", "overlap_tokens", "prompt_tokens")
 
     def __init__(self) -> None:
         self.answers = dict.fromkeys(("ok", "refused", "failed", "broken", "left"), 0)
@@ -171,6 +171,9 @@ class TargetCounts:
         self.first_byte_s = 0.0
         """From the decision to the first byte, summed over `first_bytes` streamed answers."""
         self.first_bytes = 0
+        self.prompt_tokens = 0
+        """Of all requests placed there; of these `overlap_tokens` were predicted to be cached."""
+        self.overlap_tokens = 0
 
     @property
     def errors(self) -> int:

@@ -182,13 +182,13 @@ async def test_other_work_in_between(fleet_of: FleetOf, monkeypatch: pytest.Monk
                 turns += 1
 
         counting = asyncio.create_task(count_turns())
-        seen = await _view_of(fleet).snapshot()
+        seen = await view_of(fleet).snapshot()
         counting.cancel()
 
         assert (8, True) == (len(seen.targets), turns >= 7)
 
 
-def _view_of(fleet: Fleet) -> module.FleetView:
+def view_of(fleet: Fleet) -> module.FleetView:
     """A view of the first frontend, apart from its own."""
     one = fleet.frontend
     return module.FleetView(

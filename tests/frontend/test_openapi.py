@@ -32,7 +32,7 @@ async def test_each_port_describes_its_routes(fleet_of: FleetOf) -> None:
 
         assert set(found) == set(operations(document(_ROUTES)))
         for method, path in found:
-            if method == "GET" and "{" not in path:
+            if method == "GET" and "{" not in path and not path.endswith("/stream"):  # which has no end
                 status = (await get(fleet.frontend.admin_url, path)).status
                 assert str(status) in found[method, path]["responses"], path
         assert 400 == (await ask(fleet.frontend.admin_url, b"{", path="/routing")).status

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,7 @@ async def test_key(fleet_of: FleetOf, tmp_path: Path) -> None:
         "x-a: b",
         "authorization: Bearer s3cre",
         f"authorization: Basic {KEY}",
+        f"authorization: Basic {b64encode(b'operator:s3cre').decode()}",
         "authorization: Bearer \xe9",
     ]
     async with fleet_of("--admin-key-file", str(file)) as fleet, fleet.connected() as client:
@@ -104,13 +106,25 @@ async def test_key(fleet_of: FleetOf, tmp_path: Path) -> None:
         refused = [answer for line in wrong for answer in await all_for_operators(client, line)]
 
         assert ALLOWED == [answer.status for answer in given]
-        assert {(401, "Bearer")} == {(one.status, one.header("www-authenticate")) for one in refused}
+        challenge = 'Bearer, Basic realm="kvrouter"'
+        assert {(401, challenge)} == {(one.status, one.header("www-authenticate")) for one in refused}
         errors = [answer.json["error"] for answer in refused]
         assert {"AuthenticationError"} == {error["type"] for error in errors}
         assert all("Authorization: Bearer KEY" in error["message"] for error in errors)
         assert KEY not in json.dumps(errors)
         assert 200 == (await fleet.get("/workers")).status
         assert 200 == (await client.ask(BODY)).status
+
+
+async def test_key_as_a_browsers_password(fleet_of: FleetOf, tmp_path: Path) -> None:
+    """It opens what is read, and nothing that changes: browsers send it with other sites' forms too."""
+    file = tmp_path / "key"
+    file.write_text(KEY)
+    basic = b64encode(f"operator:{KEY}".encode()).decode()
+    async with fleet_of("--admin-key-file", str(file)) as fleet, fleet.connected() as client:
+        given = await all_for_operators(client, f"authorization: Basic {basic}")
+
+        assert [*ALLOWED[:4], 401, 401, 401, 401, 401] == [answer.status for answer in given]
 
 
 async def test_verify_with_the_key(fleet_of: FleetOf, tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvrouter.frontend.operators import open_gate
-from kvrouter.frontend.views import Lines, answering
+from kvrouter.frontend.views import answering
+from kvrouter.relay.answer import Lines
 from kvrouter.relay.request import Request, RequestHead
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import ParamSpec, TypeVar
 
 from kvrouter.core.feeds.lease import Leases
 from kvrouter.core.feeds.reader import FeedReader
+from kvrouter.core.feeds.trust import FeedState
+from kvrouter.core.wire.heartbeats import Heard
 from kvrouter.core.wire.ids import PoolId, RouterId, WorkerId
 from kvrouter.core.wire.ops import ReplayRequest
 from kvrouter.core.wire.senders import Feed, KvSource, Source, SyncSource
+from kvrouter.core.wire.values import MOST_AMOUNT
 
 # The most feeds at a time; further ones are ignored. A reader takes about 3 KB before it holds anything, and
 # anyone with permission to publish can name new feeds.
@@ -127,6 +130,17 @@ class Following:
         reader = self.readers.get(source)
         return reader.counters.malformed if reader is not None else 0
 
+    def heard(self) -> tuple[Heard, dict[RouterId, Heard]]:
+        """How the workers' caches are followed, and each peer's bookings."""
+        caches: list[FeedReader] = []
+        bookings: dict[RouterId, list[FeedReader]] = {}
+        for source, reader in self.readers.items():
+            if isinstance(source, SyncSource):
+                bookings.setdefault(source.router_id, []).append(reader)
+            else:
+                caches.append(reader)
+        return _heard(caches), {router_id: _heard(readers) for router_id, readers in bookings.items()}
+
     def take_failures(self) -> list[tuple[Feed, Exception]]:
         """Steps that have raised since the last call, the last hundred at most."""
         failures = list(self._failures)
@@ -212,3 +226,13 @@ class Following:
 
     def _sync(self) -> Iterator[SyncSource]:
         return (source for source in self.readers if isinstance(source, SyncSource))
+
+
+def _heard(readers: Sequence[FeedReader]) -> Heard:
+    # A forged heartbeat makes any lag: within the range of the wire, or peers would refuse ours.
+    return Heard(
+        feeds=len(readers),
+        live=sum(reader.state is FeedState.LIVE for reader in readers),
+        lag=min(sum(reader.lag for reader in readers), MOST_AMOUNT),
+        mismatches=sum(reader.counters.digest_mismatches for reader in readers),
+    )

@@ -25,6 +25,7 @@ from kvrouter.core.fleet.readiness import AWAITED_MOST, Readiness, ServedElsewhe
 from kvrouter.core.fleet.router import Router, RouterRules
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.wire.heartbeats import (
+    Heard,
     RouterBeat,
     RoutingChange,
     State,
@@ -57,6 +58,7 @@ PEERS_MOST = 1024
 # The snapshots of so many of the eldest replicas contain what was learnt from others. One may be gone without
 # its peers knowing it yet, and another may be the one whose entries are asked for.
 ELDERS = 3
+UNFOLLOWED = Heard(0, 0, 0, 0)
 UNHEARD = "other replicas' bookings are not known: --router-replica-sync is off"
 
 
@@ -280,6 +282,7 @@ class Replica:
 
     def heartbeat(self, state: State, address: str, *, names_workers: bool = False) -> RouterBeat:
         """The heartbeat of this replica. The answer to a hello also names its workers."""
+        caches, bookings = self.feeds.heard()
         return RouterBeat(
             VERSION,
             self.incarnation,
@@ -292,6 +295,8 @@ class Replica:
             # Peers that serve fewer pools become unready by this, so it must not promise too much.
             self._serves() if state == "up" and self._readiness.is_ready else {},
             self.routing,
+            {router_id: bookings.get(router_id, UNFOLLOWED) for router_id in self.peers},
+            caches,
         )
 
     def _serves(self) -> dict[str, int]:

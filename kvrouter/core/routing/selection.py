@@ -50,10 +50,33 @@ class Decision(Struct, frozen=True):
     part: float = 0.0
     next_best: Target | None = None
     """The target that would be tried next, else the one nearest to the choice in the terms that decide."""
+    decisive: tuple[str, ...] = ()
+    """The names of the terms that decide."""
 
     @property
     def target(self) -> Target | None:
         return self.order[0] if self.order else None
+
+    def why_not(self, other: Verdict) -> str:
+        """Why this target was not chosen: what removed it, or its terms beside those of the choice.
+
+        Terms that decide come first, then those that differ. Empty for the choice itself.
+        """
+        chosen = next((one for one in self.verdicts if one.target == self.target), None)
+        if other is chosen:
+            return ""
+        if other.removed_by or chosen is None:
+            return f"no candidate: {other.removed_by}"
+        if other.target in self.ties:
+            return f"equal in {' and '.join(self.decisive)}: one of {len(self.ties)}, drawn at random"
+        decisive = [_beside(name, other.terms, chosen.terms) for name in self.decisive]
+        names = [name for name in chosen.terms if name not in self.decisive]
+        differing = [
+            _beside(name, other.terms, chosen.terms)
+            for name in names
+            if not _is_equal(other.terms.get(name, math.nan), chosen.terms[name])
+        ]
+        return " · ".join(filter(None, [", ".join(decisive), ", ".join(differing)]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +178,7 @@ class Selection:
         verdicts = [Verdict(one.target, one, row) for one, row in zip(eligible, terms, strict=True)]
         verdicts += self._removed(request, candidates, eligible, moment)
         verdicts += [Verdict(target, None, {}, reason) for target, reason in refusals.items()]
+        judged = next((one for one in verdicts if order and one.target == order[0]), None)
         return Decision(
             request_id=request.request_id,
             now=moment.now,
@@ -164,6 +188,7 @@ class Selection:
             next_best=self._next_best(verdicts, order),
             unseen=moment.unseen,
             part=moment.part,
+            decisive=self._decisive(judged) if judged is not None else (),
         )
 
     def _removed(
@@ -260,7 +285,13 @@ class Modes:
 
 
 def _are_equal(one: Verdict, other: Verdict, names: Sequence[str]) -> bool:
-    return all(
-        math.isclose(one.terms.get(name, math.nan), other.terms[name], rel_tol=EQUAL_WITHIN, abs_tol=1e-9)
-        for name in names
-    )
+    return all(_is_equal(one.terms.get(name, math.nan), other.terms[name]) for name in names)
+
+
+def _is_equal(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=EQUAL_WITHIN, abs_tol=1e-9)
+
+
+def _beside(name: str, terms: dict[str, float], chosen: dict[str, float]) -> str:
+    """One term of a target and of the choice, with four digits: the text is for people."""
+    return f"{name} {terms.get(name, math.nan):.4g} against {chosen[name]:.4g}"

@@ -135,6 +135,18 @@ class RoutingChange(Struct, frozen=True, array_like=True):
         return other is None or (self.revision, self.by) > (other.revision, other.by)
 
 
+class Heard(Struct, frozen=True, array_like=True):
+    """How a replica follows feeds: those of a peer's bookings, or of its workers' caches.
+
+    `lag`: frames that it has yet to apply. `mismatches`: digests of the sender that differed from its copy.
+    """
+
+    feeds: Amount
+    live: Amount
+    lag: Amount
+    mismatches: Amount
+
+
 class RouterBeat(Struct, frozen=True, array_like=True):
     """A replica's heartbeat. `feeds` maps a pool to the last seq of its sync feed.
 
@@ -142,6 +154,8 @@ class RouterBeat(Struct, frozen=True, array_like=True):
     `workers`: the workers whose heartbeats it receives, so that a joining replica knows which cards to wait
     for; only the answer to a hello has them. `serves` maps each pool in which it has a live target to the
     pool's block size there; it is empty while the replica starts or drains and takes no requests.
+    `hears`: the peers that it hears, and how it follows their bookings; `caches`: how it follows workers'
+    caches. Only people read these two (the dashboard); None: not reported.
     """
 
     version: int
@@ -154,6 +168,8 @@ class RouterBeat(Struct, frozen=True, array_like=True):
     workers: Annotated[list[Identifier], Meta(max_length=4096)] = []
     serves: Annotated[dict[Identifier, BlockSize], Meta(max_length=1024)] = {}
     routing: RoutingChange | None = None  # the latest that it knows, so that joiners learn it
+    hears: Annotated[dict[Identifier, Heard], Meta(max_length=1024)] | None = None
+    caches: Heard | None = None
 
 
 encode = msgspec.msgpack.Encoder().encode

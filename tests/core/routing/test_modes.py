@@ -119,6 +119,23 @@ def test_ties_are_reported(router: Router) -> None:
     assert 1 == len(router.decide(asked(mode="round-robin"), 0.0).ties)
 
 
+def test_why_not_the_others(router: Router) -> None:
+    """What removed a target, its terms beside those of the choice, or that chance chose."""
+    router.pool.update(W1, worker_beat(state="draining"))
+    router.pool.index.store(T2, CHAIN[:8])
+    decision = router.decide(asked(), 0.0)
+    texts = {one.target: decision.why_not(one) for one in decision.verdicts}
+    router.pool.index.clear(T2)
+    equal = router.decide(asked(), 0.0)
+
+    assert ("no candidate: draining", "") == (texts[T1], texts[T2])
+    assert "cost 20 against 12 · prefill_blocks 10 against 2" == texts[T3]
+    assert {"", "no candidate: draining", "equal in cost: one of 2, drawn at random"} == {
+        equal.why_not(one) for one in equal.verdicts
+    }
+    assert "turn" not in router.decide(asked(mode="round-robin"), 0.0).why_not(equal.verdicts[0])
+
+
 def test_removed_by_a_filter_that_has_changed_since(router: Router) -> None:
     """A target is reported as removed by the filter of then, even if the filters of now would keep it."""
     router.modes.use_filters(new_filters(FilterSettings(max_ongoing_requests=1)))
