@@ -1,6 +1,6 @@
 """The page at `/`: static files of this package, with headers that let it load nothing else.
 
-It reads /fleet and /decisions by relative URLs, so that it also works below a path of a proxy.
+It reads /fleet/stream, /decisions and /prefixes by relative URLs: it works below a path of a proxy, too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ _TYPES = {
     "index.html": "text/html",
     "page.css": "text/css",
     "page.js": "text/javascript",
+    "table.js": "text/javascript",
+    "fleet.js": "text/javascript",
     "traffic.js": "text/javascript",
+    "decisions.js": "text/javascript",
+    "replicas.js": "text/javascript",
     # uPlot 1.6.32, its distributed files as they are; licence: uplot.LICENSE
     "uplot.css": "text/css",
     "uplot.js": "text/javascript",

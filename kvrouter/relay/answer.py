@@ -68,9 +68,8 @@ def error_headers(error: KvRouterError, request_id: str) -> dict[str, str]:
     if error.status == 503:
         headers["retry-after"] = str(error.retry_after_s)
     if error.status == 401:
-        headers["www-authenticate"] = (
-            'Bearer, Basic realm="kvrouter"'  # browsers ask for the latter's password
-        )
+        # Browsers ask for a password; Chromium would not if Bearer, which is also taken, were named too.
+        headers["www-authenticate"] = 'Basic realm="kvrouter"'
     if isinstance(error, WrongMethodError):
         headers["allow"] = error.allowed
     return headers

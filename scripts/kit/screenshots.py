@@ -1,29 +1,73 @@
-"""Pictures of the dashboard, by a real browser: Playwright (pip install playwright) and Debian's chromium."""
+"""Pictures of the dashboard, for its page of the docs.
+
+    python -m scripts.kit.screenshots DIRECTORY
+
+Starts a small fleet and takes VIEW-light.png and VIEW-dark.png of each view, with a real browser: Playwright
+(pip install playwright) and Debian's chromium. A minute.
+"""
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import importlib.util
 import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
-VIEWS = ("fleet", "traffic", "decisions", "prefixes", "replicas")
+from kvrouter.tokens.tiny import build_tiny_model
+from scripts.kit import deployment
+from scripts.kit.deployment import Deployment, Plan
+from scripts.kit.fleet import Fleet
+from scripts.kit.http_client import Client
+from scripts.kit.incidents.traffic import Documents
+from scripts.kit.steady import SteadyLoad
+
+VIEWS = ("fleet", "traffic", "decisions", "replicas", "prefixes")
 Scheme = Literal["light", "dark"]
 SCHEMES: tuple[Scheme, ...] = ("light", "dark")
 _WRONG = {"error", "warning"}
 _WIDTH, _HEIGHT = 1180, 560
 # The page's figures are of the last minute, and differences of two looks, one a second.
 _LOOKS_MS = 4_000
+_ENGINES = 4
+_REQUESTS_A_SECOND = 6.0
+_SEEN_S = 40.0
 
 
 def has_browser() -> bool:
     return shutil.which("chromium") is not None and importlib.util.find_spec("playwright") is not None
 
 
-async def take(
-    admin_url: str, directory: Path, *, scheme: Scheme = "light", wait_ms: int = _LOOKS_MS
-) -> list[str]:
-    """Write VIEW-SCHEME.png of each view; returns what the browser's console said that is wrong."""
+class Running(NamedTuple):
+    fleet: Fleet
+    client: Client
+    deployed: Deployment
+
+
+@asynccontextmanager
+async def small_fleet(directory: Path, engines: int = _ENGINES) -> AsyncIterator[Running]:
+    """Two replicas, some engines, and some chats a second."""
+    build_tiny_model(directory / "model")
+    async with AsyncExitStack() as stack:
+        client = Client()
+        stack.callback(client.close)
+        fleet = await stack.enter_async_context(Fleet(directory))
+        nats_url = await deployment.start_nats(fleet, client)
+        plan = Plan("kv", directory / "model", engines=engines)
+        deployed = await deployment.deploy(fleet, client, plan, nats_url)
+        urls = [replica.url for replica in deployed.replicas]
+        chats = Documents(tokens=300).chats(2000)
+        await stack.enter_async_context(SteadyLoad(chats, urls, rate=_REQUESTS_A_SECOND))
+        yield Running(fleet, client, deployed)
+
+
+@asynccontextmanager
+async def open_page(scheme: Scheme = "light") -> AsyncIterator[tuple[Any, list[str]]]:
+    """A page of a browser, and what its console has said that is wrong."""
     from playwright.async_api import async_playwright
 
     wrong: list[str] = []
@@ -34,16 +78,44 @@ async def take(
         page = await browser.new_page(viewport=size, color_scheme=scheme)  # type: ignore[arg-type, unused-ignore]
         page.on("console", lambda said: wrong.append(said.text) if said.type in _WRONG else None)
         page.on("pageerror", lambda error: wrong.append(str(error)))
+        yield page, wrong
+        await browser.close()
+
+
+async def take(
+    admin_url: str, directory: Path, *, scheme: Scheme = "light", wait_ms: int = _LOOKS_MS
+) -> list[str]:
+    """Write VIEW-SCHEME.png of each view; returns what the browser's console said that is wrong."""
+    async with open_page(scheme) as (page, wrong):
         await page.goto(f"{admin_url}/")
         await page.wait_for_selector("#targets td")
         await page.wait_for_timeout(wait_ms)
         for view in VIEWS:
             await page.click(f"#tab-{view}")
             if view == "decisions":
-                await page.wait_for_selector("#list td button")
                 await page.click("#list td button")
                 await page.wait_for_selector("#candidates td")
             await page.wait_for_timeout(500)
             await page.screenshot(path=directory / f"{view}-{scheme}.png")
-        await browser.close()
     return wrong
+
+
+async def _take_all(directory: Path) -> int:
+    with tempfile.TemporaryDirectory() as work:
+        async with small_fleet(Path(work)) as running:
+            await asyncio.sleep(_SEEN_S)
+            admin_url = running.deployed.replicas[0].admin_url
+            wrong = [text for scheme in SCHEMES for text in await take(admin_url, directory, scheme=scheme)]
+    for text in wrong:
+        print(f"the browser said: {text}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory", type=Path)
+    given = parser.parse_args().directory
+    given.mkdir(parents=True, exist_ok=True)
+    raise SystemExit(asyncio.run(_take_all(given)))

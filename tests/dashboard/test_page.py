@@ -15,16 +15,19 @@ async def test_page_and_its_files(fleet_of: FleetOf) -> None:
         page = await get(admin, "/")
         paths = re.findall(r'(?:href|src)="([^":]+)"', page.body.decode())
         loaded = {path: await get(admin, f"/{path}") for path in paths}
-
-        loaded["dashboard/traffic.js"] = await get(admin, "/dashboard/traffic.js")  # page.js imports it
+        modules = ["dashboard/page.js"]  # and what each module imports
+        for path in modules:
+            loaded[path] = await get(admin, f"/{path}")
+            imported = re.findall(rb'from "./(.+)"', loaded[path].body)
+            modules += {f"dashboard/{name.decode()}" for name in imported} - set(modules)
 
         assert ["uplot.css", "page.css", "uplot.js", "page.js"] == [path.partition("/")[2] for path in paths]
-        assert {200} == {each.status for each in (page, *loaded.values())}
-        types = [each.header("content-type") for each in (page, *loaded.values())]
-        kinds = ("html", "css", "css", "javascript", "javascript", "javascript")
-        assert [f"text/{kind}; charset=utf-8" for kind in kinds] == types
-        assert all("default-src 'none'" in each.header("content-security-policy") for each in loaded.values())
-        assert not any(b"innerHTML" in loaded[f"dashboard/{own}.js"].body for own in ("page", "traffic"))
+        assert 6 == len(modules)
+        for path, answer in {"index.html": page, **loaded}.items():
+            kind = {"html": "html", "css": "css", "js": "javascript"}[path.rpartition(".")[2]]
+            assert (200, f"text/{kind}; charset=utf-8") == (answer.status, answer.header("content-type"))
+            assert "default-src 'none'" in answer.header("content-security-policy")
+        assert not any(b"innerHTML" in loaded[path].body for path in modules)
 
 
 async def test_only_for_operators(fleet_of: FleetOf) -> None:

@@ -106,8 +106,8 @@ async def test_key(fleet_of: FleetOf, tmp_path: Path) -> None:
         refused = [answer for line in wrong for answer in await all_for_operators(client, line)]
 
         assert ALLOWED == [answer.status for answer in given]
-        challenge = 'Bearer, Basic realm="kvrouter"'
-        assert {(401, challenge)} == {(one.status, one.header("www-authenticate")) for one in refused}
+        challenged = {(one.status, one.header("www-authenticate")) for one in refused}
+        assert {(401, 'Basic realm="kvrouter"')} == challenged
         errors = [answer.json["error"] for answer in refused]
         assert {"AuthenticationError"} == {error["type"] for error in errors}
         assert all("Authorization: Bearer KEY" in error["message"] for error in errors)

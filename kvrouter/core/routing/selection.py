@@ -11,7 +11,7 @@ when asked, both come to the same answer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from msgspec import Struct
@@ -58,25 +58,24 @@ class Decision(Struct, frozen=True):
         return self.order[0] if self.order else None
 
     def why_not(self, other: Verdict) -> str:
-        """Why this target was not chosen: what removed it, or its terms beside those of the choice.
+        """Why this target was not chosen: what removed it, or how it compares with the choice.
 
-        Terms that decide come first, then those that differ. Empty for the choice itself.
+        First the terms that decide, then what they depend on. Empty for the choice itself.
         """
         chosen = next((one for one in self.verdicts if one.target == self.target), None)
         if other is chosen:
             return ""
-        if other.removed_by or chosen is None:
+        if chosen is None or other.candidate is None or other.removed_by or chosen.candidate is None:
             return f"no candidate: {other.removed_by}"
         if other.target in self.ties:
             return f"equal in {' and '.join(self.decisive)}: one of {len(self.ties)}, drawn at random"
-        decisive = [_beside(name, other.terms, chosen.terms) for name in self.decisive]
-        names = [name for name in chosen.terms if name not in self.decisive]
-        differing = [
-            _beside(name, other.terms, chosen.terms)
-            for name in names
-            if not _is_equal(other.terms.get(name, math.nan), chosen.terms[name])
+        terms = [
+            f"{name} {other.terms.get(name, math.nan):.4g} against {chosen.terms[name]:.4g}"
+            for name in self.decisive
         ]
-        return " · ".join(filter(None, [", ".join(decisive), ", ".join(differing)]))
+        return ": ".join(
+            filter(None, [", ".join(terms), ", ".join(_differences(other.candidate, chosen.candidate))])
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +291,13 @@ def _is_equal(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=EQUAL_WITHIN, abs_tol=1e-9)
 
 
-def _beside(name: str, terms: dict[str, float], chosen: dict[str, float]) -> str:
-    """One term of a target and of the choice, with four digits: the text is for people."""
-    return f"{name} {terms.get(name, math.nan):.4g} against {chosen[name]:.4g}"
+def _differences(one: Candidate, chosen: Candidate) -> Iterator[str]:
+    """In words: 3 fewer blocks cached, 2 more requests in flight."""
+    for more, what in (
+        (one.overlap_blocks - chosen.overlap_blocks, "blocks cached"),
+        (one.prefill_tokens - chosen.prefill_tokens, "tokens to prefill"),
+        (one.decode_blocks - chosen.decode_blocks, "blocks decoding"),
+        (one.requests - chosen.requests, "requests in flight"),
+    ):
+        if not _is_equal(more, 0.0):
+            yield f"{abs(more):.4g} {'more' if more > 0 else 'fewer'} {what}"

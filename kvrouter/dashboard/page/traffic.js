@@ -1,12 +1,12 @@
 // The traffic view: what the last quarter of an hour was like, since the page was opened. Drawn by uPlot.
 
+import { sum } from "./table.js";
+
 const MOST_POINTS = 900;
 // Each point is the difference to the snapshot of so many seconds before.
 const SPAN_S = 10;
 const snapshots = [];
 const points = [];
-
-const sum = (rows, value) => rows.reduce((total, row) => total + value(row), 0);
 
 // As Prometheus' histogram_quantile: linear within a bucket.
 function quantile(share, bounds, counts) {
@@ -76,7 +76,10 @@ const COLOURS = ["--mark", "--good", "--bad"];
 let drawn = [];
 
 function make(host, [id, title, lines]) {
-  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const colour = (name) => {
+    host.style.color = `var(${name})`; // a canvas needs the colour itself, not what it depends on
+    return getComputedStyle(host).color;
+  };
   const axis = { stroke: colour("--faint"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false } };
   const holder = document.createElement("div");
   holder.id = `plot-${id}`;
@@ -95,6 +98,7 @@ function make(host, [id, title, lines]) {
     axes: [axis, { ...axis, size: 60 }],
     scales: { y: { range: (_, low, high) => [0, Math.max(1, high ?? 1) * 1.1] } },
   };
+  host.style.color = "";
   return { plot: new uPlot(options, [[]], holder), lines: Object.values(lines) };
 }
 

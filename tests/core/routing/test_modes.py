@@ -129,7 +129,7 @@ def test_why_not_the_others(router: Router) -> None:
     equal = router.decide(asked(), 0.0)
 
     assert ("no candidate: draining", "") == (texts[T1], texts[T2])
-    assert "cost 20 against 12 · prefill_blocks 10 against 2" == texts[T3]
+    assert "cost 20 against 12: 8 fewer blocks cached, 128 more tokens to prefill" == texts[T3]
     assert {"", "no candidate: draining", "equal in cost: one of 2, drawn at random"} == {
         equal.why_not(one) for one in equal.verdicts
     }

@@ -1,0 +1,164 @@
+// The fleet view: figures, a square for each target, and the table of targets.
+
+import { button, cell, fill, find, number, seconds, share, sum } from "./table.js";
+
+// A table of more rows than this is slow to draw; the filter finds the others, and the squares show all.
+const MOST_ROWS = 200;
+const FEW_TARGETS = 12;
+const MINUTE_S = 60;
+// Of the last minute so many snapshots are kept, one each 5 s: what happened since is their difference.
+const KEPT_EACH_S = 5;
+const LEVELS = 5;
+
+let fleet = null;
+let sorted = { column: 0, descending: false };
+let past = [];
+let squares = new Map();
+
+const name = (row) => `${row.worker}/${row.rank}`;
+const key = (row) => `${row.pool} ${name(row)}`;
+const ratio = (part, whole) => (whole > 0 ? part / whole : null);
+
+// What a counter of a target has grown by in the last minute.
+function grown(row, field) {
+  const before = past[0].targets.get(key(row));
+  return row[field] - (before?.[field] ?? 0);
+}
+
+// Each column: its title, its value to sort by, and how to write it.
+const TARGETS = [
+  ["Target", name, String],
+  ["Pool", (row) => row.pool, String],
+  ["State", (row) => (row.eligible ? row.state : `${row.state}, not eligible`), String],
+  ["Problems", (row) => row.problems.join("; "), String, () => "problems"],
+  ["In flight", (row) => row.requests, number],
+  ["Running", (row) => row.running, number],
+  ["Waiting", (row) => row.waiting, number],
+  ["KV usage", (row) => row.kv_usage, share],
+  ["Prompt cached", (row) => ratio(grown(row, "overlap_tokens"), grown(row, "prompt_tokens")), share],
+  ["Mean TTFT", (row) => ratio(grown(row, "ttft_sum_s"), grown(row, "ttft_count")), seconds],
+  ["Active blocks", (row) => row.active_blocks, number],
+  ["Prefill tokens", (row) => row.charged_prefill_tokens, number],
+  ["Cached blocks", (row) => row.blocks, number],
+  ["Answers", (row) => row.answers, number],
+  ["Errors", (row) => row.errors, number],
+  ["Lag", (row) => row.lag_frames, number],
+];
+
+const COUNTERS = ["overlap_tokens", "prompt_tokens", "ttft_sum_s", "ttft_count"];
+
+export function remember(snapshot) {
+  fleet = snapshot;
+  const { time, started_s: started, traffic, targets } = fleet;
+  if (past.length && past[0].started !== started) past = []; // it has restarted: its totals begin at 0
+  if (!past.length || time - past.at(-1).time >= KEPT_EACH_S) {
+    const counted = (row) => Object.fromEntries(COUNTERS.map((counter) => [counter, row[counter]]));
+    const counts = new Map(targets.map((row) => [key(row), counted(row)]));
+    past.push({ time, started, requests: traffic.requests, counts: traffic.ttft.counts, targets: counts });
+  }
+  while (past.length > 1 && time - past[0].time > MINUTE_S) past.shift();
+}
+
+export function draw() {
+  if (!fleet) return;
+  drawFigures();
+  drawSquares();
+  drawTargets();
+}
+
+// Requests a second, and times to first token that a share of them did not exceed: bounds of a histogram.
+function lastMinute() {
+  const { bounds_s: bounds, counts } = fleet.traffic.ttft;
+  const [first] = past;
+  const between = fleet.time - first.time;
+  const own = counts.map((count, at) => count - first.counts[at]);
+  const total = sum(own, Number);
+  const within = (wanted) => {
+    if (!total) return "–";
+    let below = 0;
+    const at = own.findIndex((count) => (below += count) >= wanted * total);
+    return at < bounds.length ? `≤ ${seconds(bounds[at])}` : `> ${seconds(bounds.at(-1))}`;
+  };
+  const rate = between > 0 ? ((fleet.traffic.requests - first.requests) / between).toFixed(1) : "–";
+  return { "Requests a second": rate, "TTFT, median": within(0.5), "TTFT, 95 %": within(0.95) };
+}
+
+function drawFigures() {
+  const tokens = sum(fleet.pools, (pool) => pool.reusable_tokens);
+  const cached = (cache) => (tokens ? 1 - sum(fleet.pools, (pool) => pool.uncached_tokens[cache]) / tokens : null);
+  const figures = {
+    "Eligible targets": `${sum(fleet.pools, (pool) => pool.eligible)} of ${fleet.targets.length}`,
+    "Requests in flight": number(sum(fleet.targets, (row) => row.requests)),
+    Queued: number(sum(fleet.pools, (pool) => pool.queue)),
+    ...lastMinute(),
+    "Requests since the start": number(fleet.traffic.requests),
+    Failed: number(fleet.traffic.failed),
+    "Prompt tokens cached": share(cached("chosen")),
+    "In one shared cache": share(cached("pooled")),
+  };
+  find("figures").replaceChildren(...Object.entries(figures).map(([title, text]) => {
+    const one = document.createElement("div");
+    one.append(cell(title, "dt"), cell(text, "dd"));
+    return one;
+  }));
+}
+
+// Of a large fleet, one square for each target: the darker, the more requests it has in flight.
+function drawSquares() {
+  const isLarge = fleet.targets.length > FEW_TARGETS;
+  find("map").hidden = !isLarge;
+  if (!isLarge) return;
+  const most = Math.max(1, ...fleet.targets.map((row) => row.requests));
+  const rows = [...fleet.targets].sort((a, b) => compare(key(a), key(b)));
+  const now = new Map(rows.map((row) => [key(row), squares.get(key(row)) ?? newSquare()]));
+  const isSame = now.size === squares.size && [...now.keys()].every((known) => squares.has(known));
+  squares = now;
+  if (!isSame) find("squares").replaceChildren(...squares.values());
+  for (const row of rows) {
+    const square = squares.get(key(row));
+    const level = row.eligible ? `level-${Math.ceil((row.requests / most) * LEVELS)}` : "ill";
+    const kind = row.problems.length && row.eligible ? `${level} troubled` : level;
+    if (square.className !== kind) square.className = kind;
+    const said = `${name(row)}: ${row.eligible ? "" : "not eligible, "}${row.state}, ${row.requests} in flight` +
+      row.problems.map((problem) => `\n${problem}`).join("");
+    if (square.title !== said) square.title = said;
+  }
+}
+
+function newSquare() {
+  const made = document.createElement("span");
+  made.addEventListener("click", () => {
+    find("filter").value = made.title.split(":")[0];
+    drawTargets();
+  });
+  return made;
+}
+
+function heading(title, at) {
+  const made = cell(button(title, () => sortBy(at)), "th");
+  if (at === sorted.column) made.setAttribute("aria-sort", sorted.descending ? "descending" : "ascending");
+  return made;
+}
+
+function sortBy(column) {
+  sorted = { column, descending: column === sorted.column && !sorted.descending };
+  drawTargets();
+}
+
+function compare(a, b) {
+  if (typeof a === "string") return a.localeCompare(b, "en", { numeric: true });
+  return (a ?? -1) - (b ?? -1);
+}
+
+function drawTargets() {
+  const value = TARGETS[sorted.column][1];
+  const wanted = find("filter").value.toLowerCase();
+  const texts = (row) => [name(row), row.pool, TARGETS[2][1](row), ...row.problems];
+  const rows = fleet.targets.filter((row) => texts(row).some((text) => text.toLowerCase().includes(wanted)));
+  rows.sort((a, b) => compare(value(a), value(b)) * (sorted.descending ? -1 : 1));
+  const shown = Math.min(rows.length, MOST_ROWS);
+  find("shown").textContent = `${shown} of ${fleet.targets.length} targets`;
+  fill(find("targets"), TARGETS, rows.slice(0, shown), { heading, mark: (row) => (row.eligible ? "" : "ill") });
+}
+
+find("filter").addEventListener("input", () => fleet && drawTargets());
