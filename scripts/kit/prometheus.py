@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import yaml
 
@@ -24,7 +24,6 @@ from scripts.kit.ports import free_ports
 from scripts.kit.proxies import DEPLOY
 
 RULES = DEPLOY / "prometheus" / "kvrouter.rules.yml"
-JOB = "kvrouter"
 
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 _DURATION = re.compile(r"(\[|\bfor: )(\d+)([smh])")
@@ -88,8 +87,14 @@ class Prometheus:
         return rows
 
     async def had_series(self, expression: str) -> bool:
-        """Whether the expression has had a series at any moment of the last half hour."""
-        return bool(await self.series(f"max_over_time(({expression})[30m:2s])"))
+        """Whether the expression has had a number at any moment of the last half hour."""
+        rows = await self.series(f"max_over_time(({expression})[30m:2s])")
+        return any(row["value"][1] != "NaN" for row in rows)
+
+    async def fired(self, within_s: float) -> set[str]:
+        """The alerts that have fired at any moment of the last `within_s` seconds."""
+        fired = f'count_over_time(ALERTS{{alertstate="firing"}}[{max(1, round(within_s))}s])'
+        return {row["metric"]["alertname"] for row in await self.series(fired)}
 
     async def firing(self) -> dict[str, str]:
         """The alerts that fire, and the summary of one of each."""
@@ -122,9 +127,14 @@ class Prometheus:
 
 
 async def start_prometheus(
-    fleet: Fleet, client: Client, admin_urls: Sequence[str], rules: str, *, interval_s: float = 1.0
+    fleet: Fleet,
+    client: Client,
+    targets: Mapping[str, Sequence[str]],
+    rules: str,
+    *,
+    interval_s: float = 1.0,
 ) -> Prometheus:
-    """Scrape the replicas at these admin URLs every `interval_s` seconds. Raises FleetError."""
+    """Scrape these addresses, by job, every `interval_s` seconds. Raises FleetError."""
     if not has_prometheus():
         raise FleetError("prometheus is not installed: apt-get install prometheus")
     (port,) = free_ports(1)
@@ -136,10 +146,8 @@ async def start_prometheus(
         "global": dict.fromkeys(("scrape_interval", "scrape_timeout", "evaluation_interval"), interval),
         "rule_files": ["rules.yml"],
         "scrape_configs": [
-            {
-                "job_name": JOB,
-                "static_configs": [{"targets": [urlsplit(url).netloc for url in admin_urls]}],
-            }
+            {"job_name": job, "static_configs": [{"targets": list(addresses)}]}
+            for job, addresses in targets.items()
         ],
     }
     file = directory / "prometheus.yml"

@@ -13,6 +13,8 @@ from scripts.kit.prometheus import RULES, alerts_of, expressions_of, in_less_tim
 
 TEXT = RULES.read_text()
 DOCS = Path(__file__).parents[2] / "docs"
+UNIT_TESTS = RULES.with_name("kvrouter.rules.test.yml")
+NEEDS_PROMTOOL = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 METRICS, RUNBOOK = (DOCS / "metrics.md").read_text(), (DOCS / "runbook.md").read_text()
 
 
@@ -57,12 +59,27 @@ def test_with_objectives() -> None:
     assert TEXT.replace("vector(2)", "vector(0.5)") == with_objectives(TEXT, {"ttft_p90_seconds": 0.5})
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_each_alert_has_a_unit_test() -> None:
+    """In which it fires."""
+    assert set(alerts_of(TEXT)) == set(re.findall(r'\{alertname="(\w+)"\}', UNIT_TESTS.read_text()))
+
+
+@NEEDS_PROMTOOL
 @pytest.mark.parametrize("speedup", [1, 30])
 def test_promtool_accepts(speedup: float, tmp_path: Path) -> None:
     """The rules as they are, and in less time."""
     file = tmp_path / "rules.yml"
     file.write_text(in_less_time(TEXT, speedup))
-    found = subprocess.run(["promtool", "check", "rules", file], capture_output=True, text=True, check=False)
 
-    assert 0 == found.returncode, found.stderr
+    _promtool("check", "rules", file)
+
+
+@NEEDS_PROMTOOL
+def test_thresholds() -> None:
+    """On synthetic series: beyond its threshold each alert fires, at it and without series none does."""
+    _promtool("test", "rules", UNIT_TESTS)
+
+
+def _promtool(*arguments: str | Path) -> None:
+    found = subprocess.run(["promtool", *arguments], capture_output=True, text=True, check=False)
+    assert 0 == found.returncode, found.stdout + found.stderr

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import uvloop
 
@@ -29,6 +30,7 @@ from scripts.kit.http_client import Client, HttpError
 from scripts.kit.incidents.evidence import gather
 from scripts.kit.incidents.faults import INCIDENTS, Incident, Scene
 from scripts.kit.incidents.traffic import Documents
+from scripts.kit.ports import free_ports
 from scripts.kit.prometheus import (
     RULES,
     Prometheus,
@@ -55,15 +57,23 @@ QUIET_WITHIN_S = 90.0
 _LINGERS = (
     "KvrouterErrorBudgetSlow",
     "KvrouterErrorBudgetFast",
+    "KvrouterMessagesDropped",
     "KvrouterWorkerSilent",
     "KvrouterWrongPredictions",
 )
-_FLAGS = ("--router-queue-threshold=1", "--access-log=all", "--log-format=json")
+_FLAGS = (
+    "--router-queue-threshold=1",
+    "--circuit-breaker",
+    "--circuit-breaker-failures=2",
+    "--circuit-breaker-open-s=5",
+    "--access-log=all",
+    "--log-format=json",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Seconds from the fault until each alert fired; what else fired; what still did in the end."""
+    """Seconds from the fault until each alert fired; what else fired until the end; what still did then."""
 
     incident: Incident
     fired_s: dict[str, float]
@@ -86,6 +96,7 @@ async def open_scene() -> AsyncIterator[tuple[Scene, Prometheus]]:
         model = directory / "model"
         build_tiny_model(model)
         link = await stack.enter_async_context(Link.open())
+        agent_ports = free_ports(ENGINES)
         plan = Plan(
             "kv",
             model,
@@ -95,14 +106,20 @@ async def open_scene() -> AsyncIterator[tuple[Scene, Prometheus]]:
             speedup=SPEEDUP,
             namespace="incidents",
             frontend_flags=_FLAGS,
-            # for the queue, which fills targets up to their largest step
-            agent_flags=dict.fromkeys(range(ENGINES), ("--max-num-batched-tokens=8192",)),
+            # the largest step for the queue, which fills targets up to it
+            agent_flags={
+                number: ("--max-num-batched-tokens=8192", f"--metrics-port={port}")
+                for number, port in enumerate(agent_ports)
+            },
         )
         plan, options = await start_cluster(fleet, client, plan, link)
         deployed = await deployment.deploy(fleet, client, plan, options.servers[0])
         rules = with_objectives(in_less_time(RULES.read_text(), RULES_SPEEDUP), OBJECTIVES)
-        admins = [replica.admin_url for replica in deployed.replicas]
-        prometheus = await start_prometheus(fleet, client, admins, rules)
+        targets = {
+            "kvrouter": [urlsplit(replica.admin_url).netloc for replica in deployed.replicas],
+            "agents": [f"127.0.0.1:{port}" for port in agent_ports],
+        }
+        prometheus = await start_prometheus(fleet, client, targets, rules)
         urls = [replica.url for replica in deployed.replicas]
         requests = Documents().chats(4_000)
         load = await stack.enter_async_context(SteadyLoad(requests, urls, rate=REQUESTS_PER_SECOND))
@@ -111,14 +128,14 @@ async def open_scene() -> AsyncIterator[tuple[Scene, Prometheus]]:
 
 async def play(incident: Incident, scene: Scene, prometheus: Prometheus, evidence: Path | None) -> Result:
     """Break it, wait for the alerts, look, mend it, and wait until they have ended."""
-    before = set(await prometheus.firing())
+    before, began = set(await prometheus.firing()), time.perf_counter()
     async with incident.fault(scene):
         fired = await prometheus.until_firing(incident.alerts, FIRES_WITHIN_S)
-        others = sorted(set(await prometheus.firing()) - {*incident.alerts, *before})
         if evidence is not None:
             await gather(incident, scene, prometheus, evidence)
     left = await prometheus.until_quiet(QUIET_WITHIN_S, _LINGERS)
-    return Result(incident, fired, others, sorted(left))
+    others = await prometheus.fired(time.perf_counter() - began) - {*incident.alerts, *before}
+    return Result(incident, fired, sorted(others), sorted(left))
 
 
 async def healthy(prometheus: Prometheus) -> dict[str, str]:
@@ -149,13 +166,15 @@ async def _run(incidents: Sequence[Incident], evidence: Path | None) -> int:
         measures = [one for one in rules if ">" not in one and "==" not in one]
         asked = dashboard_expressions() + measures
         without = [one for one in asked if not await prometheus.had_series(one)]
+        if len(incidents) == len(INCIDENTS):  # some expressions have series in one incident only
+            wrong += len(without)
         print(f"{len(asked) - len(without)} of {len(asked)} expressions had series", *without, sep="\n    ")
     print(f"{len(incidents)} incidents in {time.perf_counter() - began:.0f} s")
     return 1 if wrong else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run and return the exit code: 1 if an alert did not fire, or did not end."""
+    """Run and return the exit code: 1 if an alert did not fire or end, or an expression had no series."""
     by_name = {one.name: one for one in INCIDENTS}
     parser = argparse.ArgumentParser(prog="incidents", description="Play incidents on a real fleet.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(by_name)}; default: all")

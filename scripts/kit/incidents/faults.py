@@ -10,9 +10,11 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from scripts.kit.chaos.cluster import LEAF, Link
+from kvrouter.bus.accounts import SERVER_FILE
+from kvrouter.worker.options import worker_id_of
+from scripts.kit.chaos.cluster import LEAF, SERVERS, Link
 from scripts.kit.deployment import Deployment
-from scripts.kit.fleet import Fleet, wait_until_ok
+from scripts.kit.fleet import Fleet, Process, wait_until_ok
 from scripts.kit.http_client import Client
 from scripts.kit.incidents.traffic import Documents, chat
 from scripts.kit.steady import SteadyLoad
@@ -22,6 +24,11 @@ SLOWED, WRONG, SILENT = 1, 1, 2
 SLOWER = 5.0
 MANY_PER_S = 40.0
 STOOD_STILL_S = 0.6
+# A frontend whose inbox holds 8 messages instead of 524,288: in this fleet, more arrive while it stands still.
+_SMALL_INBOX = (
+    "import runpy; from kvrouter.replica import inbox; inbox.INBOX_MESSAGES = 8;"
+    "runpy.run_module('kvrouter.frontend', run_name='__main__')"
+)
 
 # A template of another model: the same messages become other tokens.
 _WRONG_TEMPLATE = """\
@@ -116,6 +123,18 @@ async def no_engines(scene: Scene) -> AsyncIterator[None]:
 
 
 @contextlib.asynccontextmanager
+async def no_agents(scene: Scene) -> AsyncIterator[None]:
+    """All agents are stopped, as with a deployment that is scaled to zero."""
+    names = [engine.agent.name for engine in scene.deployed.engines]
+    await asyncio.gather(*(scene.fleet.processes[name].stop() for name in names))
+    try:
+        yield
+    finally:
+        for name in names:
+            await scene.fleet.start_again(name)
+
+
+@contextlib.asynccontextmanager
 async def silent_agent(scene: Scene) -> AsyncIterator[None]:
     """An agent hangs."""
     with scene.fleet.processes[f"agent-{SILENT}"].paused():
@@ -160,7 +179,53 @@ async def hot_temperature(scene: Scene) -> AsyncIterator[None]:
 @contextlib.asynccontextmanager
 async def stopped_process(scene: Scene) -> AsyncIterator[None]:
     """A replica stands still again and again, as on a machine that swaps."""
-    process = scene.fleet.processes["frontend-0"]
+    async with _standing_still(scene.fleet.processes["frontend-0"]):
+        yield
+
+
+@contextlib.asynccontextmanager
+async def small_inbox(scene: Scene) -> AsyncIterator[None]:
+    """A replica stands still again and again, and has room for few of the messages that arrive meanwhile."""
+    name, url = "frontend-0", scene.deployed.replicas[0].url
+    whole = list(scene.fleet.processes[name].command)
+    python, _, _, *flags = whole
+    await _restart(scene, name, [python, "-c", _SMALL_INBOX, *flags], url)
+    try:
+        async with _standing_still(scene.fleet.processes[name]):
+            yield
+    finally:
+        await _restart(scene, name, whole, url)
+
+
+@contextlib.asynccontextmanager
+async def no_answers(scene: Scene) -> AsyncIterator[None]:
+    """An agent's NATS user loses the right to answer replay requests, and a replica is started again."""
+    file = scene.fleet.directory / "nats" / SERVER_FILE
+    right = file.read_text()
+    wrong = right.replace(f".answer.kv.{worker_id_of(scene.deployed.engines[0].url)}.", ".answer.kv.nobody.")
+    assert wrong != right, file
+    name, url = f"frontend-{WRONG}", scene.deployed.replicas[WRONG].url
+    scene.load.left_out.add(url)  # it is not ready without the agent's blocks
+    _reload_nats(scene, wrong)
+    await scene.fleet.processes[name].stop()
+    process = await scene.fleet.start_again(name)
+    try:
+        yield
+    finally:
+        _reload_nats(scene, right)
+        await wait_until_ok(scene.client, process, f"{url}/ready")
+        scene.load.left_out.discard(url)
+
+
+def _reload_nats(scene: Scene, accounts: str) -> None:
+    """Give all NATS servers these users."""
+    (scene.fleet.directory / "nats" / SERVER_FILE).write_text(accounts)
+    for name in (*SERVERS, LEAF):
+        scene.fleet.processes[name].send(signal.SIGHUP)
+
+
+@contextlib.asynccontextmanager
+async def _standing_still(process: Process) -> AsyncIterator[None]:
 
     async def stand_still() -> None:
         while True:
@@ -210,9 +275,12 @@ INCIDENTS = (
     Incident(
         "no-engines", no_engines, ("KvrouterErrorBudgetFast", "KvrouterErrorBudgetSlow", "KvrouterNoWorker")
     ),
+    Incident("no-agents", no_agents, ("KvrouterNoWorker",)),
     Incident("silent-agent", silent_agent, ("KvrouterWorkerSilent",)),
     Incident("dead-replica", dead_replica, ("KvrouterReplicaDown",)),
     Incident("dead-nats-node", dead_nats_node, ("KvrouterNatsAway",)),
     Incident("temperature", hot_temperature, ("KvrouterRegret",)),
     Incident("stopped", stopped_process, ("KvrouterLoopLag",)),
+    Incident("small-inbox", small_inbox, ("KvrouterMessagesDropped", "KvrouterLoopLag")),
+    Incident("no-answers", no_answers, ("KvrouterFeedBehind",)),
 )
