@@ -42,6 +42,17 @@ def test_each_alert_has_a_paragraph() -> None:
         assert alert["labels"]["severity"] in {"critical", "warning"}
 
 
+@pytest.mark.parametrize("paragraph", re.split("^##.* ", RUNBOOK, flags=re.MULTILINE)[1:])
+def test_paragraphs_help(paragraph: str) -> None:
+    """Each has something to run, and something to do; its metrics and records are documented."""
+    if paragraph.startswith("Kvrouter"):
+        _, look, act = re.split(r"^\*(?:Look first|Do):\*", paragraph, flags=re.MULTILINE)
+        assert "`" in look
+        assert act.strip()
+    for name in re.findall(r"\bkvrouter[_:][\w:]+", paragraph):
+        assert f"| `{_family(name)}` |" in METRICS or f"record: {name}\n" in TEXT, name
+
+
 def test_chart_has_the_same() -> None:
     """The file of the Helm chart is a copy."""
     assert TEXT == (RULES.parents[1] / "helm" / "kvrouter" / "files" / RULES.name).read_text()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import shutil
+from asyncio.subprocess import PIPE, STDOUT
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrouter.core.fleet.replica import ReplicaCounters
@@ -54,3 +58,17 @@ async def test_kinds_and_labels(fleet_of: FleetOf) -> None:
         said = {label for sample in family.samples for label in sample.labels}
         assert (family.name, kind) == (family.name, family.type)
         assert said - {"le"} <= labels
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+async def test_promtool_accepts(fleet_of: FleetOf) -> None:
+    """Prometheus' own check of names, kinds and help texts finds nothing."""
+    async with fleet_of("--router-mode", "kv", "--router-queue-threshold", "4") as fleet:
+        await fleet.ask()
+        text = (await fleet.get("/metrics")).body
+
+    process = await asyncio.create_subprocess_exec(
+        *("promtool", "check", "metrics"), stdin=PIPE, stdout=PIPE, stderr=STDOUT
+    )
+    found, _ = await process.communicate(text)
+    assert (0, b"") == (process.returncode, found)

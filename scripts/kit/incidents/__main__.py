@@ -76,6 +76,8 @@ class Result:
     """Seconds from the fault until each alert fired; what else fired until the end; what still did then."""
 
     incident: Incident
+    early: list[str]
+    """Expected alerts that fired before the fault."""
     fired_s: dict[str, float]
     others: list[str]
     left: list[str]
@@ -135,7 +137,8 @@ async def play(incident: Incident, scene: Scene, prometheus: Prometheus, evidenc
             await gather(incident, scene, prometheus, evidence)
     left = await prometheus.until_quiet(QUIET_WITHIN_S, _LINGERS)
     others = await prometheus.fired(time.perf_counter() - began) - {*incident.alerts, *before}
-    return Result(incident, fired, sorted(others), sorted(left))
+    early = before.intersection(incident.alerts)
+    return Result(incident, sorted(early), fired, sorted(others), sorted(left))
 
 
 async def healthy(prometheus: Prometheus) -> dict[str, str]:
@@ -156,12 +159,13 @@ async def _run(incidents: Sequence[Incident], evidence: Path | None) -> int:
             print(f"{incident.name}: {fired or 'nothing'}", flush=True)
             for label, names in (
                 ("also", result.others),
+                ("BEFORE THE FAULT", result.early),
                 ("NOT FIRED", result.missing),
                 ("STILL", result.left),
             ):
                 if names:
                     print(f"    {label}: {', '.join(names)}", flush=True)
-            wrong += len(result.missing) + len(result.left)
+            wrong += len(result.early) + len(result.missing) + len(result.left)
         rules = expressions_of(in_less_time(RULES.read_text(), RULES_SPEEDUP))
         measures = [one for one in rules if ">" not in one and "==" not in one]
         asked = dashboard_expressions() + measures

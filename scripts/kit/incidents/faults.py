@@ -24,7 +24,7 @@ SLOWED, WRONG, SILENT = 1, 1, 2
 SLOWER = 5.0
 MANY_PER_S = 40.0
 STOOD_STILL_S = 0.6
-# A frontend whose inbox holds 8 messages instead of 524,288: in this fleet, more arrive while it stands still.
+# A frontend whose inbox holds 8 messages instead of 524,288: more arrive in this fleet while it stands still.
 _SMALL_INBOX = (
     "import runpy; from kvrouter.replica import inbox; inbox.INBOX_MESSAGES = 8;"
     "runpy.run_module('kvrouter.frontend', run_name='__main__')"
