@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import os
 import re
 import signal
 import sys
 import termios
-import time
 import tty
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,7 +25,7 @@ from kvrouter.errors import KvRouterError
 from kvrouter.settings.read import Loaded, run
 from kvrouter.top.screen import Choices, draw, plain
 from kvrouter.top.settings import COLUMNS, COMMAND, TopSettings
-from kvrouter.top.view import Look, View, arranged, view
+from kvrouter.top.view import History, Seen, View, arranged, view
 from kvrouter.verify.index_command import ReplicaIndex, open_replicas
 
 # A fleet of 1,000 targets has half a megabyte.
@@ -35,20 +36,23 @@ _MOST_FILTER = 100
 
 # What terminals send for keys that have no character.
 _KEYS = {
-    b"\x1b[A": "up",
-    b"\x1b[B": "down",
-    b"\x1bOA": "up",
-    b"\x1bOB": "down",
-    b"\x1b[5~": "page up",
-    b"\x1b[6~": "page down",
-    b"\r": "enter",
-    b"\n": "enter",
-    b"\x1b": "escape",
-    b"\x7f": "back",
-    b"\x08": "back",
+    "\x1b[A": "up",
+    "\x1b[B": "down",
+    "\x1bOA": "up",
+    "\x1bOB": "down",
+    "\x1b[5~": "page up",
+    "\x1b[6~": "page down",
+    "\r": "enter",
+    "\n": "enter",
+    "\x1b": "escape",
+    "\x7f": "back",
+    "\x08": "back",
 }
+_BY_LENGTH = sorted(_KEYS, key=len, reverse=True)
 # Of a key that is not in _KEYS, as an arrow to the side: without this it would be Escape and letters.
-_SEQUENCE = re.compile(rb"\x1b(?:\[[0-9;]*[A-Za-z~]|O[A-Za-z])")
+_SEQUENCE = re.compile(r"\x1b(?:\[[0-9;]*[A-Za-z~]|O[A-Za-z])")
+# Where termios has the control characters.
+_CHARACTERS = 6
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,11 +70,6 @@ def _main(loaded: Loaded[TopSettings]) -> int:
     except BrokenPipeError:  # | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-
-
-async def look_at(replicas: Sequence[ReplicaIndex]) -> Look:
-    answers = await asyncio.gather(*map(_ask, replicas))
-    return Look(time.monotonic(), dict(zip([one.url for one in replicas], answers, strict=True)))
 
 
 async def _ask(replica: ReplicaIndex) -> Fleet | str:
@@ -91,19 +90,26 @@ async def _ask(replica: ReplicaIndex) -> Fleet | str:
         return f"/fleet is not that of this version: {error}"
 
 
+async def look_twice(replicas: Sequence[ReplicaIndex], interval_s: float) -> dict[str, Seen]:
+    """What the replicas answer, with what they answered before: so that there are rates."""
+    histories = [History() for _ in replicas]
+    for is_last in (False, True):
+        answers = await asyncio.gather(*map(_ask, replicas))
+        seen = [one.seen(answer) for one, answer in zip(histories, answers, strict=True)]
+        if not is_last and any(isinstance(answer, Fleet) for answer in answers):
+            await asyncio.sleep(interval_s)
+    return {replica.url: one for replica, one in zip(replicas, seen, strict=True)}
+
+
 async def _print_once(settings: TopSettings) -> int:
-    """Two looks, so that there are rates."""
     async with open_replicas(settings.replica, settings) as replicas:
-        before = await look_at(replicas)
-        if before.fleets:
-            await asyncio.sleep(settings.interval_s)
-        look = await look_at(replicas)
-    shown = view(look, before)
+        seen = await look_twice(replicas, settings.interval_s)
+    shown = view(seen)
     if settings.json:
         sys.stdout.write(msgspec.json.encode(_as_json(shown, settings)).decode() + "\n")
     else:
         _print(shown, settings)
-    return 0 if look.fleets else 1
+    return 0 if any(isinstance(one.now, Fleet) for one in seen.values()) else 1
 
 
 def _print(shown: View, settings: TopSettings) -> None:
@@ -129,43 +135,50 @@ def _as_json(shown: View, settings: TopSettings) -> dict[str, Any]:
 async def _watch(settings: TopSettings) -> int:
     """Show until `q`, Ctrl-C or SIGTERM; the terminal is then as it was."""
     choices, console = Choices(settings.sort, settings.filter), Console(highlight=False)
-    ended, pressed = asyncio.Event(), asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGWINCH, pressed.set)
+    loop, is_over, news = asyncio.get_running_loop(), False, asyncio.Event()
+    seen = dict.fromkeys(settings.replica, Seen("not asked yet"))
+    shown = view(seen)
+
+    def end() -> None:
+        nonlocal is_over
+        is_over = True
+        news.set()
 
     def press(key: str) -> None:
         if _press(choices, key):
-            ended.set()
-        pressed.set()
+            end()
+        news.set()
 
+    def take(url: str, answer: Seen) -> None:
+        nonlocal shown
+        seen[url] = answer
+        shown = view(seen)
+        news.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, end)
+    loop.add_signal_handler(signal.SIGWINCH, news.set)
     async with open_replicas(settings.replica, settings) as replicas:
-        before: Look | None = None
-        look = Look(time.monotonic(), dict.fromkeys(settings.replica, "not asked yet"))
         with Live(console=console, screen=True, auto_refresh=False) as live, _keys(press):
-            looking = asyncio.ensure_future(look_at(replicas))  # a replica that hangs delays no key
-            while not ended.is_set():
+            # each on its own: one that hangs delays neither the others nor a key
+            asked = [_follow(one, settings.interval_s, partial(take, one.url)) for one in replicas]
+            looking = [asyncio.create_task(each) for each in asked]
+            while not is_over:
                 width, height = console.size
-                live.update(draw(view(look, before), choices, width=width, height=height), refresh=True)
-                pressed.clear()
-                await _any(looking, ended.wait(), pressed.wait())
-                if looking.done():
-                    before, look = look, looking.result()
-                    looking = asyncio.ensure_future(_later(replicas, settings.interval_s))
-            looking.cancel()
+                live.update(draw(shown, choices, width=width, height=height), refresh=True)
+                await news.wait()
+                news.clear()
+            for task in looking:
+                task.cancel()
     return 0
 
 
-async def _later(replicas: Sequence[ReplicaIndex], after_s: float) -> Look:
-    await asyncio.sleep(after_s)
-    return await look_at(replicas)
-
-
-async def _any(look: asyncio.Future[Look], *events: Any) -> None:
-    tasks = [asyncio.ensure_future(event) for event in events]
-    await asyncio.wait([look, *tasks], return_when=asyncio.FIRST_COMPLETED)
-    for task in tasks:
-        task.cancel()
+async def _follow(replica: ReplicaIndex, interval_s: float, take: Callable[[Seen], None]) -> None:
+    """Ask a replica again and again."""
+    history = History()
+    while True:
+        take(history.seen(await _ask(replica)))
+        await asyncio.sleep(interval_s)
 
 
 @contextlib.contextmanager
@@ -173,12 +186,16 @@ def _keys(press: Callable[[str], None]) -> Iterator[None]:
     """Call `press` for each key, without echo, while inside."""
     descriptor, loop = sys.stdin.fileno(), asyncio.get_running_loop()
     before = termios.tcgetattr(descriptor)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def read() -> None:
-        for key in keys_in(os.read(descriptor, 1024)):
+        for key in keys_in(decoder.decode(os.read(descriptor, 1024))):
             press(key)
 
     tty.setcbreak(descriptor)
+    own = termios.tcgetattr(descriptor)
+    own[_CHARACTERS][termios.VSUSP] = b"\0"  # Ctrl-Z would leave the shell with this terminal
+    termios.tcsetattr(descriptor, termios.TCSADRAIN, own)
     loop.add_reader(descriptor, read)
     try:
         yield
@@ -187,20 +204,16 @@ def _keys(press: Callable[[str], None]) -> Iterator[None]:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
-def keys_in(data: bytes) -> list[str]:
+def keys_in(text: str) -> list[str]:
     """The keys in what a terminal has sent: names as in _KEYS, else characters."""
     found = []
-    while data:
-        if (sequence := _SEQUENCE.match(data)) and sequence[0] not in _KEYS:
-            data = data[sequence.end() :]
+    while text:
+        if (sequence := _SEQUENCE.match(text)) and sequence[0] not in _KEYS:
+            text = text[sequence.end() :]
             continue
-        name = next((name for name in sorted(_KEYS, key=len, reverse=True) if data.startswith(name)), b"")
-        if name:
-            found.append(_KEYS[name])
-            data = data[len(name) :]
-        else:
-            found.append(data[:1].decode("latin-1"))
-            data = data[1:]
+        sent = next((sent for sent in _BY_LENGTH if text.startswith(sent)), text[:1])
+        found.append(_KEYS.get(sent, sent))
+        text = text[len(sent) :]
     return found
 
 

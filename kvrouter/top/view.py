@@ -1,13 +1,17 @@
-"""What is shown: rows of targets and the fleet's facts, from looks at one or more replicas. Pure.
+"""What is shown: rows of targets and the fleet's facts, from the answers of one or more replicas. Pure.
 
-replica ──GET /fleet──> Fleet ┐
-replica ──GET /fleet──> Fleet ┼──> Look ──since the look before──> View: Facts, Rows ──arranged──> the table
-replica ──── an error ────────┘
+replica ──GET /fleet──> Fleet ──History──┐
+replica ──GET /fleet──> Fleet ──History──┼──> Seen, by URL ──view──> View: Facts, Rows ──arranged──> the table
+replica ──── an error ───────────────────┘
+
+Rates and means are those of the last minute, or since the first answer if that is shorter.
 """
 
 from __future__ import annotations
 
 import math
+import re
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,17 +21,44 @@ from kvrouter.top.settings import Column
 
 Key = tuple[str, str, int]
 
+WINDOW_S = 60.0
+# An answer of 1,000 targets takes about 1 MB: of the window not all are kept.
+_KEPT_EACH_S = 5.0
+_DIGITS = re.compile(r"(\d+)")
+
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """The answers of one moment, by URL: a fleet, or why there is none."""
+class Seen:
+    """What a replica has answered last, or why it has not, and an earlier answer in the same life."""
 
-    at_s: float
-    answers: Mapping[str, Fleet | str]
+    now: Fleet | str
+    before: Fleet | None = None
 
     @property
-    def fleets(self) -> dict[str, Fleet]:
-        return {url: one for url, one in self.answers.items() if isinstance(one, Fleet)}
+    def seconds(self) -> float:
+        """Between the two; 0 if there are not two."""
+        return self.now.time - self.before.time if self.before and not isinstance(self.now, str) else 0.0
+
+
+class History:
+    """The answers of one replica in the last minute."""
+
+    def __init__(self) -> None:
+        self._kept: deque[Fleet] = deque()
+
+    def seen(self, answer: Fleet | str) -> Seen:
+        """Take another answer."""
+        if isinstance(answer, str):
+            return Seen(answer)
+        kept = self._kept
+        if kept and not (_is_same(kept[0], answer) and kept[-1].time <= answer.time):
+            kept.clear()  # it has started again, or its clock was set back: nothing to subtract from
+        while kept and answer.time - kept[0].time > WINDOW_S:
+            kept.popleft()
+        seen = Seen(answer, kept[0] if kept else None)
+        if not kept or answer.time - kept[-1].time >= _KEPT_EACH_S:
+            kept.append(answer)
+        return seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +67,9 @@ class Row:
 
     fact: TargetRow
     rate: float | None
-    """Answers a second since the look before; None: there was none."""
+    """Answers a second; None: there was no earlier answer of a replica."""
     ttft_s: float | None
-    """Mean of the first bytes since the look before; of all, if there were none."""
+    """Mean of the first bytes; None: there were none."""
     answers: int
     errors: int
     differs: str
@@ -59,7 +90,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The fleet in one line. Shares are of prompt tokens, since the look before."""
+    """The fleet in one line. Shares are of prompt tokens."""
 
     requests_per_s: float | None
     tokens_per_s: float | None
@@ -79,18 +110,17 @@ class View:
     """Replicas that do not answer, or disagree, and problems of pools."""
 
 
-def view(look: Look, before: Look | None) -> View:
-    """What the look shows, beside the look before."""
-    seconds = look.at_s - before.at_s if before is not None else 0.0
-    rows: dict[Key, list[tuple[TargetRow, TargetRow | None]]] = {}
-    for url, fleet in look.fleets.items():
-        old = before.fleets.get(url) if before is not None else None
-        known = {_key(row): row for row in old.targets} if old is not None and _is_same(old, fleet) else {}
+def view(seen: Mapping[str, Seen]) -> View:
+    """What is shown of the replicas' answers, by URL."""
+    fleets = {url: one.now for url, one in seen.items() if isinstance(one.now, Fleet)}
+    rows: dict[Key, list[tuple[TargetRow, TargetRow | None, float]]] = {}
+    for url, fleet in fleets.items():
+        before = seen[url].before
+        known = {_key(row): row for row in before.targets} if before is not None else {}
         for row in fleet.targets:
-            rows.setdefault(_key(row), []).append((row, known.get(_key(row))))
-    count = len(look.fleets)
-    made = [_row(pairs, seconds, count) for pairs in rows.values()]
-    return View(_facts(look, before, seconds), made, _problems(look))
+            rows.setdefault(_key(row), []).append((row, known.get(_key(row)), seen[url].seconds))
+    made = [_row(facts, len(fleets)) for facts in rows.values()]
+    return View(_facts(seen.values(), fleets), made, _problems(seen, fleets))
 
 
 def _key(row: TargetRow) -> Key:
@@ -102,24 +132,19 @@ def _is_same(old: Fleet, new: Fleet) -> bool:
     return (old.router_id, old.started_s) == (new.router_id, new.started_s)
 
 
-def _row(pairs: Sequence[tuple[TargetRow, TargetRow | None]], seconds: float, replicas: int) -> Row:
-    fact = pairs[0][0]
-    known = [(new, old) for new, old in pairs if old is not None]
-    first_bytes = sum(new.ttft_count - old.ttft_count for new, old in known)
-    spent_s = sum(new.ttft_sum_s - old.ttft_sum_s for new, old in known)
-    if first_bytes <= 0:
-        first_bytes, spent_s = (
-            sum(new.ttft_count for new, _ in pairs),
-            sum(new.ttft_sum_s for new, _ in pairs),
-        )
-    ended = sum(new.answers - old.answers for new, old in known)
+def _row(facts: Sequence[tuple[TargetRow, TargetRow | None, float]], replicas: int) -> Row:
+    """One target, of each replica that knows it: its facts now and before, and the seconds between."""
+    known = [(now, before, seconds) for now, before, seconds in facts if before is not None and seconds > 0]
+    first_bytes = sum(now.ttft_count - before.ttft_count for now, before, _ in known)
+    spent_s = sum(now.ttft_sum_s - before.ttft_sum_s for now, before, _ in known)
+    rate = sum(max(0, now.answers - before.answers) / seconds for now, before, seconds in known)
     return Row(
-        fact,
-        rate=max(0, ended) / seconds if known and seconds > 0 else None,
-        ttft_s=spent_s / first_bytes if first_bytes > 0 else None,
-        answers=sum(new.answers for new, _ in pairs),
-        errors=sum(new.errors for new, _ in pairs),
-        differs=_difference([new for new, _ in pairs], replicas),
+        facts[0][0],
+        rate=rate if known else None,
+        ttft_s=max(0.0, spent_s) / first_bytes if first_bytes > 0 else None,
+        answers=sum(now.answers for now, _, _ in facts),
+        errors=sum(now.errors for now, _, _ in facts),
+        differs=_difference([now for now, _, _ in facts], replicas),
     )
 
 
@@ -136,47 +161,49 @@ def _difference(facts: Sequence[TargetRow], replicas: int) -> str:
     return ""
 
 
-def _facts(look: Look, before: Look | None, seconds: float) -> Facts:
+def _facts(seen: Iterable[Seen], fleets: Mapping[str, Fleet]) -> Facts:
+    failed = sum(fleet.traffic.failed for fleet in fleets.values())
     pairs = [
-        (new, old)
-        for url, new in look.fleets.items()
-        if before is not None and (old := before.fleets.get(url)) is not None and _is_same(old, new)
+        (one.now, one.before, one.seconds)
+        for one in seen
+        if isinstance(one.now, Fleet) and one.before is not None and one.seconds > 0
     ]
-    failed = sum(fleet.traffic.failed for fleet in look.fleets.values())
-    if not pairs or seconds <= 0:
+    if not pairs:
         return Facts(None, None, None, None, {}, None, failed)
-    times = [_since(new.traffic.ttft, old.traffic.ttft) for new, old in pairs]
-    bounds = pairs[0][0].traffic.ttft.bounds_s
-    counts = [sum(column) for column in zip(*times, strict=True)]
-    requests = sum(new.traffic.requests - old.traffic.requests for new, old in pairs)
-    tokens = sum(new.traffic.output_tokens - old.traffic.output_tokens for new, old in pairs)
-    decisions = _pools(pairs, lambda pool: pool.ttft_decisions)
-    later_s = _pools(pairs, lambda pool: pool.later_s)
-    prompt = _pools(pairs, lambda pool: pool.reusable_tokens)
+
+    def rate(amount: Callable[[Fleet], float]) -> float:
+        return sum(max(0.0, amount(now) - amount(before)) / seconds for now, before, seconds in pairs)
+
+    def grown(amount: Callable[..., float]) -> float:
+        return sum(sum(map(amount, now.pools)) - sum(map(amount, before.pools)) for now, before, _ in pairs)
+
+    bounds, counts = _times([(now.traffic.ttft, before.traffic.ttft) for now, before, _ in pairs])
+    decisions, prompt = grown(lambda pool: pool.ttft_decisions), grown(lambda pool: pool.reusable_tokens)
     cached = {}
     for cache in ("chosen", "best", "pooled"):
-        uncached = _pools(pairs, lambda pool, cache=cache: pool.uncached_tokens.get(cache, 0))
+        uncached = grown(lambda pool, cache=cache: pool.uncached_tokens.get(cache, 0))
         if prompt > 0:
             cached[cache] = min(1.0, max(0.0, 1 - uncached / prompt))
     return Facts(
-        max(0, requests) / seconds,
-        max(0, tokens) / seconds,
+        rate(lambda fleet: fleet.traffic.requests),
+        rate(lambda fleet: fleet.traffic.output_tokens),
         quantile(0.5, bounds, counts),
         quantile(0.9, bounds, counts),
         cached,
-        later_s / decisions if decisions > 0 else None,
+        grown(lambda pool: pool.later_s) / decisions if decisions > 0 else None,
         failed,
     )
 
 
-def _pools(pairs: Iterable[tuple[Fleet, Fleet]], amount: Callable[..., float]) -> float:
-    """How much an amount of all pools has grown."""
-    return sum(sum(map(amount, new.pools)) - sum(map(amount, old.pools)) for new, old in pairs)
-
-
-def _since(new: Times, old: Times) -> list[int]:
-    same = len(new.counts) == len(old.counts)
-    return [max(0, one - other) for one, other in zip(new.counts, old.counts, strict=True)] if same else []
+def _times(pairs: Sequence[tuple[Times, Times]]) -> tuple[Sequence[float], list[int]]:
+    """Bounds, and the counts between now and before of the replicas with the first one's bounds."""
+    bounds = pairs[0][0].bounds_s
+    counts = [0] * (len(bounds) + 1)
+    for now, before in pairs:
+        if list(now.bounds_s) == list(before.bounds_s) == list(bounds):
+            both = zip(now.counts, before.counts, counts, strict=False)
+            counts = [total + max(0, one - other) for one, other, total in both]
+    return bounds, counts
 
 
 def quantile(share: float, bounds: Sequence[float], counts: Sequence[int]) -> float | None:
@@ -192,9 +219,8 @@ def quantile(share: float, bounds: Sequence[float], counts: Sequence[int]) -> fl
     return lower
 
 
-def _problems(look: Look) -> list[str]:
-    found = [f"{url}: {one}" for url, one in look.answers.items() if isinstance(one, str)]
-    fleets = look.fleets
+def _problems(seen: Mapping[str, Seen], fleets: Mapping[str, Fleet]) -> list[str]:
+    found = [f"{url}: {one.now}" for url, one in seen.items() if isinstance(one.now, str)]
     ids = {fleet.router_id for fleet in fleets.values()}
     for url, fleet in fleets.items():
         if missing := ids - {one.router_id for one in fleet.replicas}:
@@ -209,7 +235,7 @@ def _problems(look: Look) -> list[str]:
 
 
 _ORDER: dict[Column, Callable[[Row], Any]] = {
-    "target": lambda row: row.name,
+    "target": lambda row: (),
     "state": lambda row: (row.fact.eligible and not row.fact.problems, row.state),
     "requests": lambda row: -row.fact.requests,
     "waiting": lambda row: -(row.fact.waiting or 0),
@@ -226,7 +252,12 @@ def arranged(rows: Iterable[Row], sort: Column, text: str, *, is_reversed: bool 
     """The rows that contain the text, in order: the greatest first, names and states from the least."""
     wanted = text.casefold()
     kept = [row for row in rows if wanted in _searched(row)]
-    return sorted(kept, key=lambda row: (_ORDER[sort](row), row.name), reverse=is_reversed)
+    return sorted(kept, key=lambda row: (_ORDER[sort](row), _natural(row.name)), reverse=is_reversed)
+
+
+def _natural(name: str) -> list[str | int]:
+    """Sorts w2 before w10."""
+    return [int(part) if at % 2 else part for at, part in enumerate(_DIGITS.split(name))]
 
 
 def _searched(row: Row) -> str:

@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import signal
+import socket
 import struct
 import sys
 import termios
@@ -42,7 +43,8 @@ class Terminal:
 
 
 async def test_in_a_terminal(fleet_of: FleetOf) -> None:
-    """Rows, help, a filter, details; the terminal is as before after a signal."""
+    """Rows beside a replica that hangs, help, a filter, details; after a signal the terminal is as before."""
+    hung = socket.create_server(("127.0.0.1", 0))  # the kernel accepts, nobody answers
     async with fleet_of("--router-mode", "kv", scripts=(OK, OK)) as fleet:
         master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 150, 0, 0))
@@ -53,16 +55,20 @@ async def test_in_a_terminal(fleet_of: FleetOf) -> None:
             "kvrouter.top",
             fleet.frontend.admin_url,
             "http://127.0.0.1:1",
+            f"http://127.0.0.1:{hung.getsockname()[1]}",
             "--interval-s=0.2",
             stdin=slave,
             stdout=slave,
             stderr=slave,
-            env={**os.environ, "TERM": "xterm-256color"},
+            env={**os.environ, "TERM": "xterm-256color"} | dict.fromkeys(("COLUMNS", "LINES"), ""),
         )
-        await terminal.until("w0/0", "w1/0", "2 of 2 targets", "http://127.0.0.1:1: cannot be reached")
+        await terminal.until("w0/0", "w1/0", "2 of 2", "//127.0.0.1:1: cannot be reached", "not asked yet")
+        assert b"\0" == termios.tcgetattr(slave)[6][termios.VSUSP]  # Ctrl-Z is a key without meaning
         terminal.press(b"?")
         await terminal.until("this help")
-        terminal.press(b"?/w1\r\r")
+        terminal.press("?/wé".encode())
+        await terminal.until("filter: wé")
+        terminal.press(b"\x1b/w1\r\r")
         shown = await terminal.until("1 of 2 targets with 'w1'", "active blocks", "w1/0")
         assert "w0/0" not in shown
         program.send_signal(signal.SIGTERM)
@@ -72,3 +78,4 @@ async def test_in_a_terminal(fleet_of: FleetOf) -> None:
         assert b"Traceback" not in terminal._raw
         for descriptor in (master, slave):
             os.close(descriptor)
+        hung.close()

@@ -12,7 +12,7 @@ from rich.console import Console
 from kvrouter.dashboard.fleet import Fleet, PoolRow, ReplicaRow, TargetRow, Times, Traffic
 from kvrouter.top.__main__ import keys_in
 from kvrouter.top.screen import Choices, draw
-from kvrouter.top.view import Look, arranged, quantile, view
+from kvrouter.top.view import History, Seen, arranged, quantile, view
 
 A, B = "http://a", "http://b"
 
@@ -43,16 +43,18 @@ def fleet(*targets: TargetRow, router_id: str = "a", hears: str = "a", **facts: 
     return replace(made, **facts)
 
 
-def test_since_the_look_before() -> None:
-    """Rates, times and shares are those of the interval, not of the life of the replica."""
+def test_since_an_earlier_answer() -> None:
+    """Rates, times and shares are those of the time between, not of the life of the replica."""
     old = fleet(target("w0"))
     pool = replace(
         old.pools[0], reusable_tokens=200, uncached_tokens={"chosen": 75, "best": 60, "pooled": 20},
         later_s=3.0, ttft_decisions=14,
     )  # fmt: skip
     traffic = replace(old.traffic, requests=30, output_tokens=600, ttft=Times((0.1, 1.0), [8, 12, 0]))
-    new = fleet(target("w0", answers=30, ttft_sum_s=6.0, ttft_count=20), pools=[pool], traffic=traffic)
-    shown = view(Look(12.0, {A: new}), Look(10.0, {A: old}))
+    new = fleet(
+        target("w0", answers=30, ttft_sum_s=6.0, ttft_count=20), pools=[pool], traffic=traffic, time=3.0
+    )
+    shown = view({A: Seen(new, old)})
     (row,) = shown.rows
 
     assert (10.0, 0.5) == (row.rate, row.ttft_s)
@@ -63,12 +65,41 @@ def test_since_the_look_before() -> None:
     assert shown.facts.ttft_p50_s == pytest.approx(0.55)
 
 
-def test_a_replica_that_started_again() -> None:
-    """Counters of another life are not subtracted."""
-    old, new = fleet(target("w0", answers=900)), fleet(target("w0", answers=1), started_s=9.0)
-    shown = view(Look(2.0, {A: new}), Look(1.0, {A: old}))
+def test_the_last_minute() -> None:
+    """Of many answers the one of a minute ago is subtracted; of few the first one."""
+    history = History()
+    seen = [history.seen(fleet(target("w0"), time=float(second))) for second in range(200)]
+
+    assert (None, 0.0) == (seen[0].before, seen[0].seconds)
+    assert (1.0, 30.0) == (seen[1].seconds, seen[30].seconds)
+    assert all(55 <= one.seconds <= 60 for one in seen[60:])
+
+
+def test_no_first_byte_in_that_time() -> None:
+    """The mean of the replica's whole life would hide what is slow now."""
+    (row,) = view({A: Seen(fleet(target("w0"), time=2.0), fleet(target("w0")))}).rows
+
+    assert (0.0, None) == (row.rate, row.ttft_s)
+
+
+@pytest.mark.parametrize("changed", [{"started_s": 9.0}, {"time": 0.5}, {"router_id": "b"}])
+def test_a_replica_that_started_again(changed: dict[str, Any]) -> None:
+    """Counters of another life are not subtracted; nor is what a clock that was set back makes later."""
+    history = History()
+    history.seen(fleet(target("w0", answers=900)))
+    seen = history.seen(replace(fleet(target("w0", answers=1)), **changed))
+    shown = view({A: seen})
 
     assert (None, None) == (shown.facts.requests_per_s, shown.rows[0].rate)
+
+
+def test_replicas_of_several_versions() -> None:
+    """Times to first token of other buckets are left out."""
+    odd = replace(fleet().traffic, ttft=Times((0.2,), [5]))
+    one, other = fleet(), fleet(router_id="b", traffic=odd)
+    shown = view({A: Seen(replace(one, time=2.0), one), B: Seen(replace(other, time=2.0), other)})
+
+    assert (0.0, None) == (shown.facts.requests_per_s, shown.facts.ttft_p50_s)
 
 
 def test_disagreements() -> None:
@@ -78,7 +109,7 @@ def test_disagreements() -> None:
         target("w0", digest="e"), target("w1", digest="e", seq=8), target("w2", state="down"),
         router_id="b", hears="b", revision=2,
     )  # fmt: skip
-    shown = view(Look(1.0, {A: one, B: other, "http://c": "cannot be reached"}), None)
+    shown = view({A: Seen(one), B: Seen(other), "http://c": Seen("cannot be reached")})
 
     assert {
         "w0/0": "replicas hold different blocks",
@@ -95,15 +126,11 @@ def test_disagreements() -> None:
 
 def test_order_and_filter() -> None:
     """The greatest first; the filter sees names, states and problems."""
-    rows = view(
-        Look(
-            1.0, {A: fleet(target("w0"), target("w1", requests=5), target("w2", problems=["Tokens differ"]))}
-        ),
-        None,
-    ).rows
+    odd = target("w2", problems=["Tokens differ"])
+    rows = view({A: Seen(fleet(target("w0"), target("w10", requests=5), odd))}).rows
 
-    assert ["w1/0", "w0/0", "w2/0"] == [row.name for row in arranged(rows, "requests", "")]
-    assert ["w2/0", "w1/0", "w0/0"] == [row.name for row in arranged(rows, "target", "", is_reversed=True)]
+    assert ["w10/0", "w0/0", "w2/0"] == [row.name for row in arranged(rows, "requests", "")]
+    assert ["w10/0", "w2/0", "w0/0"] == [row.name for row in arranged(rows, "target", "", is_reversed=True)]
     assert ["w2/0"] == [row.name for row in arranged(rows, "target", "tokens")]
 
 
@@ -119,7 +146,7 @@ def test_quantile(counts: list[int], expected: float | None) -> None:
 @pytest.mark.parametrize(("width", "height"), [(200, 50), (80, 24), (40, 8), (24, 5)])
 def test_only_rows_that_fit_are_drawn(width: int, height: int) -> None:
     """Of 1,000 targets as many as fit, the selected one among them, in any size of the terminal."""
-    shown = view(Look(1.0, {A: fleet(*[target(f"w{n:03}") for n in range(1000)])}), None)
+    shown = view({A: Seen(fleet(*[target(f"w{n:03}") for n in range(1000)]))})
     choices = Choices("target", selected=700)
     console = Console(width=width, height=height, record=True, file=io.StringIO())
     console.print(draw(shown, choices, width=width, height=height))
@@ -131,12 +158,12 @@ def test_only_rows_that_fit_are_drawn(width: int, height: int) -> None:
 
 def test_keys() -> None:
     """Sequences of terminals, and characters, also several at once."""
-    assert ["up", "j", "page down", "enter", "escape", "q"] == keys_in(b"\x1b[Aj\x1b[6~\r\x1bq")
+    assert ["up", "j", "page down", "enter", "escape", "q"] == keys_in("\x1b[Aj\x1b[6~\r\x1bq")
 
 
 def test_unknown_sequences_are_no_keys() -> None:
     """An arrow to the side or Home is not Escape, which would end the filter."""
-    assert ["up", "q", "escape"] == keys_in(b"\x1b[C\x1b[A\x1bOHq\x1b[1;5D\x1b")
+    assert ["up", "q", "escape"] == keys_in("\x1b[C\x1b[A\x1bOHq\x1b[1;5D\x1b")
 
 
 def test_the_selected_target_stays_selected() -> None:
@@ -144,7 +171,7 @@ def test_the_selected_target_stays_selected() -> None:
     choices = Choices("requests", selected=1)
     for requests in (1, 9):
         odd = target("[red]w\x1b[2J", requests=requests)
-        shown = view(Look(1.0, {A: fleet(target("w0", requests=5), odd)}), None)
+        shown = view({A: Seen(fleet(target("w0", requests=5), odd))})
         console = Console(width=150, height=9, record=True, file=io.StringIO())
         console.print(draw(shown, choices, width=150, height=9))
 

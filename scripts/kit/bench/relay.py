@@ -44,6 +44,7 @@ class Options:
     growth_runs: int
     window_s: float
     against: Path | None
+    flag: Sequence[str]
     nginx: Path | None
     plots: Path | None
     json: Path | None
@@ -93,7 +94,7 @@ async def _run(options: Options) -> int:
 
 async def _relay(stage: Stage, works: Sequence[Work], options: Options, console: Console) -> Results:
     workers = await stage.workers(pace_ms=5)
-    ours = await stage.both_modes(workers, options.against)
+    ours = await stage.both_modes(workers, options.against, options.flag)
     contenders = [*ours, direct(workers)]
     await warm(contenders, works, stage.directory)
     results = await run_rounds(contenders, lambda: works, options.runs, stage.directory, sayer(console))
@@ -181,6 +182,8 @@ def _options(arguments: Sequence[str] | None) -> Options:
     )
     add_measuring_flags(parser)
     add = parser.add_argument
+    add("--flag", action="append", default=[], metavar="FLAG",
+        help="one more flag of this checkout's frontends, as in --flag=--access-log=all")  # fmt: skip
     add("--streams", type=int, nargs="*", default=growth.STREAMS, metavar="N",
         help="numbers of open streams; none: skip the growth (10 100 1000 3000 9000)")  # fmt: skip
     add("--growth-runs", type=int, default=1, metavar="N", help="runs for each number (%(default)s)")

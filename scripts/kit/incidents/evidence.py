@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from kvrouter.settings.read import load
-from kvrouter.top.__main__ import look_at
+from kvrouter.top.__main__ import look_twice
 from kvrouter.top.screen import Choices, draw
 from kvrouter.top.settings import COMMAND
 from kvrouter.top.view import view
@@ -79,10 +79,8 @@ async def _top(urls: Sequence[str]) -> str:
     """What `kvrouter top` draws of these replicas, as SVG."""
     settings = load(COMMAND, [*urls, "--sort=ttft"]).settings
     async with open_replicas(urls, settings) as replicas:
-        before = await look_at(replicas)
-        await asyncio.sleep(_LOOK_S)
-        look = await look_at(replicas)
-    shown, choices = view(look, before), Choices(settings.sort, shows_detail=True)
+        seen = await look_twice(replicas, _LOOK_S)
+    shown, choices = view(seen), Choices(settings.sort, shows_detail=True)
     console = Console(width=_WIDTH, height=_HEIGHT, record=True, file=io.StringIO(), highlight=False)
     console.print(draw(shown, choices, width=_WIDTH, height=_HEIGHT))
     # without the fonts that rich takes from elsewhere

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,9 +42,13 @@ class Stage:
         await routers.start_announcer(self.fleet, workers, self.nats_url, namespace(workers))
         return workers
 
-    async def ours(self, name: str, workers: Workers, checkout: Path | None = None) -> Contender:
-        """Start a frontend in one of the modes of FLAGS, of this checkout or another one."""
+    async def ours(
+        self, name: str, workers: Workers, checkout: Path | None = None, more: Sequence[str] = ()
+    ) -> Contender:
+        """Start a frontend in a mode of FLAGS: of this checkout with `more` flags, or another one."""
         flags = [*FLAGS[name], f"--nats={self.nats_url}", f"--namespace={namespace(workers)}"]
+        if checkout is None:
+            flags += more
         if name == OURS_KV:
             flags.append(f"--model-path={self.model_path}")
         shown = f"{name}, other" if checkout else name
@@ -54,10 +58,12 @@ class Stage:
             )
         )
 
-    async def both_modes(self, workers: Workers, checkout: Path | None) -> list[Contender]:
-        """Start the frontends of this checkout, and of `checkout` if given."""
+    async def both_modes(
+        self, workers: Workers, checkout: Path | None, more: Sequence[str] = ()
+    ) -> list[Contender]:
+        """Start the frontends of this checkout with `more` flags, and of `checkout` if given."""
         checkouts = [None] if checkout is None else [None, checkout]
-        return [await self.ours(name, workers, each) for each in checkouts for name in FLAGS]
+        return [await self.ours(name, workers, each, more) for each in checkouts for name in FLAGS]
 
     async def nginx(self, workers: Workers, program: Path) -> Contender:
         """Start an nginx in front of these workers."""
