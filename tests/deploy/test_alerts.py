@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -9,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from scripts.kit.prometheus import RULES, alerts_of, expressions_of, in_less_time, with_objectives
+from scripts.kit.prometheus import (
+    RULES,
+    alerts_of,
+    dashboard_expressions,
+    expressions_of,
+    in_less_time,
+    with_objectives,
+)
 
 TEXT = RULES.read_text()
 DOCS = Path(__file__).parents[2] / "docs"
@@ -82,6 +90,20 @@ def test_promtool_accepts(speedup: float, tmp_path: Path) -> None:
     file = tmp_path / "rules.yml"
     file.write_text(in_less_time(TEXT, speedup))
 
+    _promtool("check", "rules", file)
+
+
+@NEEDS_PROMTOOL
+def test_promql_is_valid(tmp_path: Path) -> None:
+    """In the runbook, the page of incidents and the dashboard: each is accepted as a rule."""
+    texts = (RUNBOOK, (DOCS / "incidents.md").read_text())
+    found = [" ".join(span.split()) for text in texts for span in re.findall(r"`([^`]+)`", text)]
+    asked = [span for span in found if re.search(r"\bkvrouter[_:]", span)] + dashboard_expressions()
+    rules = [{"record": f"asked:{number}", "expr": expression} for number, expression in enumerate(asked)]
+    file = tmp_path / "rules.yml"
+    file.write_text(json.dumps({"groups": [{"name": "asked", "rules": rules}]}))
+
+    assert len(asked) > 150
     _promtool("check", "rules", file)
 
 
