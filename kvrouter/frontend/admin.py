@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
+from msgspec import Struct
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvrouter.bus import Bus
@@ -24,7 +25,7 @@ from kvrouter.core.wire.ids import PoolId, Target
 from kvrouter.core.wire.ops import TIERS
 from kvrouter.core.wire.senders import Feed, KvSource, SyncSource, name
 from kvrouter.errors import UnknownModelError
-from kvrouter.frontend.bodies.models import ModelEntry, model_body, model_entries, models_body
+from kvrouter.frontend.bodies.models import ModelEntry, ModelList, model_entries
 from kvrouter.frontend.sockets import Listeners
 from kvrouter.frontend.state_metrics import samples
 from kvrouter.frontend.views import TEXT, json_answer
@@ -39,6 +40,19 @@ from kvrouter.version import __version__
 MOST_FEEDS = 100
 
 MODEL_PATH = "/v1/models/"
+
+
+class Health(Struct, frozen=True):
+    """/health. `url`: the clients' address; `peers`: router ids."""
+
+    status: Literal["ok", "degraded"]
+    reasons: list[str]
+    version: str
+    router_id: str
+    url: str
+    nats_connected: bool
+    peers: list[str]
+    workers: int
 
 
 class Admin:
@@ -126,17 +140,18 @@ class Admin:
         return {"feeds": behind, "feeds_omitted": len(rows) - len(behind), "all_feeds": "/ready?verbose=1"}
 
     async def health(self, _request: Request) -> Answer:
+        reasons = self._degraded()
         return json_answer(
-            {
-                "status": "degraded" if self._degraded() else "ok",
-                "reasons": self._degraded(),
-                "version": __version__,
-                "router_id": self._replica.router_id,
-                "url": self._listeners.url,
-                "nats_connected": self._bus.connected,
-                "peers": sorted(self._replica.peers),
-                "workers": sum(len(router.pool.workers) for router in self._replica.routers.values()),
-            }
+            Health(
+                status="degraded" if reasons else "ok",
+                reasons=reasons,
+                version=__version__,
+                router_id=self._replica.router_id,
+                url=self._listeners.url,
+                nats_connected=self._bus.connected,
+                peers=sorted(self._replica.peers),
+                workers=sum(len(router.pool.workers) for router in self._replica.routers.values()),
+            )
         )
 
     async def clients_metrics(self, request: Request) -> Answer:
@@ -191,7 +206,7 @@ class Admin:
 
     async def models(self, _request: Request) -> Answer:
         """/v1/models, merged over the fleet."""
-        return Answer(200, models_body(self._model_entries()), {})
+        return json_answer(ModelList(data=self._model_entries()))
 
     async def model(self, request: Request) -> Answer:
         """/v1/models/NAME. Raises UnknownModelError."""
@@ -199,7 +214,7 @@ class Admin:
         if name not in entries:
             served = listed(entries.keys())
             raise UnknownModelError(f"The model `{name}` does not exist; served: {served}", param="model")
-        return Answer(200, model_body(entries[name]), {})
+        return json_answer(entries[name])
 
     def _model_entries(self) -> list[ModelEntry]:
         return model_entries([router.pool for router in self._replica.routers.values()])

@@ -31,6 +31,18 @@ class Wanted(Struct, forbid_unknown_fields=True):
     active_prefill_tokens_threshold: _Tokens | UnsetType | None = UNSET
 
 
+class Thresholds(Struct, frozen=True):
+    """Those of one model; None: off."""
+
+    model: str
+    active_decode_blocks_threshold: float | None
+    active_prefill_tokens_threshold: int | None
+
+
+class AllThresholds(Struct, frozen=True):
+    thresholds: list[Thresholds]
+
+
 class BusyThresholds:
     """The thresholds of this replica. Other replicas keep theirs: set them at each one."""
 
@@ -40,7 +52,7 @@ class BusyThresholds:
 
     async def show(self, _request: Request) -> Answer:
         routers = [router for router in self._replica.routers.values() if router.pool.names]
-        return json_answer({"thresholds": [self._view(router) for router in routers]})
+        return json_answer(AllThresholds([self._view(router) for router in routers]))
 
     async def change(self, request: Request) -> Answer:
         """POST. Raises BadRequestError or UnknownModelError."""
@@ -55,13 +67,13 @@ class BusyThresholds:
         )
         return json_answer(self._view(router))
 
-    def _view(self, router: Router) -> dict[str, object]:
+    def _view(self, router: Router) -> Thresholds:
         settings = self._rules.filters(router.pool.id)
-        return {
-            "model": router.pool.model,
-            "active_decode_blocks_threshold": settings.active_decode_blocks_threshold,
-            "active_prefill_tokens_threshold": settings.active_prefill_tokens_threshold,
-        }
+        return Thresholds(
+            router.pool.model,
+            settings.active_decode_blocks_threshold,
+            settings.active_prefill_tokens_threshold,
+        )
 
 
 def _read(body: bytes) -> Wanted:

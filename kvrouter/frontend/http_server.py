@@ -27,7 +27,7 @@ from kvrouter.frontend.admin_listener import application
 from kvrouter.frontend.bodies.openai import error_answer
 from kvrouter.frontend.completions import Completions
 from kvrouter.frontend.openapi import OPENAPI_PATH, document
-from kvrouter.frontend.operators import Gate, open_gate
+from kvrouter.frontend.operators import Gate, has_operators_routes, open_gate
 from kvrouter.frontend.settings import FrontendOptions
 from kvrouter.frontend.sockets import BACKLOG, Listeners
 from kvrouter.frontend.views import View, answering, json_answer
@@ -88,17 +88,22 @@ class Site:
             _add(routes, "GET", path, answering(view, open_gate, completions.refused))
         for method, path, view in self._for_operators:
             _add(routes, method, path, answering(view, gate, completions.refused))
-        listed = [(method, path) for method, path in routes.listed() if method != "HEAD"]
-        described = json_answer(document([*listed, ("GET", OPENAPI_PATH)]))
-        _add(routes, "GET", OPENAPI_PATH, answering(_always(described), open_gate, completions.refused))
+        view = self._described(routes, gate)
+        _add(routes, "GET", OPENAPI_PATH, answering(view, open_gate, completions.refused))
         return routes
 
+    def _described(self, routes: Routes, gate: Gate) -> View:
+        """/openapi.json: without the routes for operators while the gate lets no client in."""
+        listed = {(method, path) for method, path in routes.listed() if method != "HEAD"}
+        listed.add(("GET", OPENAPI_PATH))
+        whole = json_answer(document(listed, is_keyed=gate is not open_gate))
+        for_operators = {(method, path) for method, path, _ in self._for_operators}
+        part = json_answer(document(listed - for_operators))
 
-def _always(answer: Answer) -> View:
-    async def view(_request: Request) -> Answer:
-        return answer
+        async def view(_request: Request) -> Answer:
+            return whole if has_operators_routes(gate) else part
 
-    return view
+        return view
 
 
 def _add(routes: Routes, method: str, path: str, serve: Serve) -> None:

@@ -18,10 +18,14 @@ from kvrouter.dashboard.fleet import Fleet
 from kvrouter.dashboard.page import FILES_PATH, PAGE_PATH
 from kvrouter.dashboard.prefixes import PrefixSample
 from kvrouter.frontend import passthrough
-from kvrouter.frontend.admin import MODEL_PATH
+from kvrouter.frontend.admin import MODEL_PATH, Health
 from kvrouter.frontend.bodies import apis
+from kvrouter.frontend.bodies.models import ModelEntry, ModelList
+from kvrouter.frontend.busy_threshold import AllThresholds, Thresholds
 from kvrouter.frontend.busy_threshold import Wanted as WantedThresholds
 from kvrouter.frontend.decision_views import DECISION_PATH
+from kvrouter.frontend.reload import Reloaded
+from kvrouter.frontend.routing_change import RoutingView
 from kvrouter.frontend.routing_change import Wanted as WantedRouting
 from kvrouter.frontend.worker_blocks import WORKER_PATH
 from kvrouter.version import __version__
@@ -47,6 +51,15 @@ class Described(Struct, frozen=True):
 
 _OBJECT: Schema = {"type": "object"}
 _COUNT: Schema = {"type": "integer", "minimum": 0}
+_STRINGS: Schema = {"type": "array", "items": {"type": "string"}}
+_ROWS: Schema = {"type": "array", "items": _OBJECT}
+_TEXTUAL: Schema = {"type": "string"}
+_NAME_OR_NONE: Schema = {"type": ["string", "null"]}
+
+
+def _object(**properties: Schema) -> Schema:
+    """All of them required; there may be more."""
+    return {"type": "object", "properties": properties, "required": list(properties)}
 
 
 def _engine_body(*required: str, **properties: Schema) -> Schema:
@@ -55,21 +68,20 @@ def _engine_body(*required: str, **properties: Schema) -> Schema:
     return {"type": "object", "properties": read, "required": list(required), "additionalProperties": True}
 
 
-_MESSAGES: Schema = {"type": "array", "items": _OBJECT}
 _PROMPT: Schema = {
     "anyOf": [
         {"type": "string"},
-        {"type": "array", "items": {"type": "string"}},
+        _STRINGS,
         {"type": "array", "items": _COUNT},
         {"type": "array", "items": {"type": "array", "items": _COUNT}},
     ]
 }
-_ANSWERS = {200: _JSON, 400: _JSON, 404: _JSON, 502: _JSON, 503: _JSON, 504: _JSON}
+_ANSWERS = {200: _JSON, 400: _JSON, 401: _JSON, 404: _JSON, 502: _JSON, 503: _JSON, 504: _JSON}
 _BODIES = {
-    "/v1/chat/completions": _engine_body("messages", messages=_MESSAGES),
+    "/v1/chat/completions": _engine_body("messages", messages=_ROWS),
     "/v1/completions": _engine_body("prompt", prompt=_PROMPT),
-    "/v1/messages": _engine_body("messages", "max_tokens", messages=_MESSAGES, max_tokens=_COUNT),
-    "/v1/responses": _engine_body("input", input={"anyOf": [{"type": "string"}, _MESSAGES]}),
+    "/v1/messages": _engine_body("messages", "max_tokens", messages=_ROWS, max_tokens=_COUNT),
+    "/v1/responses": _engine_body("input", input={"anyOf": [{"type": "string"}, _ROWS]}),
 }
 _ROUTES: dict[tuple[str, str], Described] = {
     **{
@@ -86,59 +98,102 @@ _ROUTES: dict[tuple[str, str], Described] = {
         ("GET", path): Described("Passed on to a worker", _ANSWERS, tag="engines")
         for path in passthrough.GET_ROUTES
     },
-    ("GET", "/v1/models"): Described("The models of all workers", {200: _JSON}, tag="clients"),
+    ("GET", "/v1/models"): Described(
+        "The models of all workers", {200: _JSON}, answer=ModelList, tag="clients"
+    ),
     ("GET", MODEL_PATH): Described(
-        "One model", {200: _JSON, 404: _JSON}, path=f"{MODEL_PATH}{{model}}", tag="clients"
+        "One model", {200: _JSON, 404: _JSON}, path=f"{MODEL_PATH}{{model}}", answer=ModelEntry, tag="clients"
     ),
-    ("GET", "/live"): Described("200 while the event loop runs", {200: _TEXT}, tag="health"),
+    ("GET", "/live"): Described("200 while the event loop runs", {200: _TEXT}, answer=_TEXTUAL, tag="health"),
     ("GET", "/ready"): Described(
-        "Whether to send requests here", {200: _JSON, 503: _JSON}, query={"verbose": {}}, tag="health"
+        "Whether to send requests here",
+        {200: _JSON, 503: _JSON},
+        query={"verbose": {}},
+        answer=_object(status={"type": "string"}, feeds=_ROWS),
+        tag="health",
     ),
-    ("GET", "/health"): Described("Status, version, peers and workers", {200: _JSON}, tag="health"),
+    ("GET", "/health"): Described(
+        "Status, version, peers and workers", {200: _JSON}, answer=Health, tag="health"
+    ),
     ("GET", "/metrics"): Described(
-        "Prometheus metrics; `name[]` selects samples", {200: _TEXT, 421: _TEXT, 503: _TEXT}, tag="health"
+        "Prometheus metrics; `name[]` selects samples",
+        {200: _TEXT, 421: _TEXT, 503: _TEXT},
+        answer=_TEXTUAL,
+        tag="health",
     ),
-    ("GET", OPENAPI_PATH): Described("This document", {200: _JSON}, tag="health"),
-    ("GET", PAGE_PATH): Described("The dashboard", {200: "text/html"}),
+    ("GET", OPENAPI_PATH): Described("This document", {200: _JSON}, answer=_OBJECT, tag="health"),
+    ("GET", PAGE_PATH): Described("The dashboard", {200: "text/html"}, answer=_TEXTUAL),
     ("GET", FILES_PATH): Described(
-        "A file of the dashboard", {200: "text/javascript", 404: _JSON}, path=f"{FILES_PATH}{{file}}"
+        "A file of the dashboard",
+        {200: "text/javascript", 404: _JSON},
+        path=f"{FILES_PATH}{{file}}",
+        answer=_TEXTUAL,
     ),
     ("GET", "/fleet"): Described("The fleet as this replica knows it", {200: _JSON}, answer=Fleet),
     ("GET", "/fleet/stream"): Described(
-        "/fleet once a second, its targets as a table", {200: _SSE, 503: _JSON}, answer={"type": "string"}
+        "/fleet once a second, its targets as a table", {200: _SSE, 503: _JSON}, answer=_object(data=_TEXTUAL)
     ),
     ("GET", "/prefixes"): Described(
         "The prefixes that the last requests shared: a sample", {200: _JSON}, answer=PrefixSample
     ),
-    ("GET", "/workers"): Described("Every target, feed and booking", {200: _JSON}),
+    ("GET", "/workers"): Described(
+        "Every target, feed and booking",
+        {200: _JSON},
+        answer=_object(
+            router_id=_TEXTUAL,
+            replica_sync={"type": "boolean"},
+            core=_OBJECT,
+            tokens=_OBJECT,
+            namespace_peers=_STRINGS,
+            **dict.fromkeys(("peers", "pools", "targets", "feeds", "bookings"), _ROWS),
+        ),
+    ),
     ("GET", WORKER_PATH): Described(
         "The blocks of a worker, page by page",
         {200: _LINES, 400: _JSON, 404: _JSON},
         path=f"{WORKER_PATH}{{worker_id}}/blocks",
         query={"after": _COUNT, "limit": {"type": "integer", "minimum": 1}},
+        answer=_OBJECT,
     ),
     ("POST", "/v1/route"): Described(
         "Where a request would go, and why; nothing is sent",
         {200: _JSON, 400: _JSON, 404: _JSON, 503: _JSON},
         body=_OBJECT,
+        answer=_object(winner=_NAME_OR_NONE, order=_STRINGS, candidates=_ROWS, removed=_ROWS, model=_TEXTUAL),
     ),
     ("GET", "/decisions"): Described(
         "The last decisions, the newest first; with `blocks=true` as lines",
         {200: f"{_JSON} {_LINES}", 400: _JSON},
         query={"limit": {"type": "integer", "minimum": 1, "maximum": 1000}, "blocks": {"type": "boolean"}},
+        answer=_object(decisions=_ROWS),
     ),
     ("GET", DECISION_PATH): Described(
-        "The decisions about one request", {200: _JSON, 404: _JSON}, path=f"{DECISION_PATH}{{request_id}}"
+        "The decisions about one request",
+        {200: _JSON, 404: _JSON},
+        path=f"{DECISION_PATH}{{request_id}}",
+        answer=_object(request_id=_TEXTUAL, decisions=_ROWS),
     ),
-    ("GET", "/busy_threshold"): Described("The thresholds of filter `busy`", {200: _JSON}),
+    ("GET", "/busy_threshold"): Described(
+        "The thresholds of filter `busy`", {200: _JSON}, answer=AllThresholds
+    ),
     ("POST", "/busy_threshold"): Described(
-        "Change them in this replica", {200: _JSON, 400: _JSON, 404: _JSON}, body=WantedThresholds
+        "Change them in this replica",
+        {200: _JSON, 400: _JSON, 404: _JSON},
+        body=WantedThresholds,
+        answer=Thresholds,
     ),
-    ("GET", "/routing"): Described("How all replicas route, and who has changed it", {200: _JSON}),
+    ("GET", "/routing"): Described(
+        "How all replicas route, and who has changed it", {200: _JSON}, answer=RoutingView
+    ),
     ("POST", "/routing"): Described(
-        "Change it in all replicas", {200: _JSON, 400: _JSON}, body=WantedRouting
+        "Change it in all replicas", {200: _JSON, 400: _JSON}, body=WantedRouting, answer=RoutingView
     ),
-    ("POST", "/config/reload"): Described("Read the settings again", {200: _JSON, 400: _JSON}, body=_OBJECT),
+    ("POST", "/config/reload"): Described(
+        "Read the settings again",
+        {200: _JSON, 400: _JSON},
+        body=_OBJECT,
+        answer=Reloaded,
+    ),
 }
 
 _WRONG: Schema = {
@@ -146,29 +201,45 @@ _WRONG: Schema = {
     "required": ["message"],
     "properties": {"message": {"type": "string"}, "type": {"type": "string"}, "code": {}, "param": {}},
 }
-_ERROR: Schema = {"type": "object", "required": ["error"], "properties": {"error": _WRONG}}
+_ERROR: Schema = _object(error=_WRONG)
+_KEY = "operators"
+_ABOUT = (
+    "Not listed per route: 405 (with `allow`) for other methods of a path; 400, 408, 414, 417, 431 and 505 "
+    "for invalid HTTP. Routes tagged `engines` pass on an engine's error with its status."
+)
 
 
-def document(routes: Iterable[tuple[str, str]]) -> Schema:
-    """The document of these methods and paths. Raises KeyError for one that is not described."""
+def document(routes: Iterable[tuple[str, str]], *, is_keyed: bool = False) -> Schema:
+    """The document of these methods and paths. Raises KeyError for one that is not described.
+
+    `is_keyed`: the routes for operators need the key of --admin-key-file.
+    """
     found = {key: _ROUTES[key] for key in sorted(routes, key=lambda key: (key[1], key[0]))}
     kinds = [kind for one in found.values() for kind in (one.body, one.answer) if isinstance(kind, type)]
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     by_kind = dict(zip(kinds, schemas, strict=True))
     paths: dict[str, Schema] = {}
     for (method, path), one in found.items():
-        operation = _operation(one, by_kind)
+        operation = _operation(one, by_kind, is_keyed=is_keyed and one.tag == "operators")
         paths.setdefault(one.path or path, {})[method.lower()] = operation
     return {
         "openapi": "3.1.0",
-        "info": {"title": "kvrouter", "version": __version__},
+        "info": {"title": "kvrouter", "version": __version__, "description": _ABOUT},
         "paths": paths,
-        "components": {"schemas": {**components, "Error": _ERROR}},
+        "components": {
+            "schemas": {**components, "Error": _ERROR},
+            "securitySchemes": {_KEY: {"type": "http", "scheme": "bearer"}},
+        },
     }
 
 
-def _operation(one: Described, by_kind: dict[type[Struct], Schema]) -> Schema:
+def _operation(one: Described, by_kind: dict[type[Struct], Schema], *, is_keyed: bool) -> Schema:
     made: Schema = {"summary": one.summary, "tags": [one.tag], "responses": {}}
+    if is_keyed:
+        made["security"] = [{_KEY: []}]
+    answers = (
+        one.answers | ({401: _JSON} if is_keyed else {}) | ({413: _JSON} if one.body is not None else {})
+    )
     parameters = [
         {"name": name.strip("{}"), "in": "path", "required": True, "schema": {"type": "string"}}
         for name in one.path.split("/")
@@ -180,7 +251,7 @@ def _operation(one: Described, by_kind: dict[type[Struct], Schema]) -> Schema:
         schema = by_kind[one.body] if isinstance(one.body, type) else one.body
         made["requestBody"] = {"required": True, "content": {_JSON: {"schema": schema}}}
     answer = by_kind[one.answer] if isinstance(one.answer, type) else one.answer
-    for status, kinds in one.answers.items():
+    for status, kinds in sorted(answers.items()):
         is_error = status >= 400 and kinds == _JSON and one.tag != "health"
         schema = {"$ref": "#/components/schemas/Error"} if is_error else answer
         content: Schema = {kind: {"schema": schema} for kind in kinds.split()}
@@ -192,7 +263,9 @@ def _operation(one: Described, by_kind: dict[type[Struct], Schema]) -> Schema:
 
 _MEANINGS = {
     400: "wrong request: the message says what to change",
+    401: "the key is missing or wrong: that of the operators, or of the engine",
     404: "not known here",
+    413: "the body is larger than --max-body-mib",
     421: "several processes share this port: ask their admin listeners",
     502: "the worker failed",
     503: "no worker is left, or not ready",

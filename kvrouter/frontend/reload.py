@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from msgspec import Struct
+
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.errors import BadRequestError, ConfigError
 from kvrouter.frontend.accept import Accept
@@ -93,6 +95,13 @@ class Running:
             applied.setdefault("tls-cert", CHANGED)
 
 
+class Reloaded(Struct, frozen=True):
+    """POST /config/reload: `old → new` by setting, as Changes has them."""
+
+    changed: dict[str, str]
+    needs_restart: dict[str, str]
+
+
 class Reload:
     """The settings of a running frontend, and their change. What POST /routing has changed goes before."""
 
@@ -139,7 +148,7 @@ class Reload:
             changes = await self.reload()
         except ConfigError as error:
             raise BadRequestError(f"nothing was changed: {error}") from None
-        return json_answer({"changed": changes.applied, "needs_restart": changes.needs_restart})
+        return json_answer(Reloaded(changes.applied, changes.needs_restart))
 
 
 def _replaced(settings: Any, path: Sequence[str], value: Any) -> Any:

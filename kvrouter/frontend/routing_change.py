@@ -46,6 +46,19 @@ class Wanted(Struct, forbid_unknown_fields=True):
     why: SettingText = ""
 
 
+class RoutingView(Struct, frozen=True):
+    """/routing. `by`: a router id; settings are texts, as flags give them; `replicas`: their revisions."""
+
+    revision: int
+    by: str
+    who: str
+    why: str
+    changed: dict[str, str]
+    not_applied: dict[str, str]
+    configured: dict[str, str]
+    replicas: dict[str, int]
+
+
 class RoutingChanges:
     """The change of routing that one replica knows, and serves with."""
 
@@ -121,7 +134,7 @@ class RoutingChanges:
             )
         ]
 
-    def _view(self) -> dict[str, Any]:
+    def _view(self) -> RoutingView:
         change, configured = self._replica.routing, self._reload.configured
         changed = dict(change.settings) if change is not None else {}
         peers = {
@@ -129,19 +142,19 @@ class RoutingChanges:
             for router_id, beat in self._replica.peers.items()
         }
         revision = change.revision if change is not None else 0
-        return {
-            "revision": revision,
-            "by": change.by if change is not None else "",
-            "who": change.who if change is not None else "",
-            "why": change.why if change is not None else "",
-            "changed": changed,
-            "not_applied": self._not_applied,
-            "configured": {
+        return RoutingView(
+            revision=revision,
+            by=change.by if change is not None else "",
+            who=change.who if change is not None else "",
+            why=change.why if change is not None else "",
+            changed=changed,
+            not_applied=self._not_applied,
+            configured={
                 name: one.shown(configured.values[name]) or one.setting.default_text
                 for name, one in self._settings.items()
             },
-            "replicas": {str(self._replica.router_id): revision} | peers,
-        }
+            replicas={str(self._replica.router_id): revision} | peers,
+        )
 
     def _setting(self, name: str) -> Declared:
         one = self._settings.get(name)

@@ -9,11 +9,32 @@ from typing import Any
 import pytest
 
 from kvrouter.frontend.openapi import _ROUTES, document
+from kvrouter.frontend.passthrough import GET_ROUTES, POST_ROUTES
 from tests.frontend.clients import ask, get
 from tests.frontend.fleet import FleetOf
 from tests.frontend.workers import OK
 
 HTTP_PAGE = (Path(__file__).parents[2] / "docs/reference/http.md").read_text()
+_CLIENTS, _ADMIN = HTTP_PAGE.split("## Admin listener")
+Route = tuple[str, str]
+
+
+def routes_of(section: str) -> set[Route]:
+    """Method and path of each route in the first column of a table; a path inherits the method before it."""
+    found: set[Route] = set()
+    for line in section.splitlines():
+        method = ""
+        for given, path in re.findall(
+            r"`(?:(GET|POST) )?(/[^`]*)`", line.split("|")[1] if "|" in line else ""
+        ):
+            method = given or method
+            found.add((method, nameless(path)))
+    return found
+
+
+def nameless(path: str) -> str:
+    """Without the names of its parameters."""
+    return re.sub(r"{\w+}", "{}", path)
 
 
 def operations(described: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
@@ -56,10 +77,45 @@ def test_a_route_without_a_description_fails() -> None:
         document([("GET", "/new")])
 
 
-@pytest.mark.parametrize("route", sorted({path for _, path in _ROUTES} - {"/dashboard/"}))
-def test_the_page_has_every_route(route: str) -> None:
-    """docs/reference/http.md."""
-    assert f"{route}" in HTTP_PAGE
+async def test_clients_port(fleet_of: FleetOf, tmp_path: Path) -> None:
+    """Without a key it describes what it serves: no operators' route. With one all of them, and their 401."""
+    key = tmp_path / "key"
+    key.write_text("s3cret")
+    async with fleet_of("--router-mode", "kv", scripts=(OK,)) as fleet:
+        found = operations((await get(fleet.url, "/openapi.json")).json)
+    async with fleet_of("--router-mode", "kv", "--admin-key-file", str(key), scripts=(OK,)) as fleet:
+        keyed = operations((await get(fleet.url, "/openapi.json")).json)
+        refused = (await get(fleet.url, "/workers")).status
+
+    passed_on = {("POST", path) for path in POST_ROUTES} | {("GET", path) for path in GET_ROUTES}
+    own = {"/v1/models", "/v1/models/{model}", "/live", "/ready", "/health", "/metrics", "/openapi.json"}
+    engines = {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"}
+    expected = passed_on | {("GET", path) for path in own} | {("POST", path) for path in engines}
+    assert expected == set(found)
+    assert set(operations(document(_ROUTES))) == set(keyed)
+    assert 401 == refused
+    assert set(keyed) - expected == {route for route, one in keyed.items() if "security" in one}
+    assert all("401" in keyed[route]["responses"] for route in set(keyed) - expected)
+    assert ({(nameless(path), method) for method, path in expected}) == {
+        (path, method) for method, path in routes_of(_CLIENTS)
+    }
+
+
+def test_the_page_has_every_route() -> None:
+    """docs/reference/http.md: each route in its tables, with its method, and no other."""
+    described = {(method, nameless(path)) for method, path in operations(document(_ROUTES))}
+
+    assert described == routes_of(HTTP_PAGE)
+    assert set() == routes_of(_CLIENTS) & routes_of(_ADMIN)
+
+
+def test_every_answer_of_our_own_has_a_schema() -> None:
+    """None is `{}`; those of engines are theirs."""
+    for route, one in operations(document(_ROUTES)).items():
+        for status, answer in one["responses"].items():
+            schemas = [content.get("schema") for content in answer["content"].values()]
+            assert "engines" in one["tags"] or all(schemas), (route, status)
+        assert ("requestBody" in one) == ("413" in one["responses"])
 
 
 async def test_a_path_with_a_line_end(fleet_of: FleetOf) -> None:

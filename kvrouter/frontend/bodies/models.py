@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Literal
 
 import msgspec
 
@@ -12,14 +12,23 @@ from kvrouter.core.fleet.pools import pool_serving
 from kvrouter.core.wire.heartbeats import Card
 
 
-class ModelEntry(msgspec.Struct, frozen=True):
-    """One entry of /v1/models: a base model, or a LoRA adapter with its base model as `parent`."""
+class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """/v1/models/NAME, as vLLM has it: a base model, or a LoRA adapter with its base model as `parent`."""
 
     id: str
-    created_s: int
-    root: str | None = None
+    object: Literal["model"] = "model"
+    created_s: int = msgspec.field(name="created")
+    owned_by: Literal["kvrouter"] = "kvrouter"
+    root: str
     parent: str | None = None
     max_model_len: int | None = None
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """/v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelEntry]
 
 
 def model_entries(pools: Iterable[Pool]) -> list[ModelEntry]:
@@ -44,36 +53,19 @@ def _of_pool(pool: Pool) -> list[ModelEntry]:
 
 def _bases(card: Card) -> Iterator[ModelEntry]:
     for name in card.served_names or (card.model,):
-        yield ModelEntry(name, _created_s(card), card.model, None, card.max_model_len or None)
+        yield ModelEntry(
+            id=name,
+            created_s=_created_s(card),
+            root=card.model or name,
+            max_model_len=card.max_model_len or None,
+        )
 
 
 def _adapters(card: Card) -> Iterator[ModelEntry]:
     base = card.served_names[0] if card.served_names else card.model
     for name in card.lora_names:
-        yield ModelEntry(name, _created_s(card), name, base, None)
+        yield ModelEntry(id=name, created_s=_created_s(card), root=name, parent=base)
 
 
 def _created_s(card: Card) -> int:
     return card.started_at_us // 1_000_000
-
-
-def models_body(models: Iterable[ModelEntry]) -> bytes:
-    """The JSON of /v1/models, as vLLM lists them."""
-    return msgspec.json.encode({"object": "list", "data": [_listed(model) for model in models]})
-
-
-def model_body(model: ModelEntry) -> bytes:
-    """The JSON of /v1/models/NAME."""
-    return msgspec.json.encode(_listed(model))
-
-
-def _listed(model: ModelEntry) -> dict[str, Any]:
-    return {
-        "id": model.id,
-        "object": "model",
-        "created": model.created_s,
-        "owned_by": "kvrouter",
-        "root": model.root or model.id,
-        "parent": model.parent,
-        "max_model_len": model.max_model_len,
-    }

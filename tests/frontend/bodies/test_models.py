@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import msgspec
 
-from kvrouter.frontend.bodies.models import ModelEntry, models_body
+from kvrouter.frontend.bodies.models import ModelEntry, ModelList
 
 
 def test_models() -> None:
     """Base models and adapters are listed as vLLM lists them."""
     models = [
-        ModelEntry("base", created_s=1, max_model_len=4096),
-        ModelEntry("lora", created_s=2, root="/loras/a", parent="base"),
+        ModelEntry(id="base", created_s=1, root="base", max_model_len=4096),
+        ModelEntry(id="lora", created_s=2, root="/loras/a", parent="base"),
     ]
 
-    listed = json.loads(models_body(models))
+    listed = msgspec.to_builtins(ModelList(data=models))
 
     common = {"object": "model", "owned_by": "kvrouter"}
     assert "list" == listed["object"]
