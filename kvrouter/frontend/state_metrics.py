@@ -139,6 +139,10 @@ def target_samples(counts: dict[Target, TargetCounts], routers: Sequence[Router]
         for outcome, count in list(counted.answers.items()):
             text = "Attempts that ended, by outcome"
             yield "kvrouter_target_answers", "counter", text, {**labels, "outcome": outcome}, count
+        text = "Prompt tokens of the requests sent to a target"
+        yield "kvrouter_target_prompt_tokens", "counter", text, labels, counted.prompt_tokens
+        text = "Of these, the ones predicted to be cached there"
+        yield "kvrouter_target_overlap_tokens", "counter", text, labels, counted.overlap_tokens
         name, text = "kvrouter_target_first_byte_seconds", "From the decision to the first byte"
         yield name, "summary_sum", text, labels, counted.first_byte_s
         yield name, "summary_count", text, labels, counted.first_bytes
