@@ -34,6 +34,7 @@ from kvrouter.doctor.listening import Listener
 from kvrouter.doctor.nats_servers import Server
 from kvrouter.doctor.replicas import Replicas
 from kvrouter.doctor.settings import DoctorSettings
+from kvrouter.doctor.slow_workers import check_slow_workers
 from kvrouter.tls import trusting
 from kvrouter.verify.agents import Agents
 from kvrouter.verify.command import compare
@@ -257,6 +258,7 @@ class Examination:
             ("descriptors", machine.check_descriptors),
             ("clocks", lambda: machine.check_clocks(self._skews(), listener.cards())),
             ("versions", self._versions),
+            ("speeds", lambda: check_slow_workers(replicas)),
         ]
         if self.listened_s:
             checks += [

@@ -285,6 +285,15 @@ _ALL = (
     ),
     Kind("engine.old", "warning", "An engine is too old for exact events", "upgrade it", "engines.md#sglang"),
     Kind(
+        "engine.slow",
+        "warning",
+        "A worker's answers begin much later than those of the other workers of its pool",
+        "look at its GPU (clocks, temperature, power: nvidia-smi -q -d PERFORMANCE), at other programs on "
+        "its machine and at its network; if many requests wait there, at why they are sent there. "
+        "Until then, take it out of service",
+        "operations.md#taking-a-worker-out-of-service",
+    ),
+    Kind(
         "engine.versions",
         "note",
         "Engines of one model have different versions",

@@ -11,12 +11,12 @@ import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from kvrouter.core.wire.ops import UNREADABLE
 from kvrouter.doctor.http import Fetched, authorized, fetch
@@ -121,8 +121,27 @@ class Workers(Struct, frozen=True):
     feeds: list[FeedRow] = []
 
 
-class _Candidate(Struct, frozen=True):
-    isl: int | None = None
+_Count = Annotated[int, Meta(ge=0, le=2**53)]
+
+
+class FleetRow(Struct, frozen=True):
+    """A target as /fleet shows it. Sums and counts: of the requests that this replica has sent there."""
+
+    pool: str
+    worker: str
+    rank: int = 0
+    running: _Count | None = None
+    waiting: _Count | None = None
+    kv_usage: Annotated[float, Meta(ge=0, le=1e6)] | None = None
+    ttft_sum_s: Annotated[float, Meta(ge=0, le=1e15)] = 0.0
+    ttft_count: _Count = 0
+    prompt_tokens: _Count = 0
+    overlap_tokens: _Count = 0
+
+
+class FleetState(Struct, frozen=True):
+    router_id: str
+    targets: list[FleetRow] = []
 
 
 @dataclass(slots=True)
@@ -139,6 +158,9 @@ class Replica:
     routing: Routing | None = None
     workers: Workers | None = None
     later: Workers | None = None
+    fleet: FleetState | None = None
+    fleet_later: FleetState | None = None
+    """At the second look; None, as of a version without /fleet: not known."""
     trouble: str = ""
     """Why it cannot be examined at all."""
     is_tls_trouble: bool = False
@@ -211,6 +233,7 @@ class Replicas:
         async def again(one: Replica) -> None:
             async with self._turns:
                 one.later = await self._workers(one)
+                one.fleet_later = await self._fleet(one)
 
         await asyncio.gather(*(again(one) for one in self.met.values() if one.workers is not None))
 
@@ -230,6 +253,7 @@ class Replicas:
         one.workers = await self._workers(one)
         if one.workers is None:
             return
+        one.fleet = await self._fleet(one)
         one.routing = decoded((await self._get(one, "/routing")).body, Routing)
         query = "&".join(f"name[]={name}" for name in _SERIES)
         one.series = read_series((await self._get(one, f"/metrics?{query}")).body)
@@ -243,6 +267,10 @@ class Replicas:
         workers = decoded(fetched.body, Workers)
         one.workers_trouble = "" if workers is not None else "/workers is not in this version's format"
         return workers
+
+    async def _fleet(self, one: Replica) -> FleetState | None:
+        fetched = await self._get(one, "/fleet", WORKERS_BYTES, WORKERS_S)
+        return decoded(fetched.body, FleetState) if fetched.status == 200 else None
 
     async def _look_at_doors(self, one: Replica) -> None:
         """The clients' port; and whether the operators' routes are open to the network."""
