@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvrouter.core.audit.problems import never_full
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.fleet.router import Router
 from kvrouter.core.routing.admission import AdmissionQueue, AdmissionSettings, Ticket
@@ -96,11 +97,10 @@ class WaitingRoom:
         """A pool's queue, for /workers."""
         queue, pool = self._line(pool_id).queue, self._replica.routers[pool_id].pool
         wait_s = queue.longest_wait_s(asyncio.get_running_loop().time())
-        unknown = [name for name, worker in pool.workers.items() if not worker.card.max_batched_tokens]
         return {
             "waiting": len(queue),
             "longest_wait_s": round(wait_s, 3),
-            "never_full": sorted(unknown) if queue.is_on else [],
+            "never_full": never_full(pool) if queue.is_on else [],
         }
 
     def samples(self) -> Iterator[Sample]:

@@ -219,7 +219,7 @@ async def _open_member(
             address=_address(options, listeners),
             on_change=waiting_room.wake if waiting_room.is_on else None,
         )
-        audit = Audit(replica, tokens.compared)
+        audit = Audit(replica, tokens.compared, has_queue=waiting_room.is_on)
         yield _Member(rules, replica, tokens, listeners, bus, waiting_room, replica_loop, audit)
 
 

@@ -340,7 +340,7 @@ async def test_any_mode(fleet_of: FleetOf) -> None:
 
 
 async def test_worker_without_max_batched_tokens(fleet_of: FleetOf) -> None:
-    """A worker without max_batched_tokens is never full. /workers lists it as such."""
+    """A worker without max_batched_tokens is never full. /workers lists it, as a problem of the pool."""
     gate = Gate()
     async with fleet_of(*KV, scripts=(gate.script,)) as fleet, one_at_work(fleet, gate):
         other = asyncio.create_task(fleet.ask(numbered(1)))
@@ -350,6 +350,12 @@ async def test_worker_without_max_batched_tokens(fleet_of: FleetOf) -> None:
 
         assert 200 == (await other).status
         assert ["w0"] == pool["queue"]["never_full"]
+        await until(lambda: bool(fleet.logged("worker.problem")), "the audit has seen it")
+        (pool,) = (await fleet.get("/workers")).json["pools"]
+        (problem,) = pool["problems"]
+        assert "--router-queue-threshold has no effect" in problem
+        assert "w0, whose cards have no max_batched_tokens" in problem
+        assert [problem] == [one["problem"] for one in fleet.logged("worker.problem") if not one["worker"]]
 
 
 async def test_waiting_when_the_draining_ends(fleet_of: FleetOf) -> None:

@@ -17,6 +17,7 @@ from kvrouter.core.audit.problems import (
     name_conflicts,
     problems_of,
     problems_of_pool,
+    problems_of_queue,
     shared_addresses,
 )
 from kvrouter.core.feeds.trust import FeedState
@@ -47,14 +48,20 @@ _Key = tuple[str, str, str]  # pool, worker, kind of problem
 class Audit:
     """Problems of the workers that one replica sees.
 
-    `compared` returns what is known about the token ids of a pool's engines.
+    `compared` returns what is known about the token ids of a pool's engines. `has_queue`: requests wait
+    while workers are full (--router-queue-threshold).
     """
 
     def __init__(
-        self, replica: Replica, compared: Callable[[PoolId], TokenComparison] = lambda _: NOT_COMPARED
+        self,
+        replica: Replica,
+        compared: Callable[[PoolId], TokenComparison] = lambda _: NOT_COMPARED,
+        *,
+        has_queue: bool = False,
     ) -> None:
         self._replica = replica
         self._compared = compared
+        self._has_queue = has_queue
         self._known: dict[_Key, Finding] = {}
         self._found: dict[_Key, Finding] = {}
 
@@ -132,6 +139,8 @@ class Audit:
         for pool in pools:
             for sentence in shared_addresses(pool)[:1]:
                 yield Finding(pool.id, "", Problem("address", sentence))
+            for problem in problems_of_queue(pool) if self._has_queue else ():
+                yield Finding(pool.id, "", problem)
         for pool_id, known in compared.items():
             for problem in problems_of_pool(known):
                 yield Finding(pool_id, "", problem)

@@ -17,6 +17,7 @@ from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.pools import pool_serving
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.predictions import Kind, KindEvidence, WorkerRecord
+from kvrouter.core.wire.ids import WorkerId
 
 _START_EVENTS = (
     'start vLLM with --enable-prefix-caching --kv-events-config \'{"enable_kv_cache_events": true, '
@@ -32,6 +33,8 @@ _CONVERTED = {"messages": "/v1/messages", "responses": "/v1/responses"}
 _CONVERSION = "the engine converts them to chats in another way than vLLM 0.32, as this frontend does it"
 # Of a card's notes, in the text of a problem.
 _MOST_NOTES = 3
+# Of workers, in the text of a problem.
+_MOST_NAMES = 5
 _RULE = (
     "reports always {blocks} less than predicted: the engine computes that much again by a rule of its own "
     "(one block, as with EAGLE and MTP, would be learnt). Its events are right, so nothing "
@@ -77,6 +80,27 @@ def problems_of(
 def problems_of_pool(compared: TokenComparison) -> list[Problem]:
     """Problems of the frontend's tokenizer, which concern all workers of a pool."""
     return [Problem("tokens_differ", compared.difference)] if compared.difference else []
+
+
+def never_full(pool: Pool) -> list[WorkerId]:
+    """The workers that the admission queue takes as never full: their cards do not say how much they take."""
+    return sorted(name for name, worker in pool.workers.items() if not worker.card.max_batched_tokens)
+
+
+def problems_of_queue(pool: Pool) -> list[Problem]:
+    """Why --router-queue-threshold has no effect in a pool."""
+    workers = never_full(pool)
+    if not workers:
+        return []
+    more = f" and {len(workers) - _MOST_NAMES} more" if len(workers) > _MOST_NAMES else ""
+    return [
+        Problem(
+            "never_full",
+            "--router-queue-threshold has no effect: no request waits while a worker is never full, as are "
+            f"{', '.join(workers[:_MOST_NAMES])}{more}, whose cards have no max_batched_tokens; give their "
+            "agents --max-num-batched-tokens with the engine's value (vLLM does not report it)",
+        )
+    ]
 
 
 def shared_addresses(pool: Pool) -> list[str]:

@@ -187,3 +187,16 @@ def test_two_workers_with_one_address(replica: Replica) -> None:
     assert "workers w1, w2 have one address" in audit.problems(POOL, "")[0].text
     replica.worker_heartbeat(W2, encode(worker_beat("w2", state="leave")), 0.0)
     assert ([], ["address"]) == kinds(audit)
+
+
+def test_queue_without_effect(replica: Replica) -> None:
+    """Once for the pool, with the names; only where there is a queue, and until every card says its size."""
+    replica.worker_heartbeat(W2, encode(worker_beat(card("w2", max_batched_tokens=64))), 0.0)
+    audit = Audit(replica, has_queue=True)
+
+    assert ([], []) == kinds(Audit(replica))
+    assert (["never_full"], []) == kinds(audit)
+    (problem,) = audit.problems(POOL, "")
+    assert "is never full, as are w1, whose" in problem.text
+    replica.worker_heartbeat(W1, encode(worker_beat(card(max_batched_tokens=64))), 1.0)
+    assert ([], ["never_full"]) == kinds(audit)
