@@ -271,17 +271,16 @@ class Agent:
 
     async def _watch_health(self) -> None:
         """After MISSES_UNTIL_DOWN failed probes the engine is down; the next answer brings it back up."""
-        misses = 0
+        misses, now = 0, asyncio.get_running_loop().time
         while True:
-            # together, so that a slow probe does not delay the next one
-            is_healthy, _ = await asyncio.gather(
-                self._engine.is_healthy(), asyncio.sleep(self._options.probe_s)
-            )
-            misses = 0 if is_healthy else misses + 1
+            began = now()
+            misses = 0 if await self._engine.is_healthy() else misses + 1
             if misses == MISSES_UNTIL_DOWN:
                 self._go_down()
             elif misses == 0 and self._is_down:
                 await self._come_back()
+            # from its begin, so that a slow probe does not delay the next one
+            await asyncio.sleep(began + self._options.probe_s - now())
 
     def _go_down(self) -> None:
         log.warning("engine.down", url=self._options.engine_url)

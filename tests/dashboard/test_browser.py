@@ -65,11 +65,13 @@ async def test_in_front_of_a_fleet(running: Running, page: Any) -> None:
     await page.goto(f"{admin}/")
     await page.wait_for_selector("#targets td")
 
-    shown = {
-        (await row.text_content()).strip() for row in await page.query_selector_all("#targets td:first-child")
-    }
-    known = (await running.client.get_json(f"{admin}/workers"))["targets"]
-    assert {f"{row['worker_id']}/{row['rank']}" for row in known} == shown
+    for _ in range(100):  # both change all the time
+        known = (await running.client.get_json(f"{admin}/workers"))["targets"]
+        if sorted(map(_numbers_of, known)) == sorted(await _shown_numbers(page)):
+            break
+        await asyncio.sleep(0.1)
+    else:
+        pytest.fail(f"{known} is not what is shown: {await _shown_numbers(page)}")
 
     await page.focus("#tab-fleet")
     for view in VIEWS[1:]:
@@ -225,6 +227,20 @@ class _Snapshots:
             data = json.dumps(self._plain | changed | {"targets": table | {"rows": rows}}).encode()
             self.bytes = len(data)
             yield b"data: " + data + b"\n\n"
+
+
+def _numbers_of(row: dict[str, Any]) -> list[str]:
+    name = f"{row['worker_id']}/{row['rank']}"
+    return [name, *[str(row[key]) for key in ("requests_in_flight", "active_blocks", "blocks")]]
+
+
+async def _shown_numbers(page: Any) -> list[list[str]]:
+    """The same, as the page shows them."""
+    columns = {(await one.text_content()): at for at, one in enumerate(await page.query_selector_all("th"))}
+    wanted = [columns[title] for title in ("Target", "In flight", "Active blocks", "Cached blocks")]
+    rows = "[...document.querySelectorAll('#targets tr:has(td)')]"
+    cells = await page.evaluate(f"{rows}.map(row => [...row.cells].map(cell => cell.innerText))")
+    return [[row[at] for at in wanted] for row in cells]
 
 
 async def _plain(fleet: Fleet) -> dict[str, Any]:
