@@ -166,6 +166,9 @@ class Fleet(Struct, frozen=True):
     targets: list[TargetRow]
     replicas: list[ReplicaRow]
     traffic: Traffic
+    replicas_lost: int = 0
+    """Since the start: their heartbeats ended without a last one. So are `workers_lost`."""
+    workers_lost: int = 0
 
 
 class FleetView:
@@ -219,6 +222,8 @@ class FleetView:
             targets=rows,
             replicas=self._replicas(),
             traffic=_traffic(self._metrics),
+            replicas_lost=replica.counters.replicas_lost,
+            workers_lost=replica.counters.workers_lost,
         )
 
     def _pool(self, router: Router, problems: Mapping[tuple[str, str], list[str]]) -> PoolRow:

@@ -111,6 +111,7 @@ async def test_agreement(running: Running, page: Any) -> None:
 
     await running.fleet.processes["frontend-1"].kill()
     await _until(page, "document.querySelectorAll('#peers tr:has(td)').length === 1")
+    assert "this replica: 1 replicas, 0 workers" in await page.text_content("#lost")
     assert [] == page.said
 
 

@@ -167,6 +167,10 @@ async def test_which_replica(fleet_of: FleetOf) -> None:
         assert (ready["status"], ready["reasons"]) == (seen["status"], seen["reasons"])
         assert seen["started_s"] <= seen["time"]
         assert [("down", False)] == [(row["state"], row["eligible"]) for row in seen["targets"]]
+        counters = fleet.frontend.replica.counters
+        counters.replicas_lost, counters.workers_lost = 2, 3
+        seen = (await fleet.get("/fleet")).json
+        assert (2, 3) == (seen["replicas_lost"], seen["workers_lost"])
 
 
 async def test_other_work_in_between(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
