@@ -43,7 +43,7 @@ from kvrouter.frontend.prediction_checks import check_answer
 from kvrouter.frontend.rules import record_outcome
 from kvrouter.frontend.state_metrics import target_samples
 from kvrouter.relay.answer import Answer, Served, internal_error, rejected_answer
-from kvrouter.relay.engine_answers import UNKNOWN_MODEL, USAGE, find_output_tokens
+from kvrouter.relay.engine_answers import UNKNOWN_MODEL, find_output_tokens
 from kvrouter.relay.exchange import (
     Attempt,
     Done,
@@ -180,7 +180,7 @@ class Completions:
         model, mode = "", ""
         if work is not None:
             model = self._metrics.models[work.router.pool.model]
-            mode = work.route.mode or work.router.selection.mode
+            mode = work.route.mode or work.router.modes.default.mode
         # Only its own routes lead here, so the path is not the client's choice.
         self._metrics.requests.inc((model, request.head.route, mode, status, outcome))
         return model
@@ -228,7 +228,16 @@ class Completions:
                     raise
                 break  # no worker is left: the client gets the answer of the last one
             outcome = None  # stays None if this attempt is cancelled: `_end` then knows that the client left
-            running = Running(work, placement, failed if tries < self._retries else None, notes=notes)
+            running = Running(
+                work,
+                placement,
+                failed if tries < self._retries else None,
+                self._metrics.models[work.router.pool.model],
+                self._metrics.target(placement.target),
+                notes,
+            )
+            if work.route.prompts:
+                self._count_placed(running)
             tried.append(placement)
             try:
                 outcome = await self._exchange(running)
@@ -266,19 +275,20 @@ class Completions:
         if self._decisions.logs:
             self._decisions.log_last()
         self._publishing.flush_soon()
-        if route.prompts:
-            metrics, overlap_tokens = self._metrics, placement.choice.overlap_blocks * router.pool.block_size
-            model, counts = metrics.models[router.pool.model], metrics.target(placement.target)
-            metrics.prompt_tokens.inc(model, route.isl)
-            metrics.overlap_tokens.inc(model, overlap_tokens)
-            counts.prompt_tokens += route.isl
-            counts.overlap_tokens += overlap_tokens
         return placement
+
+    def _count_placed(self, running: Running) -> None:
+        work, counts, tokens = running.work, running.counts, running.work.route.isl
+        overlap_tokens = running.placement.choice.overlap_blocks * work.router.pool.block_size
+        self._metrics.prompt_tokens.inc(running.model, tokens)
+        self._metrics.overlap_tokens.inc(running.model, overlap_tokens)
+        counts.prompt_tokens += tokens
+        counts.overlap_tokens += overlap_tokens
 
     def _end(self, running: Running, outcome: Outcome | None) -> None:
         """Free the booking of an attempt. It has no outcome if the client left or an error was raised."""
         router, placement, now = running.work.router, running.placement, self._now()
-        answers = self._metrics.target(placement.target).answers
+        answers = running.counts.answers
         if router.circuits is not None:
             record_outcome(router.circuits, placement.target, outcome)
         # Nearly all are good: asked first, and without a `match`, which takes 0.5 µs.
@@ -340,13 +350,13 @@ class Completions:
     def _measure_answer(self, running: Running, attempt: Attempt, outcome: Outcome | None) -> None:
         """Count what an attempt has relayed, whole or not."""
         work, metrics = running.work, self._metrics
-        if attempt.is_committed and work.api.parse is not None:
-            model, tokens = metrics.models[work.router.pool.model], _output_tokens(attempt)
-            running.output_tokens = tokens
+        if work.api.parse is not None:
+            running.output_tokens = tokens = _output_tokens(attempt)
             if tokens:
-                metrics.output_tokens.inc(model, tokens)
+                metrics.output_tokens.inc(running.model, tokens)
             if running.first_at and attempt.events > 1:
-                metrics.between.observe((self._now() - running.first_at) / (attempt.events - 1), model)
+                between_s = (self._now() - running.first_at) / (attempt.events - 1)
+                metrics.between.observe(between_s, running.model)
         if isinstance(attempt, TimedAttempt):
             metrics.relay.observe(attempt.spent_s)
         if running.notes is not None:
@@ -370,11 +380,10 @@ class Completions:
         work, now = running.work, self._now()
         ttft_s = work.router.first_byte(running.placement.key, now)
         running.first_at = now
-        self._metrics.first_byte.observe(now - work.received_at, self._metrics.models[work.router.pool.model])
+        self._metrics.first_byte.observe(now - work.received_at, running.model)
         if ttft_s is not None:
-            counts = self._metrics.target(running.placement.target)
-            counts.first_byte_s += ttft_s
-            counts.first_bytes += 1
+            running.counts.first_byte_s += ttft_s
+            running.counts.first_bytes += 1
         if running.notes is not None:
             running.notes.got_first_byte()
         self._publishing.flush_soon()
@@ -456,17 +465,13 @@ def _bytes_for(work: Work, placement: Placement) -> bytes:
 
 def _output_tokens(attempt: Attempt) -> int | None:
     """From the usage of the answer, else one for each event of a stream; None if there is neither."""
-    last = attempt.last_read  # first: nearly always there, and cheaper than all of the tail
-    if last.find(USAGE) >= 0:
-        found = find_output_tokens(last)
-        if found is not None:
-            return found
-    events = attempt.events
-    if not events and attempt.reads == 1:
-        return None
-    tail = attempt.tail
-    found = find_output_tokens(tail) if tail.find(USAGE) >= 0 else None
-    return found if found is not None else (events - (tail.find(b"data: [DONE]") >= 0)) or None
+    found = find_output_tokens(attempt.last_read)  # nearly always there, and cheaper than all of the tail
+    if found is None and (attempt.events or attempt.reads > 1):
+        tail = attempt.tail
+        found = find_output_tokens(tail)
+        if found is None:
+            return (attempt.events - (tail.find(b"data: [DONE]") >= 0)) or None
+    return found
 
 
 def _ending_of(outcome: Outcome | None) -> str:

@@ -37,6 +37,7 @@ from kvrouter.core.wire.ids import Target, WorkerId
 from kvrouter.frontend.accept import Work
 from kvrouter.frontend.notes import Notes
 from kvrouter.relay.exchange import Attempt
+from kvrouter.telemetry.metrics import TargetCounts
 from kvrouter.tls import trusting
 
 log = structlog.get_logger()
@@ -62,12 +63,16 @@ class Running(Struct):
     placement: Placement
     # The targets that it must not move to; None: no retry is left, so it stays.
     excluded: frozenset[Target] | None
+    model: str
+    """The label of its model in metrics."""
+    counts: TargetCounts
+    """Of its target."""
+    notes: Notes | None
+    """None: it is neither logged nor traced."""
     # The length of the answer, once it has ended; None: not known.
     output_tokens: int | None = None
     first_at: float = 0.0
     """When its first data came; 0: not yet, or it is not streamed."""
-    notes: Notes | None = None
-    """None: it is neither logged nor traced."""
 
 
 # Whether the engine at a URL answers.

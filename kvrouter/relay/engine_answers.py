@@ -26,8 +26,6 @@ ANSWER_READS = 64
 _FAILED = re.compile(rb'"finish_reason": ?"error"')
 # Any output: a text that is not empty, whatever the API calls it.
 _OUTPUT = re.compile(rb'"(?:text|content|reasoning|reasoning_content|arguments)": ?"[^"]')
-# Where this is not, there are no counts: one search that fails fast, instead of several.
-USAGE = b'_tokens":'
 _COMPLETION = b'"completion_tokens":'
 # A whole number: the delimiter shows that no chunk boundary cuts it.
 _NUMBER = re.compile(rb" ?(\d{1,12})[,} \n]")

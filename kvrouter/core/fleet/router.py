@@ -197,7 +197,7 @@ class Router:
     @property
     def needs_tokens(self) -> bool:
         """Whether every prompt has to be tokenized, in all modes."""
-        return self.pool.settings.counts_tokens or self.selection.needs_tokens
+        return self.pool.settings.counts_tokens or self.modes.default.needs_tokens
 
     @property
     def doubt(self) -> str:
