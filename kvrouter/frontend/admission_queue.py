@@ -107,14 +107,8 @@ class WaitingRoom:
         for pool_id in self._replica.routers if self.is_on else ():
             labels, view = {"pool": str(pool_id)}, self.view(pool_id)
             length, longest_s = view["waiting"], view["longest_wait_s"]
-            yield "kvrouter_queue_length", "gauge", "Requests waiting for a worker", labels, length
-            yield (
-                "kvrouter_queue_longest_wait_seconds",
-                "gauge",
-                "Longest wait of the requests that wait now",
-                labels,
-                longest_s,
-            )
+            yield "kvrouter_queue_length", labels, length
+            yield "kvrouter_queue_longest_wait_seconds", labels, longest_s
 
     def _line(self, pool_id: PoolId) -> _Line:
         line = self._lines.get(pool_id)

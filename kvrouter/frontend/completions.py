@@ -351,7 +351,10 @@ class Completions:
         """Count what an attempt has relayed, whole or not."""
         work, metrics = running.work, self._metrics
         if work.api.parse is not None:
-            running.output_tokens = tokens = _output_tokens(attempt)
+            tokens = find_output_tokens(attempt.last_read)  # nearly always there
+            if tokens is None:
+                tokens = _output_tokens(attempt)
+            running.output_tokens = tokens
             if tokens:
                 metrics.output_tokens.inc(running.model, tokens)
             if running.first_at and attempt.events > 1:
@@ -408,7 +411,7 @@ class Completions:
 
     def samples(self) -> Iterator[Sample]:
         in_flight = self.requests_in_flight
-        yield "kvrouter_requests_in_flight", "gauge", "Requests being served here", {}, in_flight
+        yield "kvrouter_requests_in_flight", {}, in_flight
         yield from target_samples(self._metrics.targets, list(self._replica.routers.values()))
 
     def cut_off(self) -> None:
@@ -464,14 +467,10 @@ def _bytes_for(work: Work, placement: Placement) -> bytes:
 
 
 def _output_tokens(attempt: Attempt) -> int | None:
-    """From the usage of the answer, else one for each event of a stream; None if there is neither."""
-    found = find_output_tokens(attempt.last_read)  # nearly always there, and cheaper than all of the tail
-    if found is None and (attempt.events or attempt.reads > 1):
-        tail = attempt.tail
-        found = find_output_tokens(tail)
-        if found is None:
-            return (attempt.events - (tail.find(b"data: [DONE]") >= 0)) or None
-    return found
+    """From the usage in the answer's end, else one for each event of a stream; None if there is neither."""
+    tail, events = attempt.tail, attempt.events
+    found = find_output_tokens(tail) if attempt.reads > 1 else None
+    return found if found is not None else (events - (tail.find(b"data: [DONE]") >= 0)) or None
 
 
 def _ending_of(outcome: Outcome | None) -> str:

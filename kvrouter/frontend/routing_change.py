@@ -124,15 +124,7 @@ class RoutingChanges:
     def samples(self) -> list[Sample]:
         change = self._replica.routing
         revision = change.revision if change is not None else 0
-        return [
-            (
-                "kvrouter_routing_revision",
-                "gauge",
-                "Revision of POST /routing; 0: as configured",
-                {},
-                revision,
-            )
-        ]
+        return [("kvrouter_routing_revision", {}, revision)]
 
     def _view(self) -> RoutingView:
         change, configured = self._replica.routing, self._reload.configured

@@ -105,14 +105,14 @@ class Rules:
 
     def samples(self, routers: Mapping[PoolId, Router]) -> Iterator[Sample]:
         kept = len(self.decisions) if self.decisions is not None else 0
-        yield "kvrouter_decisions_kept", "gauge", "Decisions kept for /decisions", {}, kept
+        yield "kvrouter_decisions_kept", {}, kept
         for pool_id, router in routers.items():
             labels, sessions = {"pool": str(pool_id)}, router.tables.sessions
-            yield "kvrouter_sessions", "gauge", "Sessions bound to a target", labels, len(sessions)
+            yield "kvrouter_sessions", labels, len(sessions)
             # Open circuits only: a closed one needs no series, and a fleet has thousands of targets.
             for target in router.circuits.open_targets() if router.circuits is not None else ():
                 own = {**labels, "worker": str(target.worker_id), "rank": str(target.rank)}
-                yield "kvrouter_circuit_open", "gauge", "1 while the target is skipped after failures", own, 1
+                yield "kvrouter_circuit_open", own, 1
 
 
 def record_outcome(circuits: CircuitBreakers, target: Target, outcome: Outcome | None) -> None:

@@ -187,17 +187,10 @@ class TokenChecks:
         for pool, check in self.pools.items():
             labels = {"pool": str(pool)}
             differs = check.state == "differs"
-            yield (
-                "kvrouter_tokens_differ",
-                "gauge",
-                "1 if an engine makes other token ids than this replica",
-                labels,
-                differs,
-            )
+            yield "kvrouter_tokens_differ", labels, differs
             for result in ("equal", "different", "unanswered"):
                 own = {**labels, "result": result}
-                text = "Prompts whose token ids were compared with an engine's, by result"
-                yield "kvrouter_token_comparisons", "counter", text, own, getattr(check, result)
+                yield "kvrouter_token_comparisons_total", own, getattr(check, result)
 
 
 def engine_url(pool: Pool, model: str | None) -> str | None:

@@ -88,21 +88,18 @@ class Tokens:
         }
 
     def samples(self) -> Iterator[Sample]:
-        text = "1 if tokens of known prefixes are reused"
         for name, cache in self._caches().items():
-            yield "kvrouter_prefix_store_on", "gauge", text, {"model": name or "default"}, cache.is_on
+            yield "kvrouter_prefix_store_on", {"model": name or "default"}, cache.is_on
         yield from _store_samples(self.store)
         yield from _hash_samples(self.hashes)
         if self.checks is not None:
             yield from self.checks.samples()
         yield from self.reports.samples()
         for outcome in OUTCOMES:
-            text = "Chats with images or other media: exact, or why overlap ends before one of them"
-            yield "kvrouter_media_prompts", "counter", text, {"outcome": outcome}, self.blocks.media[outcome]
+            yield "kvrouter_media_prompts_total", {"outcome": outcome}, self.blocks.media[outcome]
         if self.by_engines is not None:
             for result, count in asdict(self.by_engines.counters).items():
-                text = "Prompts tokenized by engines, by result"
-                yield "kvrouter_remote_tokenizations", "counter", text, {"result": result}, count
+                yield "kvrouter_remote_tokenizations_total", {"result": result}, count
 
     def log_what_is_off(self) -> None:
         effect = "every prompt is tokenized from its start"
@@ -208,23 +205,21 @@ def _cache_view(cache: PrefixCache) -> dict[str, Any]:
 
 def _store_samples(store: PrefixStore) -> Iterator[Sample]:
     counters, held = store.counters, len(store)
-    yield "kvrouter_prefix_store_blocks", "gauge", "Pieces of text whose tokens are kept", {}, held
-    yield "kvrouter_prefix_store_bytes", "gauge", "Approximate memory that they take", {}, store.held_bytes
-    yield "kvrouter_prefix_store_evicted", "counter", "Pieces evicted", {}, counters.evicted_parts
+    yield "kvrouter_prefix_store_blocks", {}, held
+    yield "kvrouter_prefix_store_bytes", {}, store.held_bytes
+    yield "kvrouter_prefix_store_evicted_total", {}, counters.evicted_parts
     for result, count in (
         ("known", counters.known_characters),
         ("tokenized", counters.tokenized_characters),
         ("skipped", counters.skipped_characters),
     ):
-        text = "Characters of long prompts: found in the cache, tokenized, or skipped"
-        yield "kvrouter_prefix_store_characters", "counter", text, {"result": result}, count
+        yield "kvrouter_prefix_store_characters_total", {"result": result}, count
 
 
 def _hash_samples(hashes: PrefixHashes) -> Iterator[Sample]:
     counters, held = hashes.counters, len(hashes)
-    yield "kvrouter_prefix_hashes", "gauge", "Prefixes of prompts whose block hashes are kept", {}, held
-    yield "kvrouter_prefix_hashes_bytes", "gauge", "Approximate memory that they take", {}, hashes.held_bytes
-    yield "kvrouter_prefix_hashes_evicted", "counter", "Prefixes evicted", {}, counters.evicted
+    yield "kvrouter_prefix_hashes", {}, held
+    yield "kvrouter_prefix_hashes_bytes", {}, hashes.held_bytes
+    yield "kvrouter_prefix_hashes_evicted_total", {}, counters.evicted
     for result, count in (("known", counters.known_blocks), ("hashed", counters.hashed_blocks)):
-        text = "Blocks of prompts: their hashes found, or computed"
-        yield "kvrouter_prefix_hashes_blocks", "counter", text, {"result": result}, count
+        yield "kvrouter_prefix_hashes_blocks_total", {"result": result}, count

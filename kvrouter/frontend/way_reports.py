@@ -87,11 +87,10 @@ class WayReports:
         }
 
     def samples(self) -> Iterator[Sample]:
-        text = "1 for the way from texts and chats to block hashes that is in use"
         for pool in self._pools():
             for kind in KINDS:
                 labels = {"pool": str(pool.id), "prompt": kind, "way": self._ways.serving(pool, kind).way}
-                yield "kvrouter_tokenizer", "gauge", text, labels, 1
+                yield "kvrouter_tokenizer", labels, 1
 
     def _pools(self) -> list[Pool]:
         """The pools with workers whose requests are tokenized."""

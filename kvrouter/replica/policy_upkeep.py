@@ -74,9 +74,8 @@ class PolicyUpkeep:
         troubles = self._past_troubles.copy()
         for policy in self._policies():
             troubles.update(policy.troubles)
-        text = "Mistakes of the custom policy, by place; after one in choose the least-loaded worker is taken"
         for where, count in troubles.items():
-            yield "kvrouter_policy_troubles", "counter", text, {"where": where}, count
+            yield "kvrouter_policy_troubles_total", {"where": where}, count
 
     def _policies(self) -> Iterator[GuardedPolicy]:
         for router in self._replica.routers.values():

@@ -24,9 +24,7 @@ def register_build(registry: CollectorRegistry) -> None:
     """Add `process_*`, and which version runs."""
     ProcessCollector(registry=registry)
     labels = {"version": __version__, "core": versions.in_use(), "python": platform.python_version()}
-    registry.register(
-        StateCollector(lambda: [("kvrouter_build_info", "gauge", "1, of the version that runs", labels, 1)])
-    )
+    registry.register(StateCollector(lambda: [("kvrouter_build_info", labels, 1)]))
 
 
 def config_collector(declared: Iterable[Declared], settings: Callable[[], Any]) -> StateCollector:
@@ -35,7 +33,7 @@ def config_collector(declared: Iterable[Declared], settings: Callable[[], Any]) 
 
     def samples() -> Iterator[Sample]:
         labels = {"hash": config_hash(shown, settings())}
-        yield "kvrouter_config_info", "gauge", "1, of the settings in use; equal in equal replicas", labels, 1
+        yield "kvrouter_config_info", labels, 1
 
     return StateCollector(samples)
 

@@ -19,7 +19,8 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from kvrouter.telemetry.metrics import SUFFIXES, Sample, StateCollector, type_of
+from kvrouter.telemetry.catalog import METRIC_OF, METRICS
+from kvrouter.telemetry.metrics import Sample, StateCollector
 
 # How long a scrape may hold up the event loop at once. In one piece, even a scrape of single metrics held it
 # up for 20 to 40 ms in a large fleet.
@@ -87,19 +88,18 @@ def _only(text: bytes, names: Collection[str]) -> bytes:
 async def _written(samples: Callable[[], Iterable[Sample]], names: Collection[str], slice_s: float) -> bytes:
     families: dict[str, list[str]] = {}
     end = perf_counter() + slice_s
-    for number, (name, kind, text, labels, value) in enumerate(samples()):
+    for number, (name, labels, value) in enumerate(samples()):
         if not number & _LOOK_EVERY and perf_counter() > end:
             await asyncio.sleep(0)
             end = perf_counter() + slice_s
-        series = f"{name}{SUFFIXES[kind]}"
-        if names and series not in names:
+        if names and name not in names:
             continue
-        lines = families.get(name)
+        metric = METRIC_OF[name]
+        lines = families.get(metric)
         if lines is None:
-            shown = f"{name}_total" if kind == "counter" else name
-            lines = families[name] = [f"# HELP {shown} {_escaped(text)}\n# TYPE {shown} {type_of(kind)}\n"]
+            lines = families[metric] = [head(metric)]
         number_text = floatToGoString(value)  # type: ignore[no-untyped-call]
-        lines.append(f"{series}{_labels(labels)} {number_text}\n")
+        lines.append(f"{name}{_labels(labels)} {number_text}\n")
     parts = []
     for lines in families.values():
         parts.append("".join(lines).encode())
@@ -116,5 +116,7 @@ def _labels(labels: dict[str, str]) -> str:
     return f"{{{','.join(pairs)}}}"
 
 
-def _escaped(text: str) -> str:
-    return text.replace("\\", r"\\").replace("\n", r"\n")
+def head(metric: str) -> str:
+    """The lines before its samples."""
+    kind, _, text, _ = METRICS[metric]
+    return f"# HELP {metric} {text}\n# TYPE {metric} {kind}\n"

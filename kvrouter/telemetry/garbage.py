@@ -25,10 +25,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry
 
 from kvrouter.telemetry.loop_lag import Longest
-from kvrouter.telemetry.metrics import CountBy
+from kvrouter.telemetry.metrics import CountBy, StateCollector
 
 SET_ASIDE_S, TRIM_S, EVERYTHING_S = 2.0, 60.0, 3600.0
 # New containers before a collection of the youngest generation; collections before one of the next. The last
@@ -40,12 +40,11 @@ class Pauses:
     """Metrics of the time that the collector held up the process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        text = "Time the garbage collector has taken, by generation"
-        self._seconds = CountBy("kvrouter_gc_seconds", text, "generation", registry)
+        self._seconds = CountBy("kvrouter_gc_seconds_total", registry)
         self._longest = Longest(time.monotonic)
-        text = "Its longest pause of the last minute"
-        longest = Gauge("kvrouter_gc_longest_seconds", text, registry=registry)
-        longest.set_function(self._longest.value)
+        registry.register(
+            StateCollector(lambda: [("kvrouter_gc_longest_seconds", {}, self._longest.value())])
+        )
         self._began = 0.0
 
     @contextlib.contextmanager

@@ -13,9 +13,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry
 
-from kvrouter.telemetry.metrics import Spread
+from kvrouter.telemetry.metrics import Spread, StateCollector
 
 # Not shorter: each timer wakes an idle process, and costs it more than anything else that it does.
 INTERVAL_S = 0.02
@@ -52,17 +52,11 @@ class LoopLag:
     """The timer and its two metrics."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._lags = Spread(
-            "kvrouter_loop_lag_seconds",
-            "Delay of callbacks that were ready on the event loop",
-            registry,
-            bounds=LAGS_S,
-        )
+        self._lags = Spread("kvrouter_loop_lag_seconds", registry, bounds=LAGS_S)
         self._longest = Longest(time.monotonic)
-        longest = Gauge(
-            "kvrouter_loop_lag_longest_seconds", "Longest delay of the last minute", registry=registry
+        registry.register(
+            StateCollector(lambda: [("kvrouter_loop_lag_longest_seconds", {}, self._longest.value())])
         )
-        longest.set_function(self._longest.value)
         self._timer: asyncio.TimerHandle | None = None
 
     @contextlib.contextmanager

@@ -7,13 +7,9 @@ import io
 from collections.abc import Mapping
 from time import perf_counter
 
-from kvrouter.telemetry.exposition import SLICE_S
+from kvrouter.telemetry.exposition import SLICE_S, head
 
 SCRAPED = "kvrouter_process_scraped"
-_SCRAPED_HEAD = (
-    f"# HELP {SCRAPED} 1 if the process answered; the samples of the others are missing\n"
-    f"# TYPE {SCRAPED} gauge\n"
-)
 _LOOK_EVERY = 63
 
 
@@ -48,5 +44,5 @@ async def merged(texts: Mapping[str, bytes | None], slice_s: float = SLICE_S) ->
     lines = [
         f'{SCRAPED}{{process="{process}"}} {int(text is not None)}.0\n' for process, text in texts.items()
     ]
-    families[SCRAPED] = [_SCRAPED_HEAD, *lines]
+    families[SCRAPED] = [head(SCRAPED), *lines]
     return "".join("".join(family) for family in families.values()).encode()

@@ -7,8 +7,9 @@ of prometheus_client are built from these numbers when a client reads /metrics.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
@@ -16,6 +17,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from kvrouter.core.wire.ids import Target
+from kvrouter.telemetry.catalog import METRIC_OF, METRICS
 
 # Bucket bounds: from a cached prefill to the longest answer an operator lets run.
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900, 3600)
@@ -24,31 +26,32 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300,
 class Count(Collector):
     """A counter."""
 
-    def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
+    def __init__(self, name: str, registry: CollectorRegistry) -> None:
         self.value = 0
-        self._name, self._text = name, text
+        self._name = name
         registry.register(self)
 
     def inc(self, by: int = 1) -> None:
         self.value += by
 
     def collect(self) -> Iterable[Metric]:
-        return [CounterMetricFamily(self._name, self._text, self.value)]
+        return [CounterMetricFamily(self._name, METRICS[self._name].text, self.value)]
 
 
 class CountBy(Collector):
-    """A counter for each value of a label."""
+    """A counter for each value of its label."""
 
-    def __init__(self, name: str, text: str, label: str, registry: CollectorRegistry) -> None:
+    def __init__(self, name: str, registry: CollectorRegistry) -> None:
         self.values: dict[str, float] = {}
-        self._name, self._text, self._label = name, text, label
+        self._name = name
         registry.register(self)
 
     def inc(self, value: str, by: float = 1) -> None:
         self.values[value] = self.values.get(value, 0) + by
 
     def collect(self) -> Iterable[Metric]:
-        family = CounterMetricFamily(self._name, self._text, labels=[self._label])
+        _, labels, text, _ = METRICS[self._name]
+        family = CounterMetricFamily(self._name, text, labels=labels)
         for value, count in self.values.items():
             family.add_metric([value], count)
         return [family]
@@ -69,20 +72,12 @@ BETWEEN = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.
 
 
 class Spread(Collector):
-    """A histogram, or one for each value of a label."""
+    """A histogram, or one for each value of its label."""
 
-    def __init__(
-        self,
-        name: str,
-        text: str,
-        registry: CollectorRegistry,
-        *,
-        label: str = "",
-        bounds: Sequence[float] = SECONDS,
-    ) -> None:
-        self._name, self._text, self._label = name, text, label
+    def __init__(self, name: str, registry: CollectorRegistry, *, bounds: Sequence[float] = SECONDS) -> None:
+        self._name, self._labels = name, METRICS[name].labels
         self.bounds = tuple(bounds)
-        self._spreads: dict[str, _Buckets] = {} if label else {"": _Buckets(bounds)}
+        self._spreads: dict[str, _Buckets] = {} if self._labels else {"": _Buckets(bounds)}
         registry.register(self)
 
     def observe(self, amount: float, value: str = "") -> None:
@@ -99,9 +94,9 @@ class Spread(Collector):
         return [sum(column) for column in columns] or [0] * (len(self.bounds) + 1)
 
     def collect(self) -> Iterable[Metric]:
-        family = HistogramMetricFamily(self._name, self._text, labels=[self._label] if self._label else [])
+        family = HistogramMetricFamily(self._name, METRICS[self._name].text, labels=self._labels)
         for value, spread in self._spreads.items():
-            family.add_metric([value] if self._label else [], self._cumulative(spread), spread.sum)
+            family.add_metric([value] if self._labels else [], self._cumulative(spread), spread.sum)
         return [family]
 
     def _cumulative(self, spread: _Buckets) -> list[tuple[str, float]]:
@@ -143,18 +138,19 @@ class BoundedLabels(dict[str, str]):
 
 
 class CountByMany(Collector):
-    """A counter for each combination of the values of several labels."""
+    """A counter for each combination of the values of its labels."""
 
-    def __init__(self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
-        self.values: dict[tuple[str | int, ...], int] = {}
-        self._name, self._text, self._labels = name, text, labels
+    def __init__(self, name: str, registry: CollectorRegistry) -> None:
+        self.values: defaultdict[tuple[str | int, ...], int] = defaultdict(int)
+        self._name = name
         registry.register(self)
 
     def inc(self, values: tuple[str | int, ...]) -> None:
-        self.values[values] = self.values.get(values, 0) + 1
+        self.values[values] += 1
 
     def collect(self) -> Iterable[Metric]:
-        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
+        _, labels, text, _ = METRICS[self._name]
+        family = CounterMetricFamily(self._name, text, labels=labels)
         for values, count in list(self.values.items()):
             family.add_metric([str(value) for value in values], count)
         return [family]
@@ -186,62 +182,20 @@ class RequestMetrics:
         self.models = BoundedLabels(MOST_MODELS)
         """The label of each model."""
         self.targets: dict[Target, TargetCounts] = {}
-        self.requests = CountByMany(
-            "kvrouter_requests",
-            "Requests answered",
-            ("model", "route", "mode", "code", "outcome"),
-            registry,
-        )
-        self.failed_attempts = CountBy(
-            "kvrouter_failed_attempts",
-            "Attempts that failed before their first byte, by status, `lost`, or `retried` (the engine "
-            "hangs, or no longer has the model)",
-            "reason",
-            registry,
-        )
-        self.cancelled = Count("kvrouter_cancelled_requests", "Requests whose client left", registry)
-        self.broken = Count(
-            "kvrouter_broken_streams", "Answers that broke off after their first byte", registry
-        )
-        self.prompt_tokens = CountBy(
-            "kvrouter_prompt_tokens", "Prompt tokens routed (0 where unknown)", "model", registry
-        )
-        self.overlap_tokens = CountBy(
-            "kvrouter_overlap_tokens", "Prompt tokens predicted to be cached", "model", registry
-        )
-        self.output_tokens = CountBy("kvrouter_output_tokens", "Tokens of the answers", "model", registry)
-        self.first_byte = Spread(
-            "kvrouter_first_byte_seconds",
-            "Request received to first data byte, streamed requests",
-            registry,
-            label="model",
-        )
-        self.between = Spread(
-            "kvrouter_inter_token_seconds",
-            "Mean time between two events of a streamed answer, one count for each answer",
-            registry,
-            label="model",
-            bounds=BETWEEN,
-        )
-        self.duration = Spread(
-            "kvrouter_request_seconds", "Request received to end of the answer", registry, label="model"
-        )
-        self.tokenize = Spread("kvrouter_tokenize_seconds", "Template and tokenizer", registry)
-        self.hash = Spread(
-            "kvrouter_hash_seconds", "Hashing of one request's blocks", registry, bounds=OWN_SECONDS
-        )
-        self.decide = Spread(
-            "kvrouter_decide_seconds",
-            "Choice of a worker, and its booking, of one attempt in 16",
-            registry,
-            bounds=OWN_SECONDS,
-        )
-        self.relay = Spread(
-            "kvrouter_relay_seconds",
-            "This process's time in sending a request and passing its answer on, of one attempt in 16",
-            registry,
-            bounds=OWN_SECONDS,
-        )
+        self.requests = CountByMany("kvrouter_requests_total", registry)
+        self.failed_attempts = CountBy("kvrouter_failed_attempts_total", registry)
+        self.cancelled = Count("kvrouter_cancelled_requests_total", registry)
+        self.broken = Count("kvrouter_broken_streams_total", registry)
+        self.prompt_tokens = CountBy("kvrouter_prompt_tokens_total", registry)
+        self.overlap_tokens = CountBy("kvrouter_overlap_tokens_total", registry)
+        self.output_tokens = CountBy("kvrouter_output_tokens_total", registry)
+        self.first_byte = Spread("kvrouter_first_byte_seconds", registry)
+        self.between = Spread("kvrouter_inter_token_seconds", registry, bounds=BETWEEN)
+        self.duration = Spread("kvrouter_request_seconds", registry)
+        self.tokenize = Spread("kvrouter_tokenize_seconds", registry)
+        self.hash = Spread("kvrouter_hash_seconds", registry, bounds=OWN_SECONDS)
+        self.decide = Spread("kvrouter_decide_seconds", registry, bounds=OWN_SECONDS)
+        self.relay = Spread("kvrouter_relay_seconds", registry, bounds=OWN_SECONDS)
 
     def target(self, target: Target) -> TargetCounts:
         """The counts of a target."""
@@ -257,32 +211,12 @@ class QueueMetrics:
     """Metrics of requests that wait for a worker."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.wait = Spread(
-            "kvrouter_queue_wait_seconds",
-            "How long requests waited for a worker, by how it ended (admitted, timeout, left)",
-            registry,
-            label="outcome",
-        )
-        self.full = Count("kvrouter_queue_full", "Requests rejected because the queue was full", registry)
+        self.wait = Spread("kvrouter_queue_wait_seconds", registry)
+        self.full = Count("kvrouter_queue_full_total", registry)
 
 
-# `(name, kind, help, labels, value)`. A histogram is given as its cumulative buckets, with the label `le`; a
-# summary as two samples.
-Kind: TypeAlias = Literal["gauge", "counter", "histogram", "summary_sum", "summary_count"]
-Sample = tuple[str, Kind, str, dict[str, str], float]
-
-SUFFIXES = {
-    "gauge": "",
-    "counter": "_total",
-    "histogram": "_bucket",
-    "summary_sum": "_sum",
-    "summary_count": "_count",
-}
-
-
-def type_of(kind: Kind) -> str:
-    """What Prometheus calls it."""
-    return kind.partition("_")[0]
+Sample: TypeAlias = tuple[str, dict[str, str], float]
+"""Its name (METRIC_OF), labels, and value. Buckets of a histogram are cumulative."""
 
 
 class StateCollector(Collector):
@@ -294,9 +228,11 @@ class StateCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """One family per name, in the order of first samples."""
         families: dict[str, Metric] = {}
-        for name, kind, text, labels, value in self.samples():
-            family = families.get(name)
+        for name, labels, value in self.samples():
+            metric = METRIC_OF[name]
+            family = families.get(metric)
             if family is None:
-                family = families[name] = Metric(name, text, type_of(kind))
-            family.add_sample(name + SUFFIXES[kind], labels, value)
+                one = METRICS[metric]
+                family = families[metric] = Metric(metric.removesuffix("_total"), one.text, one.kind)
+            family.add_sample(name, labels, value)
         return families.values()

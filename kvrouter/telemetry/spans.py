@@ -127,12 +127,12 @@ class Tracing:
         return Trace(self._tracer, fields, began)
 
     def samples(self) -> Iterator[Sample]:
-        counts, text = (
+        counts, _text = (
             self.counts,
             "Spans sent, not taken by the collector, and dropped as the queue was full",
         )
         for outcome, count in (("sent", counts.sent), ("failed", counts.failed), ("dropped", counts.dropped)):
-            yield "kvrouter_spans", "counter", text, {"outcome": outcome}, count
+            yield "kvrouter_spans_total", {"outcome": outcome}, count
 
 
 def new_tracing(

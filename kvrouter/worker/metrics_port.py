@@ -70,48 +70,35 @@ class MetricsOf:
         for agent in list(self._agents):
             view = agent.view()
             labels = {"worker": view.worker}
-            text = "1 while the engine answers its health probes"
-            yield "kvrouter_agent_engine_up", "gauge", text, labels, not view.is_down
-            text = "1 for the state that the agent announces: up, draining or down"
-            yield "kvrouter_agent_state", "gauge", text, {**labels, "state": view.state}, 1
-            text = "Heartbeats sent"
-            yield "kvrouter_agent_heartbeats", "counter", text, labels, view.heartbeats
+            yield "kvrouter_agent_engine_up", labels, not view.is_down
+            yield "kvrouter_agent_state", {**labels, "state": view.state}, 1
+            yield "kvrouter_agent_heartbeats_total", labels, view.heartbeats
             for rank in view.ranks:
                 yield from _rank_samples(rank, {**labels, "rank": str(rank.beat.rank)})
 
 
 def _bus_samples(bus: Bus) -> Iterator[Sample]:
-    text = "1 while connected to NATS"
-    yield "kvrouter_agent_nats_connected", "gauge", text, {}, bus.connected
-    yield "kvrouter_agent_published", "counter", "Messages sent", {}, bus.counters.published
-    text = "Payload bytes sent"
-    yield "kvrouter_agent_published_bytes", "counter", text, {}, bus.counters.published_bytes
-    text = "Messages not sent: NATS away, or its buffer full"
-    yield "kvrouter_agent_unsent", "counter", text, {}, bus.counters.unsent
+    yield "kvrouter_agent_nats_connected", {}, bus.connected
+    yield "kvrouter_agent_published_total", {}, bus.counters.published
+    yield "kvrouter_agent_published_bytes_total", {}, bus.counters.published_bytes
+    yield "kvrouter_agent_unsent_total", {}, bus.counters.unsent
 
 
 def _rank_samples(rank: RankView, labels: dict[str, str]) -> Iterator[Sample]:
     beat = rank.beat
-    yield "kvrouter_agent_blocks", "gauge", "Blocks on the device that are published", labels, rank.blocks
-    text = "Blocks not published yet, as their parents are not known"
-    yield "kvrouter_agent_held_blocks", "gauge", text, labels, rank.held_blocks
-    yield "kvrouter_agent_feed_seq", "gauge", "Number of the last frame of the KV feed", labels, beat.seq
-    text = "Start of this life of the feed, in seconds since the epoch"
-    yield "kvrouter_agent_feed_started_seconds", "gauge", text, labels, beat.incarnation / 1e6
-    text = "1 while the engine may hold blocks that are not published"
-    yield "kvrouter_agent_rank_partial", "gauge", text, labels, beat.partial
+    yield "kvrouter_agent_blocks", labels, rank.blocks
+    yield "kvrouter_agent_held_blocks", labels, rank.held_blocks
+    yield "kvrouter_agent_feed_seq", labels, beat.seq
+    yield "kvrouter_agent_feed_started_seconds", labels, beat.incarnation / 1e6
+    yield "kvrouter_agent_rank_partial", labels, beat.partial
     for reason, count in rank.losses.items():
-        text = "Times that the history of a rank was lost, by reason"
-        yield "kvrouter_agent_history_losses", "counter", text, {**labels, "reason": reason}, count
+        yield "kvrouter_agent_history_losses_total", {**labels, "reason": reason}, count
     if beat.running is not None:
-        text = "Requests that the engine computes"
-        yield "kvrouter_agent_engine_running", "gauge", text, labels, beat.running
+        yield "kvrouter_agent_engine_running", labels, beat.running
     if beat.waiting is not None:
-        text = "Requests that wait in the engine"
-        yield "kvrouter_agent_engine_waiting", "gauge", text, labels, beat.waiting
+        yield "kvrouter_agent_engine_waiting", labels, beat.waiting
     if beat.kv_usage is not None:
-        text = "Share of the engine's KV blocks in use, 0 to 1"
-        yield "kvrouter_agent_engine_kv_usage", "gauge", text, labels, beat.kv_usage
+        yield "kvrouter_agent_engine_kv_usage", labels, beat.kv_usage
 
 
 @contextlib.asynccontextmanager

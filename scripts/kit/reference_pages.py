@@ -1,4 +1,4 @@
-"""Writes docs/reference/errors.md, wire.md and the routes of http.md from the code."""
+"""Writes docs/reference/errors.md and wire.md, and the tables of docs/metrics.md, from the code."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import msgspec
 
 from kvrouter import errors
 from kvrouter.core.wire import heartbeats, ops
+from kvrouter.telemetry.catalog import SECTIONS, Metric
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/reference"
 _MADE = "<!-- Written by `python -m scripts.kit.reference_pages`; a test compares it with the code. -->"
@@ -151,9 +152,34 @@ def _first_line(one: type) -> str:
     return re.split(r"\n\s*\n", inspect.cleandoc(one.__doc__ or ""))[0].replace("\n", " ")
 
 
+def metrics_page(page: str) -> str:
+    """Return the page with its tables as in the catalog. Raises ValueError for a section without one."""
+    for title, metrics in SECTIONS.items():
+        rows = [_metric(name, metric) for name, metric in metrics.items()]
+        table = "\n".join(["| metric | kind | labels | meaning |", "|---|---|---|---|", *rows])
+        before, heading, section = page.partition(f"\n## {title}\n")
+        lead, head, rest = section.partition("\n| metric |")
+        if not head or "\n## " in lead:
+            raise ValueError(f"docs/metrics.md: no table below '{title}'")
+        _, _, after = rest.partition("\n\n")
+        page = f"{before}{heading}{lead}\n{table}\n\n{after}"
+    return page
+
+
+def _metric(name: str, metric: Metric) -> str:
+    labels = "".join(f" `{label}`," for label in metric.labels).removesuffix(",")
+    see = f" ([{metric.see.rpartition('/')[2].partition('#')[0]}]({metric.see}))" if metric.see else ""
+    return f"| `{name}` | {metric.kind} |{labels} | {metric.text}{see} |"
+
+
 def pages() -> dict[Path, str]:
     """Return the pages by path."""
-    return {FOLDER / "errors.md": errors_page(), FOLDER / "wire.md": wire_page()}
+    metrics = FOLDER.parent / "metrics.md"
+    return {
+        FOLDER / "errors.md": errors_page(),
+        FOLDER / "wire.md": wire_page(),
+        metrics: metrics_page(metrics.read_text()),
+    }
 
 
 def main() -> int:

@@ -8,15 +8,16 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client import Counter, generate_latest
 
+from kvrouter.telemetry.catalog import METRICS
 from kvrouter.telemetry.exposition import Registry, exposition
 from kvrouter.telemetry.metrics import Sample, StateCollector
 
 KINDS: list[Sample] = [
-    ("k_one", "gauge", "A gauge\nof two lines \\", {}, 1.5),
-    ("k_many", "counter", "A counter", {"worker": 'w"1"\\', "pool": "p\n"}, 1_000_000),
-    ("k_spread", "histogram", "Buckets", {"le": "0.5"}, 2),
-    ("k_many", "counter", "A counter", {"worker": "w2", "pool": "p"}, 3),
-    ("k_true", "gauge", "A truth", {}, True),
+    ("kvrouter_workers", {}, 1.5),
+    ("kvrouter_feed_events_total", {"feed": 'w"1"\\', "event": "p\n"}, 1_000_000),
+    ("kvrouter_prediction_error_blocks_bucket", {"le": "0.5"}, 2),
+    ("kvrouter_feed_events_total", {"feed": "w2", "event": "p"}, 3),
+    ("kvrouter_feed_live", {}, True),
 ]
 
 
@@ -33,27 +34,27 @@ async def test_single_samples() -> None:
     """Only the samples with the given names, after HELP and TYPE of their families."""
     registry = Registry()
     Counter("k_plain", "Counted by the library", ["status"], registry=registry).labels("200").inc(7)
-    odd: Sample = ("k_odd", "gauge", "What other texts take for the end of a line", {"model": "x\u2028y"}, 1)
+    odd: Sample = ("kvrouter_prefix_store_on", {"model": "x\u2028y"}, 1)
     registry.register(StateCollector(lambda: [*KINDS, odd]))
 
-    wanted = ["k_plain_total", "k_true", "k_none", "k_odd"]
+    wanted = ["k_plain_total", "kvrouter_feed_live", "kvrouter_none", "kvrouter_prefix_store_on"]
     text = await exposition(registry, names=wanted)
 
     assert [
         "# HELP k_plain_total Counted by the library",
         "# TYPE k_plain_total counter",
         'k_plain_total{status="200"} 7.0',
-        "# HELP k_true A truth",
-        "# TYPE k_true gauge",
-        "k_true 1.0",
-        "# HELP k_odd What other texts take for the end of a line",
-        "# TYPE k_odd gauge",
-        'k_odd{model="x\u2028y"} 1.0',
+        f"# HELP kvrouter_feed_live {METRICS['kvrouter_feed_live'].text}",
+        "# TYPE kvrouter_feed_live gauge",
+        "kvrouter_feed_live 1.0",
+        f"# HELP kvrouter_prefix_store_on {METRICS['kvrouter_prefix_store_on'].text}",
+        "# TYPE kvrouter_prefix_store_on gauge",
+        'kvrouter_prefix_store_on{model="x\u2028y"} 1.0',
         "",
     ] == text.decode().split("\n")
 
 
-@pytest.mark.parametrize(("names", "lines"), [((), 5 * 1000 + 2 * 4), (("k_true",), 1000 + 2)])
+@pytest.mark.parametrize(("names", "lines"), [((), 5 * 1000 + 2 * 4), (("kvrouter_feed_live",), 1000 + 2)])
 async def test_others_run_between_slices(names: tuple[str, ...], lines: int) -> None:
     """Neither a long list nor a search for a few names in it blocks the event loop."""
     turns = 0
@@ -81,7 +82,7 @@ async def test_table_that_grows_meanwhile() -> None:
 
     def samples() -> Iterator[Sample]:
         for number, value in table.items():
-            yield "k_row", "gauge", "A row", {"n": str(number)}, value
+            yield "kvrouter_target_blocks", {"rank": str(number)}, value
 
     async def grow() -> None:
         for number in range(500, 510):
@@ -94,4 +95,4 @@ async def test_table_that_grows_meanwhile() -> None:
     text = await exposition(registry, slice_s=0.0)
     await task
 
-    assert text.count(b"k_row{") >= 501
+    assert text.count(b"kvrouter_target_blocks{") >= 501

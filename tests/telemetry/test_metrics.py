@@ -84,8 +84,8 @@ def test_state_is_read_at_scrape_time() -> None:
 
     def samples() -> Iterator[Sample]:
         for worker, blocks in workers.items():
-            yield "kvrouter_blocks", "gauge", "Blocks", {"worker": worker}, blocks
-        yield "kvrouter_seen", "counter", "Seen", {}, 7.0
+            yield "kvrouter_target_blocks", {"worker": worker}, blocks
+        yield "kvrouter_workers_lost_total", {}, 7.0
 
     registry.register(StateCollector(samples))
     before = scraped(registry)
@@ -93,11 +93,11 @@ def test_state_is_read_at_scrape_time() -> None:
     after = scraped(registry)
 
     assert {
-        "kvrouter_blocks{'worker': 'w1'}": 3,
-        "kvrouter_blocks{'worker': 'w2'}": 4,
-        "kvrouter_seen_total{}": 7,
+        "kvrouter_target_blocks{'worker': 'w1'}": 3,
+        "kvrouter_target_blocks{'worker': 'w2'}": 4,
+        "kvrouter_workers_lost_total{}": 7,
     } == before
-    assert "kvrouter_blocks{'worker': 'w1'}" not in after
+    assert "kvrouter_target_blocks{'worker': 'w1'}" not in after
 
 
 def test_histogram_with_negative_bounds() -> None:
@@ -107,7 +107,7 @@ def test_histogram_with_negative_bounds() -> None:
     registry.register(
         StateCollector(
             lambda: [
-                ("kvrouter_error_blocks", "histogram", "E", {"worker": "w", "le": bound}, count)
+                ("kvrouter_prediction_error_blocks_bucket", {"worker": "w", "le": bound}, count)
                 for bound, count in bounds.items()
             ]
         )
@@ -116,14 +116,14 @@ def test_histogram_with_negative_bounds() -> None:
 
     assert "histogram" == family.type
     assert bounds == {sample.labels["le"]: sample.value for sample in family.samples}
-    assert {"kvrouter_error_blocks_bucket"} == {sample.name for sample in family.samples}
+    assert {"kvrouter_prediction_error_blocks_bucket"} == {sample.name for sample in family.samples}
 
 
 def test_label_values_are_escaped() -> None:
     """Quotes and line ends in a label are escaped."""
     registry = CollectorRegistry()
     odd = 'a"b\\c\nd'
-    registry.register(StateCollector(lambda: [("kvrouter_x", "gauge", "X", {"feed": odd}, 1.0)]))
+    registry.register(StateCollector(lambda: [("kvrouter_feed_live", {"feed": odd}, 1.0)]))
     (family,) = text_string_to_metric_families(generate_latest(registry).decode())
 
     assert odd == family.samples[0].labels["feed"]

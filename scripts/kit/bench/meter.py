@@ -5,6 +5,7 @@ CPU time and memory are read from /proc, messages and bytes from a process's own
 
 from __future__ import annotations
 
+import gc
 import platform
 import sys
 import time
@@ -97,12 +98,15 @@ def instructions(act: Callable[P, object], *args: P.args, **kwargs: P.kwargs) ->
         count += event == "opcode"
         return trace
 
-    before = sys.gettrace()
+    before, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()  # a collection would also run finalizers of objects that are not the call's
     sys.settrace(trace)
     try:
         act(*args, **kwargs)
     finally:
         sys.settrace(before)
+        if collects:
+            gc.enable()
     return count
 
 

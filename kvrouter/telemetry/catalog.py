@@ -1,0 +1,504 @@
+"""Every metric, declared once: kind, labels and meaning.
+
+/metrics takes TYPE and HELP from here; `python -m scripts.kit.reference_pages` writes the tables of
+docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, TypeAlias
+
+Kind: TypeAlias = Literal["counter", "gauge", "histogram", "summary"]
+
+# What follows the name of a metric in the names of its samples.
+_SUFFIXES: dict[Kind, tuple[str, ...]] = {
+    "counter": ("",),
+    "gauge": ("",),
+    "histogram": ("_bucket", "_sum", "_count"),
+    "summary": ("_sum", "_count"),
+}
+
+
+class Metric(NamedTuple):
+    """Names of counters end in `_total`; `labels` are without `le`."""
+
+    kind: Kind
+    labels: tuple[str, ...]
+    text: str
+    see: str = ""
+    """The page of the documentation that has more."""
+
+
+SECTIONS: dict[str, dict[str, Metric]] = {
+    "Requests": {
+        "kvrouter_requests_total": Metric(
+            "counter",
+            ("model", "route", "mode", "code", "outcome"),
+            "requests that have ended. `outcome`: `ok`, `refused` (4xx, of the router or an engine), "
+            "`failed` (5xx), `broken` (after the first byte) or `left` (the client left; `code` 499)",
+        ),
+        "kvrouter_requests_in_flight": Metric("gauge", (), "requests being served here"),
+        "kvrouter_request_seconds": Metric(
+            "histogram", ("model",), "from the request's arrival to the end of its answer"
+        ),
+        "kvrouter_inter_token_seconds": Metric(
+            "histogram",
+            ("model",),
+            "mean time between two events of a streamed answer, nearly the time between tokens; one "
+            "count for each answer",
+        ),
+        "kvrouter_first_byte_seconds": Metric(
+            "histogram", ("model",), "from the request's arrival to the first byte of data, streamed requests"
+        ),
+        "kvrouter_tokenize_seconds": Metric("histogram", (), "time in template, tokenizer and hashing"),
+        "kvrouter_hash_seconds": Metric(
+            "histogram",
+            (),
+            "hashing of one request's blocks, a part of `kvrouter_tokenize_seconds`; of one request in 16",
+        ),
+        "kvrouter_decide_seconds": Metric(
+            "histogram", (), "choice of a target and its booking; of one attempt in 16"
+        ),
+        "kvrouter_relay_seconds": Metric(
+            "histogram",
+            (),
+            "this process's time in sending a request and passing its answer on, without any wait; of "
+            "one attempt in 16",
+        ),
+        "kvrouter_prompt_tokens_total": Metric(
+            "counter", ("model",), "prompt tokens routed; 0 where they are not known"
+        ),
+        "kvrouter_overlap_tokens_total": Metric(
+            "counter", ("model",), "prompt tokens routed that were predicted to be cached"
+        ),
+        "kvrouter_output_tokens_total": Metric(
+            "counter",
+            ("model",),
+            "tokens of the answers that were passed on, whole or not: as the engine reports them, "
+            "else one for each event of a stream",
+        ),
+        "kvrouter_spans_total": Metric(
+            "counter",
+            ("outcome",),
+            "with traces: spans `sent`, `failed` (the collector did not take them), `dropped` (the "
+            "queue was full); missing without traces",
+            see="tracing.md",
+        ),
+        "kvrouter_failed_attempts_total": Metric(
+            "counter",
+            ("reason",),
+            "attempts that failed before their first byte: by status, `lost`, or `retried` (moved "
+            "from an engine that hangs, or no longer has the model)",
+        ),
+        "kvrouter_cancelled_requests_total": Metric("counter", (), "requests whose client left"),
+        "kvrouter_broken_streams_total": Metric("counter", (), "answers that broke after their first byte"),
+        "kvrouter_routing_revision": Metric(
+            "gauge", (), "revision of `POST /routing`; 0: as configured. Equal in all replicas"
+        ),
+        "kvrouter_decisions_kept": Metric("gauge", (), "decisions kept for `/decisions`"),
+        "kvrouter_sessions": Metric("gauge", ("pool",), "sessions bound to a target"),
+        "kvrouter_circuit_open": Metric(
+            "gauge",
+            ("pool", "worker", "rank"),
+            "1 while the target is skipped after failures (`--circuit-breaker`); else no series",
+        ),
+        "kvrouter_policy_troubles_total": Metric(
+            "counter",
+            ("where",),
+            "mistakes of the class of `--router-policy`, by its method, or `answer`. After a mistake "
+            "of `choose` the least-loaded worker was taken. No series before the first",
+        ),
+    },
+    "Waiting for a worker (`--router-queue-threshold`)": {
+        "kvrouter_queue_length": Metric(
+            "gauge", ("pool",), "requests that wait now; no series without the flag"
+        ),
+        "kvrouter_queue_longest_wait_seconds": Metric(
+            "gauge",
+            ("pool",),
+            "the longest wait so far of the requests that wait now; no series without the flag",
+        ),
+        "kvrouter_queue_wait_seconds": Metric(
+            "histogram", ("outcome",), "how long requests waited: `admitted`, `timeout` or `left`"
+        ),
+        "kvrouter_queue_full_total": Metric("counter", (), "requests rejected because too many waited"),
+    },
+    "Tokens": {
+        "kvrouter_prefix_store_on": Metric(
+            "gauge",
+            ("model",),
+            "1 if known beginnings of prompts are not tokenized again. `default` is the "
+            "`--model-path` without a name. One series for each tokenizer in use",
+        ),
+        "kvrouter_prefix_store_blocks": Metric("gauge", (), "pieces of text whose tokens are kept"),
+        "kvrouter_prefix_store_bytes": Metric(
+            "gauge", (), "memory of the pieces of text whose tokens are kept, about"
+        ),
+        "kvrouter_prefix_store_evicted_total": Metric("counter", (), "pieces of text evicted"),
+        "kvrouter_prefix_store_characters_total": Metric(
+            "counter",
+            ("result",),
+            "characters of long prompts: `known`, `tokenized`, or `skipped` (`--min-prefix-overlap-ratio`)",
+        ),
+        "kvrouter_prefix_hashes": Metric("gauge", (), "beginnings of prompts whose block hashes are kept"),
+        "kvrouter_prefix_hashes_bytes": Metric("gauge", (), "memory of the kept hashes, about"),
+        "kvrouter_prefix_hashes_evicted_total": Metric("counter", (), "beginnings of prompts evicted"),
+        "kvrouter_prefix_hashes_blocks_total": Metric(
+            "counter", ("result",), "blocks of prompts whose hashes were `known`, or `hashed`"
+        ),
+        "kvrouter_tokens_differ": Metric(
+            "gauge", ("pool",), "1 if an engine makes other token ids of a text; from the first comparison on"
+        ),
+        "kvrouter_token_comparisons_total": Metric(
+            "counter",
+            ("pool", "result"),
+            "prompts that an engine also tokenized: `equal`, `different`, `unanswered`; from the "
+            "first comparison on",
+        ),
+        "kvrouter_media_prompts_total": Metric(
+            "counter",
+            ("outcome",),
+            "chats with images or other media: `exact`, or why overlap ends before one of them",
+            see="tokens.md#images",
+        ),
+        "kvrouter_remote_tokenizations_total": Metric(
+            "counter",
+            ("result",),
+            "prompts sent to engines for tokenizing: `answered`, `remembered` (an equal prompt of the "
+            "last minute), `refused`, `failed`, `not_asked` (too many calls in flight); with "
+            "`--tokenizer auto` and `remote`",
+        ),
+        "kvrouter_tokenizer": Metric(
+            "gauge",
+            ("pool", "prompt", "way"),
+            "1 for the way that serves the chats and the texts of a pool: `model path`, `card`, "
+            "`engines`, `text`, `load`",
+            see="tokens.md",
+        ),
+    },
+    "Workers and load": {
+        "kvrouter_workers": Metric("gauge", ("pool",), "workers known"),
+        "kvrouter_workers_lost_total": Metric(
+            "counter", (), "workers dropped because they were silent past their lease"
+        ),
+        "kvrouter_target_eligible": Metric("gauge", ("pool", "worker", "rank"), "1 if it takes requests"),
+        "kvrouter_active_blocks": Metric(
+            "gauge",
+            ("pool", "worker", "rank"),
+            "blocks of the pool's size that requests in flight hold, of all replicas",
+        ),
+        "kvrouter_charged_prefill_tokens": Metric(
+            "gauge", ("pool", "worker", "rank"), "prefill tokens charged and not computed yet"
+        ),
+        "kvrouter_target_requests": Metric(
+            "gauge", ("pool", "worker", "rank"), "requests in flight there, of all replicas"
+        ),
+        "kvrouter_target_answers_total": Metric(
+            "counter",
+            ("pool", "worker", "rank", "outcome"),
+            "attempts of this replica that ended, by `outcome` as in `kvrouter_requests_total`; a "
+            "retry is another attempt",
+        ),
+        "kvrouter_target_first_byte_seconds": Metric(
+            "summary",
+            ("pool", "worker", "rank"),
+            "from the decision to the first byte, streamed answers of this replica",
+        ),
+        "kvrouter_target_prompt_tokens_total": Metric(
+            "counter",
+            ("pool", "worker", "rank"),
+            "prompt tokens of the requests that this replica sent there",
+        ),
+        "kvrouter_target_overlap_tokens_total": Metric(
+            "counter",
+            ("pool", "worker", "rank"),
+            "prompt tokens that were predicted to be cached there, of the requests that this replica "
+            "sent there",
+        ),
+        "kvrouter_engine_running": Metric(
+            "gauge", ("pool", "worker", "rank"), "requests that its engine computes, by its last heartbeat"
+        ),
+        "kvrouter_engine_waiting": Metric(
+            "gauge", ("pool", "worker", "rank"), "requests that wait in its engine"
+        ),
+        "kvrouter_engine_kv_usage": Metric(
+            "gauge", ("pool", "worker", "rank"), "share of the engine's KV blocks in use, 0 to 1"
+        ),
+        "kvrouter_target_blocks": Metric(
+            "gauge", ("pool", "worker", "rank"), "blocks of its engine's size that the index has for it"
+        ),
+        "kvrouter_target_truncated": Metric(
+            "gauge", ("pool", "worker", "rank"), "1 if some of its blocks were refused (`--index-max-…`)"
+        ),
+        "kvrouter_worker_problem": Metric(
+            "gauge",
+            ("pool", "worker", "problem"),
+            "1 while `/workers` shows this problem, else no series. `worker` is empty for a problem "
+            "of the pool",
+        ),
+        "kvrouter_stale_heartbeats_total": Metric(
+            "counter", (), "heartbeats of a former agent of a worker, after its restart"
+        ),
+        "kvrouter_malformed_heartbeats_total": Metric("counter", (), "heartbeats that could not be read"),
+    },
+    "The block index": {
+        "kvrouter_index_blocks": Metric("gauge", ("pool",), "distinct blocks in the index"),
+        "kvrouter_index_holders": Metric("gauge", ("pool",), "pairs of a block and a target that holds it"),
+        "kvrouter_index_bytes": Metric("gauge", ("pool",), "memory of the index, about"),
+        "kvrouter_index_lookups_total": Metric("counter", ("pool",), "prompts looked up in the index"),
+        "kvrouter_index_lookup_seconds": Metric("histogram", (), "time of one look-up in the index"),
+        "kvrouter_index_stored_blocks_total": Metric("counter", ("pool",), "blocks stored in the index"),
+        "kvrouter_index_removed_blocks_total": Metric("counter", ("pool",), "blocks removed from the index"),
+        "kvrouter_index_refused_blocks_total": Metric(
+            "counter", ("pool",), "blocks refused beyond the bounds of the index"
+        ),
+        "kvrouter_index_evicted_blocks_total": Metric(
+            "counter", ("pool",), "blocks evicted at `--index-max-blocks` (`--index-full lru`)"
+        ),
+    },
+    "Predictions against the truth": {
+        "kvrouter_predictions_total": Metric(
+            "counter",
+            ("pool", "worker", "result", "source"),
+            "predictions compared with an engine's report: `exact`, `over` or `under`; from the "
+            "`index` or from requests `in_flight`",
+        ),
+        "kvrouter_prediction_error_blocks": Metric(
+            "histogram",
+            ("pool", "worker"),
+            "predicted blocks minus reported blocks; below 0 the engine had more. The exact ones are "
+            '`le="0"` minus `le="-1"`. It has bounds below 0, so it has no `_sum` and no `_count`',
+        ),
+        "kvrouter_predicted_cached_tokens_total": Metric(
+            "counter",
+            ("pool", "worker"),
+            "prompt tokens predicted to be cached, where the engine reported them too",
+        ),
+        "kvrouter_reported_cached_tokens_total": Metric(
+            "counter", ("pool", "worker"), "prompt tokens that the engine reported as cached"
+        ),
+        "kvrouter_prediction_exact_ratio": Metric(
+            "gauge",
+            ("pool", "worker"),
+            "share of exact predictions in the last 16 that could be judged and had blocks to find",
+        ),
+        "kvrouter_prompt_lengths_total": Metric(
+            "counter",
+            ("pool", "worker", "result"),
+            "answers whose `prompt_tokens` were the `same` as counted here, or `different`",
+        ),
+        "kvrouter_announced_requests_total": Metric(
+            "counter",
+            ("pool", "worker", "result"),
+            "served requests whose first block the worker's events named within 2 s (`found`), or not "
+            "(`missing`)",
+        ),
+    },
+    "How good the choices are": {
+        "kvrouter_prefill_tokens_per_second": Metric(
+            "gauge",
+            ("pool",),
+            "prompt tokens that a target computes in a second, as learnt from first bytes",
+            see="concepts/decide.md",
+        ),
+        "kvrouter_prefill_error_ratio": Metric(
+            "gauge", ("pool",), "mean error of predicted prefill times, as a share of the measured ones"
+        ),
+        "kvrouter_prefill_known": Metric(
+            "gauge", ("pool",), "1 if weight `auto` may compare seconds; 0 while it is 8"
+        ),
+        "kvrouter_reusable_tokens_total": Metric(
+            "counter", ("pool",), "prompt tokens of the requests routed here, each request once"
+        ),
+        "kvrouter_uncached_tokens_total": Metric(
+            "counter",
+            ("pool", "cache"),
+            "prompt tokens of the requests routed here that a cache did not have: `chosen` target "
+            "(predicted), the target with the `best` overlap, one `pooled` cache of the fleet's size, "
+            "one `endless` cache. The share that was cached is 1 − this / "
+            "`kvrouter_reusable_tokens_total`. The last two are estimated from a sample of all "
+            "replicas' requests",
+        ),
+        "kvrouter_ttft_decisions_total": Metric(
+            "counter",
+            ("pool",),
+            "decisions that compared predicted times to first token. Only weight `auto` does, and "
+            "custom policies while these are known (`kvrouter_prefill_known`); other decisions are in "
+            "none of these metrics",
+        ),
+        "kvrouter_ttft_later_decisions_total": Metric(
+            "counter",
+            ("pool",),
+            "decisions of `kvrouter_ttft_decisions_total` for a target that was not predicted to be "
+            "the earliest: copies of hot prefixes, replicas that spread, and the price of congestion",
+        ),
+        "kvrouter_ttft_later_seconds_total": Metric(
+            "counter",
+            ("pool",),
+            "seconds that the chosen targets were predicted to be later than the earliest ones, over "
+            "all decisions",
+        ),
+        "kvrouter_ttft_predictions_total": Metric(
+            "counter",
+            ("pool", "up_to_s"),
+            "decisions of `kvrouter_ttft_decisions_total` whose first byte was measured, by predicted "
+            "time to first token: more than the next lower bound, at most `up_to_s` (0.02, 0.05, 0.1, "
+            "0.2, 0.5, 1, 2, 5, 10, +Inf). Unlike buckets of a histogram, not cumulative. Answers "
+            "that are not streamed, or have no first byte, are not counted",
+        ),
+        "kvrouter_ttft_predicted_seconds_total": Metric(
+            "counter",
+            ("pool", "up_to_s"),
+            "predicted times to first token of `kvrouter_ttft_predictions_total`, summed",
+        ),
+        "kvrouter_ttft_measured_seconds_total": Metric(
+            "counter",
+            ("pool", "up_to_s"),
+            "measured times, from the decision to the first byte, of "
+            "`kvrouter_ttft_predictions_total`, summed",
+        ),
+    },
+    "Replicas and feeds": {
+        "kvrouter_replicas": Metric("gauge", (), "replicas known, this one included"),
+        "kvrouter_replicas_lost_total": Metric(
+            "counter", (), "replicas dropped because they were silent past their lease"
+        ),
+        "kvrouter_bookings": Metric(
+            "gauge",
+            ("pool", "router"),
+            "requests in flight, by replica; 0 for a known replica without bookings",
+        ),
+        "kvrouter_feed_live": Metric("gauge", ("feed",), "1 if the copy of this source is in step"),
+        "kvrouter_feed_lag_frames": Metric("gauge", ("feed",), "frames sent and not applied"),
+        "kvrouter_feed_staleness_seconds": Metric(
+            "gauge", ("feed",), "time since the last message of the source; no series before the first one"
+        ),
+        "kvrouter_feed_last_recovery_seconds": Metric("gauge", ("feed",), "duration of the last recovery"),
+        "kvrouter_feed_events_total": Metric(
+            "counter",
+            ("feed", "event"),
+            "what happened: `applied`, `repeated`, `stale`, `gaps`, `malformed`, `unknown_ops`, "
+            "`replayed`, `snapshots`, `contradictions`, `digest_mismatches`, `unsent`, "
+            "`other_versions`, `held_overflows`, `failures`",
+            see="concepts/glossary.md#states",
+        ),
+        "kvrouter_unknown_messages_total": Metric(
+            "counter", (), "messages of no known subject, and KV frames of workers whose card is missing"
+        ),
+        "kvrouter_pools_refused_total": Metric("counter", (), "messages about a pool beyond the maximum"),
+        "kvrouter_members_refused_total": Metric(
+            "counter", (), "heartbeats of a worker or replica beyond the maximum"
+        ),
+    },
+    "The bus": {
+        "kvrouter_nats_connected": Metric("gauge", (), "1 while NATS answers"),
+        "kvrouter_bus_published_total": Metric("counter", (), "messages sent"),
+        "kvrouter_bus_published_bytes_total": Metric("counter", (), "payload of the messages sent"),
+        "kvrouter_bus_received_total": Metric("counter", (), "messages received"),
+        "kvrouter_bus_received_bytes_total": Metric("counter", (), "payload of the messages received"),
+        "kvrouter_bus_unsent_total": Metric(
+            "counter", (), "messages not sent: NATS was away, or the buffer full"
+        ),
+        "kvrouter_bus_dropped_total": Metric(
+            "counter", (), "messages dropped because this replica was slow; feeds repair themselves"
+        ),
+        "kvrouter_bus_errors_total": Metric(
+            "counter", (), "messages that raised an error here: bugs of kvrouter"
+        ),
+        "kvrouter_inbox_messages": Metric("gauge", (), "messages that have arrived and are not applied yet"),
+        "kvrouter_inbox_age_seconds": Metric(
+            "gauge", (), "age of the oldest message that is not applied yet"
+        ),
+    },
+    "The process": {
+        "kvrouter_build_info": Metric(
+            "gauge",
+            ("version", "core", "python"),
+            "1, of the version that runs; `core` is `native` or `python`",
+        ),
+        "kvrouter_process_scraped": Metric(
+            "gauge",
+            ("process",),
+            "only in answers for several processes: 1 if the process answered within 4 s; else its "
+            "samples are missing",
+        ),
+        "kvrouter_config_info": Metric(
+            "gauge",
+            ("hash",),
+            "1, of the settings in use. Replicas with equal settings have equal hashes; addresses, "
+            "ports and secrets are left out",
+        ),
+    },
+    "The event loop": {
+        "kvrouter_loop_lag_seconds": Metric(
+            "histogram", (), "how long a callback that was ready had to wait, sampled 50 times a second"
+        ),
+        "kvrouter_loop_lag_longest_seconds": Metric(
+            "gauge", (), "the longest wait of a callback that was ready, in the last minute"
+        ),
+        "kvrouter_gc_seconds_total": Metric("counter", ("generation",), "time in Python's garbage collector"),
+        "kvrouter_gc_longest_seconds": Metric(
+            "gauge", (), "longest pause by Python's garbage collector in the last minute"
+        ),
+    },
+    "Agents": {
+        "kvrouter_agent_engine_up": Metric(
+            "gauge", ("worker",), "1 while the engine answers its health probes"
+        ),
+        "kvrouter_agent_state": Metric(
+            "gauge",
+            ("worker", "state"),
+            "1 for the state that the agent announces: `up`, `draining` or `down`",
+        ),
+        "kvrouter_agent_heartbeats_total": Metric("counter", ("worker",), "heartbeats sent"),
+        "kvrouter_agent_blocks": Metric(
+            "gauge", ("worker", "rank"), "blocks on the device that are published"
+        ),
+        "kvrouter_agent_held_blocks": Metric(
+            "gauge", ("worker", "rank"), "blocks not published yet, as their parents are not known"
+        ),
+        "kvrouter_agent_feed_seq": Metric(
+            "gauge",
+            ("worker", "rank"),
+            "number of the last frame of the KV feed; begins again with each life of the feed",
+        ),
+        "kvrouter_agent_feed_started_seconds": Metric(
+            "gauge", ("worker", "rank"), "start of this life of the feed, since the epoch"
+        ),
+        "kvrouter_agent_rank_partial": Metric(
+            "gauge", ("worker", "rank"), "1 while the engine may hold blocks that are not published"
+        ),
+        "kvrouter_agent_history_losses_total": Metric(
+            "counter", ("worker", "rank", "reason"), "times that the history of a rank was lost"
+        ),
+        "kvrouter_agent_engine_running": Metric(
+            "gauge",
+            ("worker", "rank"),
+            "requests that the engine computes; no series if the engine does not report it",
+        ),
+        "kvrouter_agent_engine_waiting": Metric(
+            "gauge",
+            ("worker", "rank"),
+            "requests that wait in the engine; no series if the engine does not report it",
+        ),
+        "kvrouter_agent_engine_kv_usage": Metric(
+            "gauge",
+            ("worker", "rank"),
+            "share of the engine's KV blocks in use, 0 to 1; no series if the engine does not report it",
+        ),
+        "kvrouter_agent_nats_connected": Metric("gauge", (), "1 while connected to NATS"),
+        "kvrouter_agent_published_total": Metric("counter", (), "messages sent"),
+        "kvrouter_agent_published_bytes_total": Metric("counter", (), "payload of the messages sent"),
+        "kvrouter_agent_unsent_total": Metric(
+            "counter", (), "messages not sent: NATS was away, or the buffer full"
+        ),
+    },
+}
+"""By heading of docs/metrics.md, in its order."""
+
+METRICS: dict[str, Metric] = {name: one for section in SECTIONS.values() for name, one in section.items()}
+
+METRIC_OF: dict[str, str] = {
+    f"{name}{suffix}": name for name, one in METRICS.items() for suffix in _SUFFIXES[one.kind]
+}
+"""The metric of each sample, both by name."""
