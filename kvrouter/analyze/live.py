@@ -70,7 +70,7 @@ def _targets(state: Mapping[str, Any], model: str) -> list[Mapping[str, Any]]:
 def _kept(replica: ReplicaIndex, line: bytes) -> _Kept:
     try:
         return msgspec.json.decode(line, type=_Kept)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise TraceError(f"{replica.url}/decisions: {error}: is it a frontend of this version?") from None
 
 

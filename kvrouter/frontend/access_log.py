@@ -36,7 +36,7 @@ CLIENT_LEFT = 499
 _MOST_CHARACTERS = 200
 # Proxies in a row; what a client put before theirs is not looked at.
 _MOST_HOPS = 16
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 
 Outcome: TypeAlias = Literal["ok", "refused", "failed", "broken", "left"]
 """refused: 4xx, of router or worker; failed: 5xx; broken: after the first byte; left: the client did."""

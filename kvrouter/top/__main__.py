@@ -86,7 +86,7 @@ async def _ask(replica: ReplicaIndex) -> Fleet | str:
         return f"no answer within {_ANSWER_S:g} s"
     except KvRouterError as error:
         return str(error).removeprefix(replica.url).strip()
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return f"/fleet is not that of this version: {error}"
 
 

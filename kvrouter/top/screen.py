@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -43,7 +44,11 @@ _LESS_NEEDED: tuple[Column, ...] = (
     "state",
 )
 _WIDTH_OF_A_COLUMN = 13
-_MOST_PROBLEMS = 4
+# Of the terminal's lines, so that targets are left to see.
+_MOST_OF_HEAD = 3
+_MOST_OF_DETAIL = 2
+# Does not break a line.
+_JOINED = "\u00a0"
 
 
 @dataclass(slots=True)
@@ -72,12 +77,9 @@ def draw(view: View, choices: Choices, *, width: int, height: int) -> Renderable
     """The whole screen."""
     choices.rows = arranged(view.rows, choices.sort, choices.text, is_reversed=choices.is_reversed)
     _select(choices)
-    head: list[RenderableType] = [_facts(view.facts)]
-    problems = view.problems[:_MOST_PROBLEMS]
-    head += [
-        Text(_printable(f"! {text}"), "bold red", no_wrap=True, overflow="ellipsis") for text in problems
-    ]
-    foot = _foot(choices, len(view.rows))
+    problems = [(f"! {text}", "bold red") for text in view.problems]
+    head = _wrapped([(_facts(view.facts), "bold"), *problems], width, max(1, height // _MOST_OF_HEAD))
+    foot = _foot(choices, len(view.rows), width, height)
     room = height - len(head) - len(foot) - 2  # of the table's head
     first = max(0, min(choices.selected - room // 2, len(choices.rows) - room))
     shown = choices.rows[first : first + max(1, room)]
@@ -97,11 +99,28 @@ def _printable(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
+def _wrapped(texts: Sequence[tuple[str, str]], width: int, most: int) -> list[Text]:
+    """Texts with their styles as lines of the terminal; an ellipsis stands where more would follow."""
+    lines = [(line, style) for text, style in texts for line in textwrap.wrap(text, width) or [""]]
+    if len(lines) > most:
+        line, style = lines[most - 1]
+        lines[most - 1 :] = [(line[: width - 1] + "…", style)]
+    return [
+        Text(_printable(line.replace(_JOINED, " ")), style, no_wrap=True, overflow="ellipsis")
+        for line, style in lines
+    ]
+
+
 def plain(view: View, sort: Column, text: str) -> RenderableType:
     """Everything, without a screen."""
     rows, choices = arranged(view.rows, sort, text), Choices(sort)
     problems = [Text(_printable(f"! {one}")) for one in view.problems]
-    return Group(_facts(view.facts), *problems, _table(rows, choices, None, -1), *_marks(rows))
+    return Group(
+        Text(_facts(view.facts).replace(_JOINED, " "), "bold"),
+        *problems,
+        _table(rows, choices, None, -1),
+        *_marks(rows),
+    )
 
 
 def _marks(rows: Sequence[Row]) -> list[Text]:
@@ -109,7 +128,7 @@ def _marks(rows: Sequence[Row]) -> list[Text]:
     return [Text(_printable(f"! {name}: {text}")) for name, text in texts]
 
 
-def _facts(facts: Facts) -> Text:
+def _facts(facts: Facts) -> str:
     parts = [
         f"requests/s {_number(facts.requests_per_s)}",
         f"tokens/s {_number(facts.tokens_per_s)}",
@@ -118,7 +137,7 @@ def _facts(facts: Facts) -> Text:
         f"regret {_seconds(facts.later_s)}",
         f"failed {facts.failed}",
     ]
-    return Text("   ".join(parts), "bold", no_wrap=True, overflow="ellipsis")
+    return "   ".join(part.replace(" ", _JOINED) for part in parts)
 
 
 def _table(rows: Sequence[Row], choices: Choices, width: int | None, selected: int) -> Table:
@@ -158,19 +177,20 @@ _CELLS: dict[Column, Callable[[Row], str]] = {
 }
 
 
-def _foot(choices: Choices, total: int) -> list[Text]:
+def _foot(choices: Choices, total: int, width: int, height: int) -> list[Text]:
     if choices.shows_help:
         return [Text(line) for line in HELP.splitlines()]
     lines = []
     if choices.shows_detail and choices.rows:
-        lines += _detail(choices.rows[choices.selected])
+        texts = [(text, "") for text in _detail(choices.rows[choices.selected])]
+        lines += _wrapped(texts, width, max(1, height // _MOST_OF_DETAIL))
     if choices.is_typing:
         return [*lines, Text(f"filter: {choices.text}▏", "bold")]
     kept = f"{len(choices.rows)} of {total} targets" + (f" with {choices.text!r}" if choices.text else "")
     return [*lines, Text(f"{kept}   ? help   q end", "dim", no_wrap=True, overflow="ellipsis")]
 
 
-def _detail(row: Row) -> list[Text]:
+def _detail(row: Row) -> list[str]:
     fact = row.fact
     feed = (
         "its KV events are not followed"
@@ -184,13 +204,13 @@ def _detail(row: Row) -> list[Text]:
         else "no answer of it was compared"
     )
     capacity = f" of {fact.total_blocks:,}" if fact.total_blocks else ""
-    lines = [
+    return [
+        "",
         f"{row.name}   {fact.engine}   {fact.url}   pool {fact.pool}",
         f"active blocks {fact.active_blocks:,}{capacity}; {feed}",
         f"{row.answers:,} answers, {row.errors:,} errors; {cached}",
         *[f"! {text}" for text in (row.differs, *fact.problems) if text],
     ]
-    return [Text(_printable(line), no_wrap=True, overflow="ellipsis") for line in ("", *lines)]
 
 
 def _seconds(amount: float | None) -> str:

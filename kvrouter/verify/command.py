@@ -85,7 +85,7 @@ async def _look(http: aiohttp.ClientSession, url: str, tls_name: str | None) -> 
         return read_view(url, msgspec.json.decode(body, type=dict[str, Any]))
     except (aiohttp.ClientError, TimeoutError) as error:
         raise VerifyError(f"{url} cannot be reached: {error or type(error).__name__}") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise VerifyError(f"{url}/workers is not JSON: {error}") from None
 
 

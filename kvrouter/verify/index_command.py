@@ -93,7 +93,7 @@ class ReplicaIndex:
 def _decoded(line: bytes, url: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise VerifyError(f"{url} does not answer in JSON: {error}") from None
 
 

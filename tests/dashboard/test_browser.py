@@ -89,6 +89,11 @@ async def test_in_front_of_a_fleet(running: Running, page: Any) -> None:
     assert all(why[1:])
     await page.reload()  # the URL names the decision
     await page.wait_for_selector("#candidates tr.chosen")
+    await page.goto("about:blank")  # a link that was cut shows its text, and that there is no such request
+    await page.goto(f"{admin}/#decisions/%E")
+    await page.wait_for_selector("#status.good")
+    assert "%E" in await page.text_content("#why")
+    page.said.clear()
 
     await page.set_viewport_size({"width": 375, "height": 700})
     await page.click("#tab-fleet")

@@ -218,10 +218,12 @@ async def test_changed_at_run_time(fleet_of: FleetOf, tmp_path: Path) -> None:
 async def test_one_in_a_hundred(fleet_of: FleetOf) -> None:
     """Chosen by chance; a wrong trace context is left out."""
     async with fleet_of("--access-log", "sampled", scripts=(OK,)) as fleet:
-        chances = iter([0.5, 0.009, 0.01])
+        chances = iter([0.5, 0.009, 0.008, 0.01])
         fleet.frontend.completions.access._chance = lambda: next(chances)
-        for _ in range(3):
-            await ask(fleet.url, BODY, f"traceparent: 00-{'0' * 32}-{'1' * 16}-01", path="/v1/completions")
-        (found,) = events(fleet)
+        for version, trace in (("00", "0"), ("00", "0"), ("ff", "1"), ("00", "1")):
+            head = f"traceparent: {version}-{trace * 32}-{'1' * 16}-01"
+            await ask(fleet.url, BODY, head, path="/v1/completions")
+        found = events(fleet)
 
-        assert "trace" not in found
+        assert ["request.served"] * 2 == [one["event"] for one in found]
+        assert not any("trace" in one for one in found)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import io
-from typing import Any
+from collections.abc import AsyncIterator
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
 from kvrouter.dashboard.fleet import Fleet, PoolRow, ReplicaRow, TargetRow, Times, Traffic
-from kvrouter.top.__main__ import keys_in
+from kvrouter.top.__main__ import _ask, keys_in
 from kvrouter.top.screen import Choices, draw
 from kvrouter.top.view import History, Seen, arranged, quantile, view
 
@@ -154,6 +155,46 @@ def test_only_rows_that_fit_are_drawn(width: int, height: int) -> None:
 
     assert "w700" in text
     assert text.count("\n") <= max(height, 6)
+
+
+def test_a_narrow_terminal() -> None:
+    """80 columns: all facts, and problems whole, on several lines; targets are left to see."""
+    sentence = "its KV events never name the blocks of the requests that it served: the tokenizer. " * 2
+    rows = [target("w0", problems=[sentence.strip()]), *[target(f"w{n}") for n in range(1, 30)]]
+    shown = view({A: Seen(fleet(*rows)), B: Seen("cannot be reached: " + "no route to host, " * 9)})
+    console = Console(width=80, height=24, record=True, file=io.StringIO())
+    console.print(draw(shown, Choices("target", shows_detail=True), width=80, height=24))
+    lines = [line.rstrip() for line in console.export_text().splitlines()]
+    text = " ".join(" ".join(lines).split())
+
+    assert {"failed 1", sentence.strip(), "no route to host, " * 8} == {
+        one for one in ("failed 1", sentence.strip(), "no route to host, " * 8) if one in text
+    }
+    assert len(lines) <= 24
+    assert "w3/0" in text
+
+
+def test_more_problems_than_fit() -> None:
+    """An ellipsis says that there are more."""
+    shown = view({f"http://{n}": Seen("cannot be reached") for n in range(9)})
+    console = Console(width=120, height=12, record=True, file=io.StringIO())
+    console.print(draw(shown, Choices("target"), width=120, height=12))
+    text = console.export_text()
+
+    assert "! http://2: cannot be reached…" in text
+    assert "http://3" not in text
+
+
+async def test_a_server_that_is_no_replica() -> None:
+    """JSON that is nested too deeply is an answer like any other that is not a fleet."""
+
+    class Nested:
+        url = A
+
+        async def lines(self, _path: str) -> AsyncIterator[bytes]:
+            yield b'{"a":' * 100_000
+
+    assert "is not that of this version" in str(await _ask(cast(Any, Nested())))
 
 
 def test_keys() -> None:

@@ -120,11 +120,21 @@ function press(tab) {
 
 // Show what the URL names.
 function follow() {
-  const [view, requestId] = location.hash.slice(1).split("/");
+  const [view, name] = location.hash.slice(1).split("/");
   show(tabs.find((tab) => tab.getAttribute("aria-controls") === view) ?? tabs[0]);
-  if (!isShown("decisions") || !requestId) return;
-  find("request").value = decodeURIComponent(requestId);
-  explain(decodeURIComponent(requestId));
+  if (!isShown("decisions") || !name) return;
+  const requestId = decoded(name);
+  find("request").value = requestId;
+  explain(requestId);
+}
+
+// A link that was cut may end within an escape (%E).
+function decoded(name) {
+  try {
+    return decodeURIComponent(name);
+  } catch {
+    return name;
+  }
 }
 
 tabs.forEach((tab, at) => {
