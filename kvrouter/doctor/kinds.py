@@ -356,7 +356,7 @@ _ALL = (
         "replica.impostor",
         "error",
         "Something else answers at the address of a replica",
-        "another program has taken the port, or --advertise names another host",
+        "correct the URL; else another program has taken the port, or --advertise names another host",
         _PORTS,
     ),
     Kind(
@@ -436,7 +436,7 @@ _ALL = (
         "replica.not_compared",
         "note",
         "Not everything was compared",
-        "repeat it with more time (--timeout-s)",
+        "repeat it with more time (--timeout-s); nothing, if the engine has no replay of it",
         _AGREE,
     ),
     Kind(
