@@ -58,7 +58,8 @@ class DecisionViews:
         if not found:
             raise UnknownDecisionError(
                 f"no decision about {request_id!r} is kept here: this replica keeps its last "
-                f"{self._kept.capacity if self._kept is not None else 0} (--decisions)"
+                f"{self._kept.capacity if self._kept is not None else 0} (--decisions); "
+                "x-kvrouter-router of its answer names the replica that placed it"
             )
         return json_answer({"request_id": request_id, "decisions": [self._explained(one) for one in found]})
 

@@ -70,6 +70,7 @@ async def test_admin_listener(fleet_of: FleetOf) -> None:
 
         assert ALLOWED == [answer.status for answer in answers]
         assert "no decision about 'x'" in answers[2].json["error"]["message"]
+        assert "x-kvrouter-router of its answer" in answers[2].json["error"]["message"]
         assert not fleet.requests
         assert 200 == (await client.ask(BODY)).status
         assert fleet.frontend.admin_url.startswith("http://127.0.0.1:")
