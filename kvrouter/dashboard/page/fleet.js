@@ -37,12 +37,12 @@ const TARGETS = [
   ["KV usage", (row) => row.kv_usage, share],
   ["Prompt cached", (row) => ratio(grown(row, "overlap_tokens"), grown(row, "prompt_tokens")), share],
   ["Mean TTFT", (row) => ratio(grown(row, "ttft_sum_s"), grown(row, "ttft_count")), seconds],
+  ["Errors", (row) => row.errors, number],
+  ["Lag", (row) => row.lag_frames, number],
   ["Active blocks", (row) => row.active_blocks, number],
   ["Prefill tokens", (row) => row.charged_prefill_tokens, number],
   ["Cached blocks", (row) => row.blocks, number],
   ["Answers", (row) => row.answers, number],
-  ["Errors", (row) => row.errors, number],
-  ["Lag", (row) => row.lag_frames, number],
 ];
 
 const COUNTERS = ["overlap_tokens", "prompt_tokens", "ttft_sum_s", "ttft_count"];
