@@ -39,7 +39,8 @@ _MOST_HOPS = 16
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 
 Outcome: TypeAlias = Literal["ok", "refused", "failed", "broken", "left"]
-"""refused: 4xx, of router or worker; failed: 5xx; broken: after the first byte; left: the client did."""
+"""refused: 4xx, of router or worker, and any error outside the APIs' routes; failed: 5xx; broken: after the
+first byte; left: the client did."""
 
 
 def outcome_of(served: Served | None) -> Outcome:
@@ -51,6 +52,11 @@ def outcome_of(served: Served | None) -> Outcome:
     if served.status < 400:
         return "ok"
     return "refused" if served.status < 500 else "failed"
+
+
+def outcome_without_worker(status: int, *, is_api: bool) -> Outcome:
+    """Alerts count `failed`: one dashboard too many (503) or HTTP/2 (505) is no failed request of a user."""
+    return "failed" if is_api and status >= 500 else "refused"
 
 
 class AccessLog:
@@ -135,13 +141,17 @@ class AccessLog:
         _write(outcome, status, facts, bug)
 
     def refused(
-        self, request: Request | None, request_id: str, error: KvRouterError, client: str = ""
+        self,
+        request: Request | None,
+        request_id: str,
+        error: KvRouterError,
+        outcome: Outcome,
+        client: str = "",
     ) -> None:
         """Log a request that reached no worker's route. `request`: None if it could not be read."""
         facts: dict[str, Any] = {"request": request_id, "client": self._client(client, ())}
         if request is not None:
             facts = self._asked(request, request_id)
-        outcome: Outcome = "refused" if error.status < 500 else "failed"
         facts |= {"status": error.status, "outcome": outcome, "error": str(error)[:_MOST_CHARACTERS]}
         _write(outcome, error.status, facts)
 

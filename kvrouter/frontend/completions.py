@@ -29,7 +29,7 @@ from kvrouter.errors import (
 )
 from kvrouter.frontend import passthrough
 from kvrouter.frontend.accept import Accept, Work
-from kvrouter.frontend.access_log import CLIENT_LEFT, AccessLog, outcome_of
+from kvrouter.frontend.access_log import CLIENT_LEFT, AccessLog, outcome_of, outcome_without_worker
 from kvrouter.frontend.admission_queue import WaitingRoom
 from kvrouter.frontend.bodies import apis, responses
 from kvrouter.frontend.bodies.apis import Api
@@ -190,9 +190,9 @@ class Completions:
     ) -> None:
         """Count and log a request that reached no worker's route. `request`: None if it was not readable."""
         route = OTHER if request is None or request.head.route not in ROUTES else request.head.route
-        outcome = "refused" if error.status < 500 else "failed"
+        outcome = outcome_without_worker(error.status, is_api=route != OTHER)
         self._metrics.requests.inc(("", route, "", error.status, outcome))
-        self.access.refused(request, request_id, error, client)
+        self.access.refused(request, request_id, error, outcome, client)
 
     def _reply(self, request: Request, answer: Answer, *, closes: bool = False) -> Served:
         """Write an answer that no worker made."""

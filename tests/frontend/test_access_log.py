@@ -96,13 +96,16 @@ async def test_broken(fleet_of: FleetOf) -> None:
 
 
 async def test_what_no_route_takes(fleet_of: FleetOf) -> None:
-    """A path that is not served, a request that is not HTTP, a door that is closed: one line each."""
+    """A path that is not served, what is not HTTP/1.1, a closed door: one line each, and no failure."""
     async with fleet_of() as fleet, fleet.connected() as client:
         await fleet.get("/nowhere")
         await get(fleet.url, "/workers")
         await get(fleet.frontend.admin_url, "/elsewhere")
         client.writer.write(b"nonsense\r\n\r\n")
         await client.response()
+        async with fleet.connected() as other:  # HTTP/2 of a proxy: alerts must not count it
+            other.writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+            await other.response()
         found = events(fleet)
 
         paths = ["/nowhere", "/workers", "/elsewhere", None]
@@ -110,7 +113,9 @@ async def test_what_no_route_takes(fleet_of: FleetOf) -> None:
             (one["outcome"], one["status"], one["path"]) for one in found[:3]
         ]
         assert ("refused", 400) == (found[3]["outcome"], found[3]["status"])
-        assert ["127.0.0.1"] * 4 == [one["client"] for one in found]
+        assert ("refused", 505) == (found[4]["outcome"], found[4]["status"])
+        assert b'outcome="failed"' not in (await get(fleet.frontend.admin_url, "/metrics")).body
+        assert ["127.0.0.1"] * 5 == [one["client"] for one in found]
 
 
 async def test_terms(fleet_of: FleetOf, request: pytest.FixtureRequest) -> None:
@@ -195,7 +200,7 @@ def test_client(flags: tuple[str, ...], headers: tuple[str, ...], client: str) -
     head = RequestHead("POST", "/v1/completions", fields, wants_keep_alive=True)
     access = AccessLog(AccessOptions("all", flags), DecisionViews(None, logs=False), lambda: 0.0)
     with capture_logs() as logs:
-        access.refused(Request(head, FakeClient()), "r", BadRequestError("bad"))
+        access.refused(Request(head, FakeClient()), "r", BadRequestError("bad"), "refused")
 
     assert [client] == [one["client"] for one in logs]
 
