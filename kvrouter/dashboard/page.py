@@ -21,7 +21,7 @@ _TYPES = {
     "fleet.js": "text/javascript",
     "traffic.js": "text/javascript",
     "decisions.js": "text/javascript",
-    "replicas.js": "text/javascript",
+    "agreement.js": "text/javascript",
     # uPlot 1.6.32, its distributed files as they are; licence: uplot.LICENSE
     "uplot.css": "text/css",
     "uplot.js": "text/javascript",

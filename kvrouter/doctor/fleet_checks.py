@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from statistics import median
 
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.senders import name
@@ -14,6 +15,8 @@ from kvrouter.doctor.listening import Listener, Worker
 # Heartbeats in a row that may be missing before a lease (5) is in danger.
 _LATE_BEATS = 3
 _MOST_NAMESPACES = 5
+# Of two workers, nobody can say which one is wrong. Other GPUs of one model differ by less, as a rule.
+_FEW_WORKERS, _LEAST_CAPACITY = 2, 0.25
 
 
 def check_presence(
@@ -43,6 +46,7 @@ def check_agents(listener: Listener, now: float, *, is_whole: bool) -> Iterator[
             ids = listed(card.worker_id for card in cards if card.url == url)
             yield Finding(KINDS["agent.shared_engine"], url, f"on the cards of {ids}")
     yield from _check_block_sizes(cards)
+    yield from _check_capacities(cards)
 
 
 def _check_agent(worker_id: str, one: Worker, now: float) -> Iterator[Finding]:
@@ -82,6 +86,20 @@ def _check_block_sizes(cards: Sequence[Card]) -> Iterator[Finding]:
         if len(counts) > 1:
             seen = ", ".join(f"{size}: {count} workers" for size, count in counts.most_common(5))
             yield Finding(KINDS["fleet.block_sizes"], model, seen)
+
+
+def _check_capacities(cards: Sequence[Card]) -> Iterator[Finding]:
+    """Engines with far fewer blocks than the others of their model."""
+    tokens: dict[str, dict[str, int]] = defaultdict(dict)
+    for card in cards:
+        if card.tiers and all(card.tiers.values()):
+            tokens[card.model][card.worker_id] = sum(card.tiers.values()) * card.block_size
+    for capacities in tokens.values():
+        usual = median(capacities.values())
+        for worker_id, capacity in capacities.items():
+            if len(capacities) > _FEW_WORKERS and capacity < _LEAST_CAPACITY * usual:
+                seen = f"room for {capacity:,} tokens per rank; {usual:,.0f} in the median of its model"
+                yield Finding(KINDS["engine.capacity"], worker_id, seen)
 
 
 def check_frames(listener: Listener, *, is_whole: bool) -> Iterator[Finding]:

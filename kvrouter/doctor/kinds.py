@@ -269,6 +269,15 @@ _ALL = (
         _EVENTS,
     ),
     Kind(
+        "engine.capacity",
+        "warning",
+        "An engine has room for far fewer blocks than the others of its model",
+        "start it with the settings of the others (vLLM: --gpu-memory-utilization, "
+        "--num-gpu-blocks-override), and look whether another process holds memory of its GPU; nothing, if "
+        "its GPU is smaller",
+        "runbook.md#kvroutercapacityfell",
+    ),
+    Kind(
         "engine.no_blocks_known",
         "warning",
         "An engine has filled blocks since its start, and replicas know none of them",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import sqrt
 from statistics import median_low
 from typing import TypeAlias
 
@@ -17,12 +18,14 @@ from kvrouter.doctor.findings import Finding
 from kvrouter.doctor.kinds import KINDS
 from kvrouter.doctor.replicas import FleetRow, FleetState, Replica
 
-# A mean of fewer answers says little: one long prompt would decide it.
-LEAST_ANSWERS = 10
-# Between equal workers under load, means differ by less than this; a GPU that throttles exceeds it.
+# A slow worker gets few requests, so few answers have to do. The fewer, the longer they have to take.
+LEAST_ANSWERS = 3
+# Between equal workers under load, means of many answers differ by less; a GPU that throttles exceeds it.
 MOST_TIMES = 3.0
 # Below this difference no client notices.
 LEAST_S = 0.05
+# A prefill takes a step of the engine, however short it is: about as long as so many tokens.
+_STEP_TOKENS = 512
 
 
 @dataclass(slots=True)
@@ -44,7 +47,7 @@ class Served:
 
     @property
     def mean_tokens(self) -> float:
-        return max(1.0, self.uncached_tokens / self.answers)
+        return self.uncached_tokens / self.answers
 
 
 _Pool: TypeAlias = Mapping[str, Served]
@@ -100,8 +103,10 @@ def _slow(workers: _Pool, judged: set[str]) -> Iterator[tuple[str, str]]:
         judged.add(worker)
         usual_s = median_low(other.mean_s for other in others)
         # Longer prompts, or less of them cached, take longer at any worker.
-        work = max(1.0, served.mean_tokens / median_low(other.mean_tokens for other in others))
-        if served.mean_s > MOST_TIMES * work * usual_s and served.mean_s - usual_s > LEAST_S:
+        usual_tokens = median_low(other.mean_tokens for other in others)
+        work = max(1.0, (served.mean_tokens + _STEP_TOKENS) / (usual_tokens + _STEP_TOKENS))
+        doubt = sqrt(1 + LEAST_ANSWERS / served.answers)
+        if served.mean_s > MOST_TIMES * doubt * work * usual_s and served.mean_s - usual_s > LEAST_S:
             yield (
                 worker,
                 f"TTFT {served.mean_s:.3f} s, {usual_s:.3f} s at the others ({served.answers} answers)",

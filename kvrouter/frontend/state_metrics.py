@@ -66,6 +66,8 @@ def _pool_samples(pool: Pool) -> Iterator[Sample]:
         for target in worker.targets():
             own = {**labels, "worker": str(target.worker_id), "rank": str(target.rank)}
             yield "kvrouter_target_blocks", own, pool.index.blocks(target)
+            if worker.capacity_blocks:
+                yield "kvrouter_target_capacity_blocks", own, worker.capacity_blocks
             active = pool.active
             yield "kvrouter_active_blocks", own, active.blocks(target)
             yield "kvrouter_target_requests", own, active.requests(target)

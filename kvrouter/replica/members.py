@@ -5,7 +5,7 @@ Nothing else reports a loss: with one of two workers gone, requests still succee
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -25,6 +25,7 @@ class _Seen:
     pool: PoolId
     incarnation: int
     silent: bool
+    capacity_blocks: int
 
 
 class Members:
@@ -46,9 +47,14 @@ class Members:
                 self._log("worker.left", worker=worker_id, reason="left")
             return
         pool_id, worker = found
-        now = _Seen(pool_id, worker.incarnation, worker.silent)
-        if now != seen:
-            self._workers[worker_id] = now
+        now = _Seen(pool_id, worker.incarnation, worker.silent, worker.capacity_blocks)
+        if now == seen:
+            return
+        self._workers[worker_id] = now
+        if seen is not None and 0 < now.capacity_blocks < seen.capacity_blocks:
+            before, blocks = seen.capacity_blocks, now.capacity_blocks
+            self._warn("worker.capacity_fell", worker=worker_id, pool=pool_id, before=before, now=blocks)
+        if seen is None or replace(seen, capacity_blocks=now.capacity_blocks) != now:
             facts = {"worker": worker_id, "pool": pool_id, "url": worker.card.url}
             self._log("worker.joined", **facts, reason=_why_joined(seen, now))
 
@@ -111,7 +117,7 @@ class Members:
             reason = "silent for longer than its lease: it gets no requests, its blocks are dropped"
             self._warn("worker.lost", worker=worker_id, pool=seen.pool, reason=reason)
         elif found[1].silent and not seen.silent:
-            self._workers[worker_id] = _Seen(seen.pool, seen.incarnation, silent=True)
+            self._workers[worker_id] = replace(seen, silent=True)
             reason = (
                 "silent for longer than its lease; its pool has no other, so it stays while its port answers"
             )

@@ -227,6 +227,12 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "kvrouter_target_blocks": Metric(
             "gauge", ("pool", "worker", "rank"), "blocks of its engine's size that the index has for it"
         ),
+        "kvrouter_target_capacity_blocks": Metric(
+            "gauge",
+            ("pool", "worker", "rank"),
+            "blocks of its engine's size that it can hold, over all tiers; no series if the engine does "
+            "not report it",
+        ),
         "kvrouter_target_truncated": Metric(
             "gauge", ("pool", "worker", "rank"), "1 if some of its blocks were refused (`--index-max-…`)"
         ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from prometheus_client import CollectorRegistry
@@ -20,7 +20,10 @@ from kvrouter.core.wire.ids import Target
 from kvrouter.telemetry.catalog import METRIC_OF, METRICS
 
 # Bucket bounds: from a cached prefill to the longest answer an operator lets run.
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900, 3600)
+SECONDS = (
+    0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1, 1.5, 2.5, 5, 10, 30, 60,
+    300, 900, 3600,
+)  # fmt: skip
 
 
 class Count(Collector):
@@ -123,6 +126,13 @@ OTHER = "other"
 MOST_TARGETS = 20_000
 
 
+Values: TypeAlias = tuple[str | int, ...]
+"""Of the labels of a series, in their order."""
+
+# Code and outcome of what alerts count.
+_FAILURES = ((200, "broken"), (500, "failed"), (502, "failed"), (503, "failed"), (504, "failed"))
+
+
 class BoundedLabels(dict[str, str]):
     """The label for each value: the value itself, and `other` for all but the first `most`."""
 
@@ -138,20 +148,28 @@ class BoundedLabels(dict[str, str]):
 
 
 class CountByMany(Collector):
-    """A counter for each combination of the values of its labels."""
+    """A counter for each combination of the values of its labels.
 
-    def __init__(self, name: str, registry: CollectorRegistry) -> None:
-        self.values: defaultdict[tuple[str | int, ...], int] = defaultdict(int)
-        self._name = name
+    `born` returns the series that begin at 0 together with another one. One that begins at 1 shows no step
+    to `rate` and `increase`.
+    """
+
+    def __init__(
+        self, name: str, registry: CollectorRegistry, born: Callable[[Values], Iterable[Values]]
+    ) -> None:
+        self.values: defaultdict[Values, int] = defaultdict(int)
+        self._name, self._born = name, born
         registry.register(self)
 
-    def inc(self, values: tuple[str | int, ...]) -> None:
+    def inc(self, values: Values) -> None:
         self.values[values] += 1
 
     def collect(self) -> Iterable[Metric]:
         _, labels, text, _ = METRICS[self._name]
         family = CounterMetricFamily(self._name, text, labels=labels)
-        for values, count in list(self.values.items()):
+        counts = dict(self.values)
+        begun = {born: 0 for values in counts for born in self._born(values)}
+        for values, count in (begun | counts).items():
             family.add_metric([str(value) for value in values], count)
         return [family]
 
@@ -177,12 +195,20 @@ class TargetCounts:
         return self.answers["failed"] + self.answers["broken"]
 
 
+def _failures(values: Values) -> Iterator[Values]:
+    """The failures that may follow on a route, of its model and before a model is known."""
+    model, route, mode, *_ = values
+    for failure in _FAILURES:
+        yield model, route, mode, *failure
+        yield "", route, "", *failure
+
+
 class RequestMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.models = BoundedLabels(MOST_MODELS)
         """The label of each model."""
         self.targets: dict[Target, TargetCounts] = {}
-        self.requests = CountByMany("kvrouter_requests_total", registry)
+        self.requests = CountByMany("kvrouter_requests_total", registry, _failures)
         self.failed_attempts = CountBy("kvrouter_failed_attempts_total", registry)
         self.cancelled = Count("kvrouter_cancelled_requests_total", registry)
         self.broken = Count("kvrouter_broken_streams_total", registry)

@@ -351,7 +351,9 @@ class Agent:
         self._loads = scrape.loads
         was_asleep = self._facts.scrape.is_asleep
         if scrape.started_s != self._facts.scrape.started_s:
-            # the engine restarted between two probes; a table with batches of the new process only stays
+            before, now = self._facts.scrape.device_blocks, scrape.device_blocks
+            log.info("engine.restarted", url=self._options.engine_url, blocks_before=before, blocks=now)
+            # between two probes; a table with batches of the new process only stays
             self._restart_events([rank for rank in self._ranks if rank.is_older_than(scrape.started_s)])
         self._note(self._facts.with_scrape(scrape))
         if scrape.is_asleep != was_asleep:

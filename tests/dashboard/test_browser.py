@@ -108,9 +108,9 @@ async def test_in_front_of_a_fleet(running: Running, page: Any) -> None:
 
 async def test_agreement(running: Running, page: Any) -> None:
     """Each replica hears the other, and follows the caches of all engines; one that dies is missing."""
-    await page.goto(f"{running.deployed.replicas[0].admin_url}/#replicas")
+    await page.goto(f"{running.deployed.replicas[0].admin_url}/#agreement")
     await page.wait_for_selector("#peers td >> nth=5")
-    assert "all hear each other" in await page.text_content("#agreement")
+    assert "all hear each other" in await page.text_content("#agreed")
     assert 2 == (await page.text_content("#matrix")).count("1 of 1 in step")
     assert 2 == (await page.text_content("#peers")).count(f"{ENGINES} of {ENGINES} in step")
 
@@ -187,7 +187,7 @@ async def test_an_hour_leaks_nothing(fleet_of: FleetOf, page: Any) -> None:
         snapshots = _Snapshots(await _plain(fleet), workers=2)
         tools = await page.context.new_cdp_session(page)
         await snapshots.serve_at(page, QUARTER_S)
-        live = ("fleet", "traffic", "replicas")
+        live = ("fleet", "traffic", "agreement")
         sizes: list[tuple[int, int]] = []
         for view in (*live, *live, "fleet"):
             await page.goto(f"{fleet.frontend.admin_url}/#{view}")

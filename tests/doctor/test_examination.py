@@ -79,8 +79,11 @@ async def test_sick_workers(nats_url: str) -> None:
         namespace.worker("ill", ill)
         namespace.worker("locked", locked)
         namespace.worker("nonsense", nonsense)
-        namespace.worker("partial", well + "/a", "up", RankBeat(0, 1, 0, partial=True))
-        namespace.worker("draining", well + "/b", "draining")
+        namespace.worker(
+            "partial", well + "/a", "up", RankBeat(0, 1, 0, partial=True), tiers={"device": 4096}
+        )
+        namespace.worker("draining", well + "/b", "draining", tiers={"device": 4096})
+        namespace.worker("small", well + "/i", tiers={"device": 400})
         namespace.worker("no-events", well + "/c", publishes_events=False)
         namespace.worker("uncached", well + "/d", prefix_caching=False)
         namespace.worker("large", well + "/e", block_size=64)
@@ -103,6 +106,7 @@ async def test_sick_workers(nats_url: str) -> None:
         "agent.shared_engine": [well],
         "agent.twice": ["twins"],
         "clock.skew": ["early"],
+        "engine.capacity": ["small"],
         "engine.down": ["reported"],
         "engine.not_asked": ["locked"],
         "engine.old": ["old"],

@@ -32,9 +32,17 @@ class Namespace:
     def _rules(self, _pool: PoolId) -> RouterRules:
         return RouterRules(Kv(), lambda: 0.5)
 
-    def worker(self, worker_id: str, state: State = "up", incarnation: int = 1, block_size: int = 16) -> None:
+    def worker(
+        self, worker_id: str, state: State = "up", incarnation: int = 1, block_size: int = 16, blocks: int = 0
+    ) -> None:
         """A heartbeat."""
-        card = Card(worker_id=worker_id, url=f"http://{worker_id}", model="m", block_size=block_size)
+        card = Card(
+            worker_id=worker_id,
+            url=f"http://{worker_id}",
+            model="m",
+            block_size=block_size,
+            tiers={"device": blocks},
+        )
         beat = WorkerBeat(VERSION, incarnation, state, POOL, [], 1, card)
         self.replica.worker_heartbeat(WorkerId(worker_id), encode(beat), 0.0)
         self.members.worker_heartbeat(WorkerId(worker_id))
@@ -64,6 +72,16 @@ def logs() -> Iterator[list[dict[str, Any]]]:
 def members_of(logs: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """Each event with its worker or replica."""
     return [(entry["event"], entry.get("worker", entry.get("replica", ""))) for entry in logs]
+
+
+def test_capacity_that_fell(logs: list[dict[str, Any]]) -> None:
+    """A warning when an engine comes back with fewer blocks; none when it has more, or says nothing."""
+    space = Namespace()
+    for incarnation, blocks in enumerate((0, 400, 4096, 4096, 400, 0), 1):
+        space.worker("a", incarnation=incarnation, blocks=blocks)
+
+    (line,) = [entry for entry in logs if entry["event"] == "worker.capacity_fell"]
+    assert ("a", 4096, 400, "warning") == (line["worker"], line["before"], line["now"], line["log_level"])
 
 
 def test_block_size_changes(logs: list[dict[str, Any]]) -> None:

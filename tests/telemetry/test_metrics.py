@@ -53,6 +53,27 @@ def test_requests_by_labels() -> None:
     }
 
 
+def test_failures_begin_at_0() -> None:
+    """The first failure of a route is a step of its series, for its model and for none."""
+    registry = CollectorRegistry()
+    metrics = RequestMetrics(registry)
+    metrics.requests.inc(("m", "/v1/completions", "kv", 503, "failed"))
+    metrics.requests.inc(("m", "/v1/completions", "kv", 200, "ok"))
+    counts = {
+        (code, model): count
+        for series, count in scraped(registry).items()
+        for code in ("200', 'mode': 'kv", "502", "503")
+        for model in ("m", "")
+        if series.startswith(f"kvrouter_requests_total{{'code': '{code}")
+        and f"'model': '{model}'" in series
+        and "'outcome': 'ok'" not in series
+    }
+
+    assert {
+        ("200', 'mode': 'kv", "m"): 0, ("502", "m"): 0, ("502", ""): 0, ("503", "m"): 1, ("503", ""): 0,
+    } == counts  # fmt: skip
+
+
 def test_models_are_bounded() -> None:
     """Models beyond the cap share one label; those before keep theirs."""
     models = BoundedLabels(2)

@@ -42,6 +42,7 @@ const TARGETS = [
   ["Active blocks", (row) => row.active_blocks, number],
   ["Prefill tokens", (row) => row.charged_prefill_tokens, number],
   ["Cached blocks", (row) => row.blocks, number],
+  ["Room for blocks", (row) => row.total_blocks, number],
   ["Answers", (row) => row.answers, number],
 ];
 
@@ -54,9 +55,16 @@ export function remember(snapshot) {
   if (!past.length || time - past.at(-1).time >= KEPT_EACH_S) {
     const counted = (row) => Object.fromEntries(COUNTERS.map((counter) => [counter, row[counter]]));
     const counts = new Map(targets.map((row) => [key(row), counted(row)]));
-    past.push({ time, started, requests: traffic.requests, counts: traffic.ttft.counts, targets: counts });
+    const tokens = tokensOf(fleet.pools);
+    past.push({ time, started, requests: traffic.requests, counts: traffic.ttft.counts, targets: counts, tokens });
   }
   while (past.length > 1 && time - past[0].time > MINUTE_S) past.shift();
+}
+
+// Prompt tokens of all pools, and how many of them each cache did not have.
+function tokensOf(pools) {
+  const uncached = (cache) => sum(pools, (pool) => pool.uncached_tokens[cache]);
+  return { all: sum(pools, (pool) => pool.reusable_tokens), chosen: uncached("chosen"), pooled: uncached("pooled") };
 }
 
 export function draw() {
@@ -84,15 +92,17 @@ function lastMinute() {
 }
 
 function drawFigures() {
-  const tokens = sum(fleet.pools, (pool) => pool.reusable_tokens);
-  const cached = (cache) => (tokens ? 1 - sum(fleet.pools, (pool) => pool.uncached_tokens[cache]) / tokens : null);
+  const [{ tokens: before }] = past;
+  const tokens = tokensOf(fleet.pools);
+  const missed = (cache) => ratio(tokens[cache] - before[cache], tokens.all - before.all);
+  const cached = (cache) => (missed(cache) === null ? null : Math.max(0, 1 - missed(cache)));
   const figures = {
     "Eligible targets": `${sum(fleet.pools, (pool) => pool.eligible)} of ${fleet.targets.length}`,
     "Requests in flight": number(sum(fleet.targets, (row) => row.requests)),
     Queued: number(sum(fleet.pools, (pool) => pool.queue)),
     ...lastMinute(),
     "Requests since the start": number(fleet.traffic.requests),
-    Failed: number(fleet.traffic.failed),
+    "Failed since the start": number(fleet.traffic.failed),
     "Prompt tokens cached": share(cached("chosen")),
     "In one shared cache": share(cached("pooled")),
   };

@@ -1,12 +1,12 @@
 // The page of one replica: it shows the snapshots of fleet/stream, one a second, while it is visible.
 //
-//     fleet/stream ──snapshot──> fleet.js, traffic.js, replicas.js     decisions, prefixes ──> decisions.js
+//     fleet/stream ──snapshot──> fleet.js, traffic.js, agreement.js     decisions, prefixes ──> decisions.js
 //
 // The part of the URL after # is the view, or decisions/REQUEST_ID: reload, back and links lead there.
 
 import * as decisions from "./decisions.js";
 import * as fleet from "./fleet.js";
-import * as replicas from "./replicas.js";
+import * as agreement from "./agreement.js";
 import { cell, find } from "./table.js";
 import * as traffic from "./traffic.js";
 
@@ -63,7 +63,7 @@ function draw() {
   find("reasons").replaceChildren(...snapshot.reasons.map((reason) => cell(reason, "li")));
   if (isShown("fleet")) fleet.draw();
   if (isShown("traffic")) traffic.draw(find("plots"));
-  if (isShown("replicas")) replicas.draw(snapshot);
+  if (isShown("agreement")) agreement.draw(snapshot);
   if (isShown("decisions")) drawDecisions();
 }
 

@@ -44,6 +44,16 @@ QUERIES = {
         "sum(rate(kvrouter_prompt_tokens_total[30s])) / sum(rate(kvrouter_requests_total[30s]))",
         "sum by (cache) (rate(kvrouter_uncached_tokens_total[30s]))",
     ),
+    "changed-prompts": (
+        "topk(5, kvrouter:target_ttft_seconds:mean5m)",
+        "kvrouter:cached_ratio:rate5m",
+        "kvrouter:cached_ratio:rate5m offset 1m",
+    ),
+    "small-cache": (
+        "max by (worker) (kvrouter_target_capacity_blocks)",
+        "max by (worker) (kvrouter_target_blocks)",
+        "kvrouter:error_ratio:rate5m",
+    ),
 }
 _MOST_LOG_LINES = 6
 _LOOK_S = 5.0

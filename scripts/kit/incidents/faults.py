@@ -13,7 +13,7 @@ from typing import Any
 from kvrouter.bus.accounts import SERVER_FILE
 from kvrouter.worker.options import worker_id_of
 from scripts.kit.chaos.cluster import LEAF, SERVERS, Link
-from scripts.kit.deployment import Deployment
+from scripts.kit.deployment import Deployment, Engine
 from scripts.kit.fleet import Fleet, Process, wait_until_ok
 from scripts.kit.http_client import Client
 from scripts.kit.incidents.traffic import Documents, chat
@@ -23,6 +23,8 @@ SLOWED, WRONG, SILENT = 1, 1, 2
 """The engine that is slowed, the replica with the wrong template, the agent that is silent."""
 SLOWER = 5.0
 MANY_PER_S = 40.0
+CHANGED_PER_S = 8.0
+SMALL_BLOCKS = 200
 STOOD_STILL_S = 0.6
 # A frontend whose inbox holds 8 messages instead of 524,288: more arrive in this fleet while it stands still.
 _SMALL_INBOX = (
@@ -106,6 +108,34 @@ async def too_many(scene: Scene) -> AsyncIterator[None]:
     requests = Documents(count=400, seed=5).chats(4_000)
     async with SteadyLoad(requests, _urls(scene), rate=MANY_PER_S, timeout_s=20.0):
         yield
+
+
+@contextlib.asynccontextmanager
+async def changed_prompts(scene: Scene) -> AsyncIterator[None]:
+    """A new version of an application puts the time in front of its prompts."""
+    requests = Documents(count=12, seed=31).chats(2_000, stamped=True)
+    async with SteadyLoad(requests, _urls(scene), rate=CHANGED_PER_S):
+        yield
+
+
+@contextlib.asynccontextmanager
+async def small_cache(scene: Scene) -> AsyncIterator[None]:
+    """An engine is started again with a tenth of its KV blocks, and its agent notices."""
+    engine = scene.deployed.engines[SLOWED]
+    whole = list(scene.fleet.processes[engine.mocker.name].command)
+    small = [f"--num-blocks={SMALL_BLOCKS}" if one.startswith("--num-blocks=") else one for one in whole]
+    assert small != whole, whole
+    await _restart_engine(scene, engine, small)
+    try:
+        yield
+    finally:
+        await _restart_engine(scene, engine, whole)
+
+
+async def _restart_engine(scene: Scene, engine: Engine, command: list[str]) -> None:
+    await scene.fleet.stop(engine.mocker.name)
+    process = await scene.fleet.start(engine.mocker.name, command)
+    await wait_until_ok(scene.client, process, f"{engine.url}/health")
 
 
 @contextlib.asynccontextmanager
@@ -272,6 +302,8 @@ INCIDENTS = (
     Incident("nats-node", cut_nats_node, ("KvrouterReplicasDisagree", "KvrouterWorkerSilent")),
     Incident("hot-prefix", hot_prefix, ("KvrouterTimeToFirstToken",)),
     Incident("too-many", too_many, ("KvrouterQueue", "KvrouterTimeToFirstToken")),
+    Incident("changed-prompts", changed_prompts, ("KvrouterPromptsChanged",)),
+    Incident("small-cache", small_cache, ("KvrouterCapacityFell",)),
     Incident(
         "no-engines", no_engines, ("KvrouterErrorBudgetFast", "KvrouterErrorBudgetSlow", "KvrouterNoWorker")
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import dataclass
+from datetime import timedelta
 from pydoc_data.topics import topics
 
 from scripts.kit.load import LoadRequest
@@ -31,12 +32,18 @@ class Documents:
         starts = [chance.randrange(len(source) - length) for _ in range(self.count)]
         return [f"Document {n}.\n{source[start : start + length]}" for n, start in enumerate(starts)]
 
-    def chats(self, count: int) -> list[LoadRequest]:
-        """So many streamed chats, sent at a rate of the caller's."""
+    def chats(self, count: int, *, stamped: bool = False) -> list[LoadRequest]:
+        """So many streamed chats, to send at a rate. `stamped`: each begins with another time."""
         chance, texts = random.Random(self.seed + 1), self.texts()
         weights = [rank**-self.zipf for rank in range(1, self.count + 1)]
         drawn = chance.choices(texts, weights, k=count)
-        return [chat(text, f"{chance.choice(_QUESTIONS)} ({n})") for n, text in enumerate(drawn)]
+        return [
+            chat(
+                f"Now: {timedelta(seconds=n)}.\n{text}" if stamped else text,
+                f"{chance.choice(_QUESTIONS)} ({n})",
+            )
+            for n, text in enumerate(drawn)
+        ]
 
 
 def chat(document: str, question: str, output_tokens: int = 24) -> LoadRequest:

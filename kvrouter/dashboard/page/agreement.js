@@ -41,10 +41,10 @@ export function draw({ replicas, replicas_lost: lost, workers_lost: workers }) {
   const pairs = replicas.flatMap((listener) => replicas.map((speaker) => isBad(listener, speaker)));
   const bad = pairs.filter(Boolean).length;
   const caches = replicas.filter((row) => row.caches && !isWell(row.caches)).length;
-  find("agreement").textContent = bad || caches
+  find("agreed").textContent = bad || caches
     ? `${bad} pairs of replicas, and the copies of caches in ${caches} replicas, are not in step or were not once.`
     : `${number(replicas.length)} replicas: all hear each other, and no digest has differed.`;
-  find("agreement").className = bad || caches ? "bad" : "";
+  find("agreed").className = bad || caches ? "bad" : "";
   find("lost").textContent = lost || workers
     ? `Lost since the start of this replica: ${number(lost)} replicas, ${number(workers)} workers. Their heartbeats ended ` +
       "without a last one, as after a crash or behind a network that is cut; the tables do not have them."
