@@ -46,7 +46,7 @@ export function draw({ replicas, replicas_lost: lost, workers_lost: workers }) {
     : `${number(replicas.length)} replicas: all hear each other, and no digest has differed.`;
   find("agreed").className = bad || caches ? "bad" : "";
   find("lost").textContent = lost || workers
-    ? `Lost since the start of this replica: ${number(lost)} replicas, ${number(workers)} workers. Their heartbeats ended ` +
+    ? `Lost since the start of this replica: replicas ${number(lost)}, workers ${number(workers)}. Their heartbeats ended ` +
       "without a last one, as after a crash or behind a network that is cut; the tables do not have them."
     : "";
   const columns = [
