@@ -198,7 +198,7 @@ class TargetCounts:
 def _failures(values: Values) -> Iterator[Values]:
     """The failures that may follow on a route, of its model and before a model is known."""
     model, route, mode, *_ = values
-    for failure in _FAILURES:
+    for failure in _FAILURES if route != OTHER else ():
         yield model, route, mode, *failure
         yield "", route, "", *failure
 
