@@ -111,7 +111,7 @@ class Accept:
         elif before is not None:
             # No other engine has the response, not even if this one has lost the blocks of its chat.
             wanted, mode = before.wanted, DIRECT
-        selection = router.modes.of(mode) if mode else router.selection
+        selection = router.modes.of(mode) if mode else router.modes.default
         policy = selection.policy
         lora_name = _lora_name(router, asked)
         prompts: tuple[Prompt, ...] = ()

@@ -43,7 +43,7 @@ from kvrouter.frontend.prediction_checks import check_answer
 from kvrouter.frontend.rules import record_outcome
 from kvrouter.frontend.state_metrics import target_samples
 from kvrouter.relay.answer import Answer, Served, internal_error, rejected_answer
-from kvrouter.relay.engine_answers import UNKNOWN_MODEL, find_output_tokens
+from kvrouter.relay.engine_answers import UNKNOWN_MODEL
 from kvrouter.relay.exchange import (
     Attempt,
     Done,
@@ -166,10 +166,12 @@ class Completions:
             served = self._fail(api, request, request_id)
         finally:
             self._in_flight.end(request)
-        model = self._count(request, work, served.status, outcome_of(served))
+        # nearly all: not worth a call
+        is_well = served.status < 400 and not served.failure and not served.needs_reset
+        model = self._count(request, work, served.status, "ok" if is_well else outcome_of(served))
         lasted_s = self._now() - received_at
         self._metrics.duration.observe(lasted_s, model)
-        if notes is not None or wrong is not None or served.status >= 400 or served.failure:
+        if not is_well or notes is not None or wrong is not None:
             self.access.end(
                 request, request_id, served, lasted_s, notes=notes, work=work, tried=tried, error=wrong
             )
@@ -182,7 +184,7 @@ class Completions:
             model = self._metrics.models[work.router.pool.model]
             mode = work.route.mode or work.router.modes.default.mode
         # Only its own routes lead here, so the path is not the client's choice.
-        self._metrics.requests.inc((model, request.head.route, mode, status, outcome))
+        self._metrics.requests.values[model, request.head.route, mode, status, outcome] += 1
         return model
 
     def refused(
@@ -191,7 +193,7 @@ class Completions:
         """Count and log a request that reached no worker's route. `request`: None if it was not readable."""
         route = OTHER if request is None or request.head.route not in ROUTES else request.head.route
         outcome = outcome_without_worker(error.status, is_api=route != OTHER)
-        self._metrics.requests.inc(("", route, "", error.status, outcome))
+        self._metrics.requests.values["", route, "", error.status, outcome] += 1
         self.access.refused(request, request_id, error, outcome, client)
 
     def _reply(self, request: Request, answer: Answer, *, closes: bool = False) -> Served:
@@ -228,12 +230,13 @@ class Completions:
                     raise
                 break  # no worker is left: the client gets the answer of the last one
             outcome = None  # stays None if this attempt is cancelled: `_end` then knows that the client left
+            metrics, target = self._metrics, placement.target
             running = Running(
                 work,
                 placement,
                 failed if tries < self._retries else None,
-                self._metrics.models[work.router.pool.model],
-                self._metrics.target(placement.target),
+                metrics.models[work.router.pool.model],
+                metrics.targets.get(target) or metrics.new_target(target),
                 notes,
             )
             if work.route.prompts:
@@ -351,10 +354,7 @@ class Completions:
         """Count what an attempt has relayed, whole or not."""
         work, metrics = running.work, self._metrics
         if work.api.parse is not None:
-            tokens = find_output_tokens(attempt.last_read)  # nearly always there
-            if tokens is None:
-                tokens = _output_tokens(attempt)
-            running.output_tokens = tokens
+            running.output_tokens = tokens = attempt.output_tokens()
             if tokens:
                 metrics.output_tokens.inc(running.model, tokens)
             if running.first_at and attempt.events > 1:
@@ -464,13 +464,6 @@ def _bytes_for(work: Work, placement: Placement) -> bytes:
         trace=work.request.trace,
     )
     return head + body
-
-
-def _output_tokens(attempt: Attempt) -> int | None:
-    """From the usage in the answer's end, else one for each event of a stream; None if there is neither."""
-    tail, events = attempt.tail, attempt.events
-    found = find_output_tokens(tail) if attempt.reads > 1 else None
-    return found if found is not None else (events - (tail.find(b"data: [DONE]") >= 0)) or None
 
 
 def _ending_of(outcome: Outcome | None) -> str:

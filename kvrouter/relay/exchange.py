@@ -31,6 +31,7 @@ from kvrouter.relay.engine_answers import (
     TAIL_BYTES,
     TAIL_READS,
     error_status_in,
+    find_output_tokens,
     first_line,
     has_failed,
     is_rejection,
@@ -192,15 +193,15 @@ class Attempt:
         """The last bytes that were relayed, framing included: the engine's usage is there."""
         return b"".join(self._last_reads)[-self._most_tail_bytes :]
 
-    @property
-    def reads(self) -> int:
-        """How many reads `tail` joins."""
-        return len(self._last_reads)
-
-    @property
-    def last_read(self) -> bytes:
-        """The end of `tail`: what the last read brought."""
-        return self._last_reads[-1] if self._last_reads else b""
+    def output_tokens(self) -> int | None:
+        """From the usage of the answer, else one for each event of a stream; None if there is neither."""
+        reads, events = self._last_reads, self.events
+        found = find_output_tokens(reads[-1]) if reads else None  # nearly always there
+        if found is not None or not (events or len(reads) > 1):
+            return found
+        tail = self.tail
+        found = find_output_tokens(tail) if len(reads) > 1 else None
+        return found if found is not None else (events - (tail.find(b"data: [DONE]") >= 0)) or None
 
     def send(self, request: bytes) -> None:
         """Send the request. All later calls come from the connection (Receiver, below)."""

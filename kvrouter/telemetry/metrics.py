@@ -45,12 +45,12 @@ class CountBy(Collector):
     """A counter for each value of its label."""
 
     def __init__(self, name: str, registry: CollectorRegistry) -> None:
-        self.values: dict[str, float] = {}
+        self.values: defaultdict[str, float] = defaultdict(int)
         self._name = name
         registry.register(self)
 
     def inc(self, value: str, by: float = 1) -> None:
-        self.values[value] = self.values.get(value, 0) + by
+        self.values[value] += by
 
     def collect(self) -> Iterable[Metric]:
         _, labels, text, _ = METRICS[self._name]
@@ -161,9 +161,6 @@ class CountByMany(Collector):
         self._name, self._born = name, born
         registry.register(self)
 
-    def inc(self, values: Values) -> None:
-        self.values[values] += 1
-
     def collect(self) -> Iterable[Metric]:
         _, labels, text, _ = METRICS[self._name]
         family = CounterMetricFamily(self._name, text, labels=labels)
@@ -223,13 +220,11 @@ class RequestMetrics:
         self.decide = Spread("kvrouter_decide_seconds", registry, bounds=OWN_SECONDS)
         self.relay = Spread("kvrouter_relay_seconds", registry, bounds=OWN_SECONDS)
 
-    def target(self, target: Target) -> TargetCounts:
-        """The counts of a target."""
-        found = self.targets.get(target)
-        if found is None:
-            if len(self.targets) >= MOST_TARGETS:
-                del self.targets[next(iter(self.targets))]
-            found = self.targets[target] = TargetCounts()
+    def new_target(self, target: Target) -> TargetCounts:
+        """The counts of a target that is not in `targets`."""
+        if len(self.targets) >= MOST_TARGETS:
+            del self.targets[next(iter(self.targets))]
+        found = self.targets[target] = TargetCounts()
         return found
 
 

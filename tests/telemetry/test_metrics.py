@@ -41,7 +41,7 @@ def test_requests_by_labels() -> None:
     registry = CollectorRegistry()
     metrics = RequestMetrics(registry)
     for code, outcome in ((200, "ok"), (200, "ok"), (200, "broken"), (503, "failed")):
-        metrics.requests.inc(("m", "/v1/completions", "kv", code, outcome))
+        metrics.requests.values["m", "/v1/completions", "kv", code, outcome] += 1
     samples = scraped(registry)
 
     assert {("200", "ok"): 2, ("200", "broken"): 1, ("503", "failed"): 1} == {
@@ -57,8 +57,8 @@ def test_failures_begin_at_0() -> None:
     """The first failure of a route is a step of its series, for its model and for none."""
     registry = CollectorRegistry()
     metrics = RequestMetrics(registry)
-    metrics.requests.inc(("m", "/v1/completions", "kv", 503, "failed"))
-    metrics.requests.inc(("m", "/v1/completions", "kv", 200, "ok"))
+    metrics.requests.values["m", "/v1/completions", "kv", 503, "failed"] += 1
+    metrics.requests.values["m", "/v1/completions", "kv", 200, "ok"] += 1
     counts = {
         (code, model): count
         for series, count in scraped(registry).items()
@@ -86,7 +86,7 @@ def test_targets_are_bounded() -> None:
     """Counts of targets that nothing scrapes do not grow without bound: the oldest are dropped."""
     metrics = RequestMetrics(CollectorRegistry())
     for number in range(MOST_TARGETS + 3):
-        metrics.target(Target(WorkerId(f"w{number}")))
+        metrics.new_target(Target(WorkerId(f"w{number}")))
 
     assert MOST_TARGETS == len(metrics.targets)
     assert Target(WorkerId("w2")) not in metrics.targets
