@@ -147,7 +147,6 @@ class Completions:
                 served = self._reply(request, self._decisions.preview(work))
             else:
                 served = self._finish(work, await self._try_workers(work, tried, notes))
-                self._in_flight.answered(request)
         except KvRouterError as error:
             wrong = error
             served = self._reply(request, api.error_answer(error, request_id), closes=error.is_body_left)
@@ -341,7 +340,7 @@ class Completions:
             attempt.send(_bytes_for(work, placement))
             outcome = await attempt.outcome
             if isinstance(outcome, Done) and outcome.status == 200 and not outcome.failure:
-                self._good_answer(work, placement, attempt.tail)
+                self._good_answer(work, placement, attempt)
             return outcome
         except asyncio.CancelledError:
             attempt.cancel()
@@ -367,14 +366,14 @@ class Completions:
             notes.usage, notes.output_tokens = work.api.find_usage(attempt.tail), running.output_tokens
             notes.answered(outcome, attempt.events)
 
-    def _good_answer(self, work: Work, placement: Placement, tail: bytes) -> None:
+    def _good_answer(self, work: Work, placement: Placement, attempt: Attempt) -> None:
         """Check the prediction by the answer's usage; keep what a later request may continue."""
         if work.response is not None:
-            self._accept.kept.keep(work.response, placement.target, responses.find_answer(tail))
+            self._accept.kept.keep(work.response, placement.target, responses.find_answer(attempt.tail))
             work.router.bind(session_of(work.response.id), placement.target, self._now())
             self._publishing.flush_soon()
         if work.traits is not None:
-            usage, now = work.api.find_usage(tail), self._now()
+            usage, now = work.api.find_usage(attempt.tail), self._now()
             check_answer(
                 work.router, work.route, placement, work.traits, audit=self._audit, usage=usage, now=now
             )
@@ -525,15 +524,12 @@ class InFlight:
         """Count a request that the current task serves. Raises ShuttingDownError after `reject_waiting`."""
         task = asyncio.current_task(self._loop)  # without the loop it calls os.getpid to find it
         assert task is not None
+        if not self.count:
+            self.idle.clear()
         self.count += 1
-        self.idle.clear()
         self._waiting[request] = task
         if self._is_closed:
             raise cut_off_error()
-
-    def answered(self, request: Request) -> None:
-        """The answer is written. The task may still wait for its client, and is no longer cancelled."""
-        self._waiting.pop(request, None)
 
     def take_rejection(self, request: Request) -> ShuttingDownError | None:
         """The error for a request that `reject_waiting` cancelled, whose task goes on to answer with it.
@@ -549,7 +545,8 @@ class InFlight:
     def end(self, request: Request) -> None:
         self.count -= 1
         self._waiting.pop(request, None)
-        self._rejected.pop(request, None)
+        if self._rejected:
+            self._rejected.pop(request, None)
         if not self.count:
             self.idle.set()
 

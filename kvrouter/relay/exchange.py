@@ -49,6 +49,7 @@ MOST_LOOKS = 64
 # Searched with `find`, not `in`: bytes' `in` first tries its operand as a number, and the exception that this
 # raises inside makes it half as slow again (CPython 3.11).
 _ABORT = b'"abort"'
+_ERROR = b'"error"'
 # vLLM ends requests that it aborts with status 200 and this reason.
 _ABORTED = re.compile(rb'"finish_reason": ?"abort"')
 _ABORTED_REASON = "the worker aborted the request"
@@ -320,16 +321,19 @@ class Attempt:
 
     def _judge_whole(self, head: ResponseHead, held: bytes) -> None:
         text = _content(head, held)
-        if is_rejection(head.status, serves_model=self._serves_model):
+        if head.status < 300:
+            if self._is_bad(first_line(text)[0] if head.is_event_stream else b"", text):
+                return
+        elif is_rejection(head.status, serves_model=self._serves_model):
             self._reject(head.status, text)
-            return
-        if head.status < 300 and self._is_bad(first_line(text)[0] if head.is_event_stream else b"", text):
             return
         self._commit(head, held)
         self._finish(Done(head.status, self._keeps_alive))
 
     def _is_bad(self, event: bytes, text: bytes) -> bool:
         """Whether a 200 response carries an error in its first event. The attempt is over then."""
+        if text.find(_ERROR) < 0 and text.find(_ABORT) < 0:  # nearly always
+            return False
         error_status = error_status_in(event) if event else 0
         if error_status and is_rejection(error_status, serves_model=self._serves_model):
             self._reject(error_status, event.removeprefix(b"data:").strip())

@@ -214,7 +214,8 @@ class WorkerConnection(asyncio.Protocol):
     def _begin(self, receiver: Receiver, data: bytes) -> None:
         """Collect the head; what follows it belongs to the body."""
         self._has_answered = True
-        begin = max(0, len(self._head) - len(_END))  # the bytes before have been searched already
+        # the bytes before have been searched already
+        begin = max(0, len(self._head) - len(_END)) if self._head else 0
         self._head += data
         head = self._next_head(begin)
         while head is not None and head.status < 200:
@@ -263,12 +264,12 @@ class WorkerConnection(asyncio.Protocol):
     def _release(self) -> None:
         """The answer is complete: become idle, or close."""
         self._receiver = self._body = None
-        if not self._keeps_alive or not self.is_usable:
+        transport = self._transport
+        if not self._keeps_alive or transport is None or transport.is_closing():
             self._close()
             return
         self._has_served = True
-        if self._transport is not None:
-            self._transport.resume_reading()  # the client may have been slow when the last bytes arrived
+        transport.resume_reading()  # the client may have been slow when the last bytes arrived
         self._idle_since = self.loop.time()
         self._look_by(self._idle_since + IDLE_S)
         self._pool.append(self)

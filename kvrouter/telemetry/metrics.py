@@ -80,14 +80,14 @@ class Spread(Collector):
     def __init__(self, name: str, registry: CollectorRegistry, *, bounds: Sequence[float] = SECONDS) -> None:
         self._name, self._labels = name, METRICS[name].labels
         self.bounds = tuple(bounds)
-        self._spreads: dict[str, _Buckets] = {} if self._labels else {"": _Buckets(bounds)}
+        self._spreads = defaultdict(lambda: _Buckets(self.bounds))
+        if not self._labels:
+            self._spreads[""] = _Buckets(bounds)
         registry.register(self)
 
     def observe(self, amount: float, value: str = "") -> None:
         """Count one; an amount equal to a bound belongs to the bucket below it, as `le` requires."""
-        spread = self._spreads.get(value)
-        if spread is None:
-            spread = self._spreads[value] = _Buckets(self.bounds)
+        spread = self._spreads[value]
         spread.counts[bisect_left(self.bounds, amount)] += 1
         spread.sum += amount
 

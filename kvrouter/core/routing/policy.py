@@ -65,9 +65,10 @@ class RouteRequest(Struct, frozen=True, gc=False):
     @property
     def isl(self) -> int:
         """Prompt tokens, over all prompts."""
-        if len(self.prompts) == 1:
-            return self.prompts[0].isl
-        return sum([prompt.isl for prompt in self.prompts])
+        prompts = self.prompts
+        if len(prompts) == 1:
+            return prompts[0].isl
+        return sum([prompt.isl for prompt in prompts]) if prompts else 0
 
     @property
     def is_text(self) -> bool:

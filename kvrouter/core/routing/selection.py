@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from msgspec import Struct
 
@@ -78,7 +79,7 @@ class Decision(Struct, frozen=True):
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Selection:
     """One mode's policy behind the filters.
 
@@ -90,12 +91,12 @@ class Selection:
     mode: str = ""
     """The name of the mode."""
 
-    @property
+    @cached_property
     def needs_tokens(self) -> bool:
         """Whether a choice depends on the tokens of earlier requests."""
         return self.policy.needs_tokens or any(one.needs_tokens for one in self.filters)
 
-    @property
+    @cached_property
     def keeps_sessions(self) -> bool:
         """Whether a session's next request depends on where this one goes."""
         prefers = self.policy.prefers_sessions

@@ -161,7 +161,9 @@ class _Owner:
         booking = self.bookings.pop(number, None)
         if booking is not None:
             self.changed.discard(number)
-            self.total = (self.total - self.parts.pop(number, 0)) & _MASK64
+            part = self.parts.pop(number, None)
+            if part is not None:  # most end before a Check asks for the digest
+                self.total = (self.total - part) & _MASK64
         return booking
 
 
@@ -236,8 +238,9 @@ class BookingTable:
 
     def mark_prefill_completed(self, key: BookingKey, now: float = 0.0) -> Booking | None:
         """End the booking's charge. Returns the booking if it was charged until now."""
-        booking = self.booking(key)
-        if booking is None or booking.prefill_completed:
+        owner = self._owners.get(key.router_id)
+        booking = owner.bookings.get(key.number) if owner is not None else None
+        if owner is None or booking is None or booking.prefill_completed:
             return None
         booking.prefill_completed = True
         load = self._loads[booking.target]
@@ -250,7 +253,7 @@ class BookingTable:
         if load.first_byte_at != now:
             load.unobserved_at = now
         self._outdated.add(load)
-        self._owners[key.router_id].changed.add(key.number)
+        owner.changed.add(key.number)
         return booking
 
     def progress(self, key: BookingKey, output_blocks: int) -> None:
