@@ -22,13 +22,13 @@ from scripts.kit.bench import peers
 from scripts.kit.bench.__main__ import main
 from scripts.kit.bench.meter import group_cpu_ns, resident_bytes
 from scripts.kit.bench.request import shares
-from scripts.kit.bench.wire import growth, installs, tables, targets, works
+from scripts.kit.bench.wire import growth, installs, rounds, tables, targets, works
 from scripts.kit.bench.wire.growth import Growth
 from scripts.kit.bench.wire.load import Report
-from scripts.kit.bench.wire.rounds import Contender, Results, measure
+from scripts.kit.bench.wire.rounds import Contender, Results, measure, run_rounds
 from scripts.kit.bench.wire.routers import find_nginx, nginx_config, start_kvrouter
 from scripts.kit.bench.wire.stage import open_stage
-from scripts.kit.bench.wire.works import Run, standard_works
+from scripts.kit.bench.wire.works import Run, Work, standard_works
 from scripts.kit.fleet import Fleet, FleetError
 from scripts.kit.http_client import Client
 
@@ -168,7 +168,29 @@ def test_work_tables() -> None:
     assert "0.50 ms" in text
     assert "CPU µs / event" in text
     assert ["a", targets.DIRECT] == tables.names(shown)
+    assert "CPU / other" not in text
     assert {"work": "paced", "name": "a"}.items() <= tables.as_json(shown)[-1].items()
+
+
+async def test_ratio_to_another_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU is compared round by round: a round in which the machine is slow moves no quartile."""
+    cpu_us = {"a": iter([11.0, 110.0, 12.0]), rounds.other("a"): iter([10.0, 100.0, 10.0])}
+
+    async def measure(_work: Work, contender: Contender, _directory: Path) -> Run:
+        return a_run(cpu_us_per_request=next(cpu_us[contender.name]), cpu_us_per_event=0.0)
+
+    monkeypatch.setattr(rounds, "measure", measure)
+    contenders = [Contender(name, 0, 0) for name in cpu_us]
+    works = standard_works()[:1]
+
+    shown = await run_rounds(contenders, lambda: works, 3, tmp_path, lambda _: None)
+
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(tables.work_table(works[0], tables.names(shown), shown))
+    assert "1.100 (1.100 to 1.150)" in console.export_text()
+    (first, second) = tables.as_json(shown)
+    assert pytest.approx({"lower": 1.1, "median": 1.1, "upper": 1.15}) == first["cpu_to_other"]
+    assert "cpu_to_other" not in second
 
 
 def test_tools_line() -> None:

@@ -77,7 +77,7 @@ async def _run(options: Options) -> int:
     async with open_stage() as stage:
         results = await _side_by_side(stage, options, console)
         chats = await _chats(stage, options, console)
-    results = Results(options.runs, results.medians | chats.medians)
+    results = Results(options.runs, results.medians | chats.medians, results.ratios)
     rows = targets(results)
     about = about_machine(before) | {
         "runs": options.runs, "chat_runs": options.chat_runs, "share": options.share,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import quantiles
+from typing import NamedTuple
 
 from scripts.kit.bench.meter import group_cpu_ns
 from scripts.kit.bench.wire.load import run_load
@@ -23,12 +25,29 @@ class Contender:
     group: int
 
 
+def other(name: str) -> str:
+    """The name of the contender that is the same router of another checkout."""
+    return f"{name}, other"
+
+
+class Ratio(NamedTuple):
+    """Over the rounds: CPU time of a router over that of another in the same round."""
+
+    lower: float
+    """The lower quartile."""
+    median: float
+    upper: float
+
+
 @dataclass(frozen=True, slots=True)
 class Results:
     """The median of the runs, for each work and contender."""
 
     runs: int
     medians: dict[tuple[str, str], Run]
+    ratios: dict[tuple[str, str], Ratio] = field(default_factory=dict)
+    """To the same router of another checkout. A disturbance of the machine meets both: it shows smaller
+    differences than the medians."""
 
     def get(self, work: str, name: str) -> Run | None:
         """The median, or None if it was not measured."""
@@ -59,7 +78,17 @@ async def run_rounds(
             for contender in [*contenders[turn:], *contenders[:turn]]:
                 run = await measure(work, contender, directory)
                 seen.setdefault((work.name, contender.name), []).append(run)
-    return Results(runs, {key: Run.median(each) for key, each in seen.items()})
+    return Results(runs, {key: Run.median(each) for key, each in seen.items()}, _ratios(seen))
+
+
+def _ratios(seen: Mapping[tuple[str, str], Sequence[Run]]) -> dict[tuple[str, str], Ratio]:
+    found = {}
+    for (work, name), runs in seen.items():
+        of_other = seen.get((work, other(name)), ())
+        ratios = [one.cpu_us / two.cpu_us for one, two in zip(runs, of_other, strict=False)]
+        if len(ratios) > 1:
+            found[work, name] = Ratio(*quantiles(ratios, n=4, method="inclusive"))
+    return found
 
 
 async def measure(work: Work, contender: Contender, directory: Path) -> Run:

@@ -11,7 +11,7 @@ from pathlib import Path
 from kvrouter.tokens.tiny import build_tiny_model
 from scripts.kit import deployment
 from scripts.kit.bench.wire import routers
-from scripts.kit.bench.wire.rounds import Contender
+from scripts.kit.bench.wire.rounds import Contender, other
 from scripts.kit.bench.wire.routers import Router, Workers
 from scripts.kit.bench.wire.targets import DIRECT, OURS, OURS_KV
 from scripts.kit.fleet import Fleet
@@ -51,7 +51,7 @@ class Stage:
             flags += more
         if name == OURS_KV:
             flags.append(f"--model-path={self.model_path}")
-        shown = f"{name}, other" if checkout else name
+        shown = other(name) if checkout else name
         return contender(
             await routers.start_kvrouter(
                 self.fleet, self.client, shown, flags, count=len(workers.ports), checkout=checkout
@@ -63,7 +63,7 @@ class Stage:
     ) -> list[Contender]:
         """Start the frontends of this checkout with `more` flags, and of `checkout` if given."""
         checkouts = [None] if checkout is None else [None, checkout]
-        return [await self.ours(name, workers, each, more) for each in checkouts for name in FLAGS]
+        return [await self.ours(name, workers, each, more) for name in FLAGS for each in checkouts]
 
     async def nginx(self, workers: Workers, program: Path) -> Contender:
         """Start an nginx in front of these workers."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from scripts.kit.bench.wire.rounds import Results
+from scripts.kit.bench.wire.rounds import Ratio, Results
 from scripts.kit.bench.wire.targets import DIRECT
 from scripts.kit.bench.wire.works import Run, Work
 
@@ -26,14 +26,22 @@ def work_table(work: Work, rows: Sequence[str], results: Results) -> Table:
     table = Table(title=work.title, title_justify="left")
     table.add_column("", no_wrap=True)
     columns = _columns(work)
-    for column in columns:
+    ratios = {
+        name: _ratio(results.ratios[work.name, name]) for name in rows if (work.name, name) in results.ratios
+    }
+    for column in [*columns, *(["CPU / other"] if ratios else [])]:
         table.add_column(column, justify="right")
     for name in rows:
         run = results.get(work.name, name)
         if run is not None:
             figures = _figures(work, run, results.get(work.name, DIRECT))
+            figures += [ratios.get(name, "")] if ratios else []
             table.add_row(name, *figures, style="dim" if name == DIRECT else None)
     return table
+
+
+def _ratio(ratio: Ratio) -> str:
+    return f"{ratio.median:.3f} ({ratio.lower:.3f} to {ratio.upper:.3f})"
 
 
 def _columns(work: Work) -> list[str]:
@@ -104,4 +112,8 @@ def tools_line(works: Sequence[Work], results: Results) -> str:
 
 def as_json(results: Results) -> list[dict[str, Any]]:
     """A list of the runs, by work and contender."""
-    return [{"work": work, "name": name, **asdict(run)} for (work, name), run in results.medians.items()]
+    return [
+        {"work": work, "name": name, **asdict(run)}
+        | ({"cpu_to_other": found._asdict()} if (found := results.ratios.get((work, name))) else {})
+        for (work, name), run in results.medians.items()
+    ]

@@ -119,6 +119,11 @@ class Run:
     requests_per_s: float
     generator_idle: float
 
+    @property
+    def cpu_us(self) -> float:
+        """CPU µs per event of a stream, else per request."""
+        return self.cpu_us_per_event or self.cpu_us_per_request
+
     @classmethod
     def of(cls, report: Report, cpu_ns: int) -> Run:
         """From the generator's report and the router's CPU time."""
