@@ -269,7 +269,9 @@ class Completions:
         began = 0.0
         if not self._until_timed:
             self._until_timed, began = TIMED_EVERY, time.perf_counter()
-        placement = router.route(route, self._now(), streamed=work.stream, exclude=failed, prefer=fallbacks)
+        placement, _ = router.route_among(
+            route, self._now(), streamed=work.stream, exclude=failed, prefer=fallbacks
+        )
         if began:
             self._metrics.decide.observe(time.perf_counter() - began)
         if notes is not None:

@@ -312,7 +312,7 @@ class ClientConnection(asyncio.Protocol):
             self._pause()
             self.when_drained(self._continue)
         else:
-            self._continue()
+            self._serve_next(transport)
 
     def _pause(self) -> None:
         if self._is_reading:
@@ -322,8 +322,10 @@ class ClientConnection(asyncio.Protocol):
     def _continue(self) -> None:
         """The client has received enough of the answer: serve the next request."""
         transport = self._transport
-        if transport is None or transport.is_closing() or self._task is not None:
-            return
+        if transport is not None and not transport.is_closing() and self._task is None:
+            self._serve_next(transport)
+
+    def _serve_next(self, transport: asyncio.Transport) -> None:
         if self._unread:
             self._next()
         if len(self._unread) <= PIPELINED_BYTES:  # else each served request would allow another read

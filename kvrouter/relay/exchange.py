@@ -344,7 +344,7 @@ class Attempt:
         return self.outcome.done()
 
     def _commit(self, head: ResponseHead, held: bytes) -> None:
-        self._held = bytearray()
+        self._held.clear()
         self._is_holding = False
         if self._client.is_http_10 and head.is_chunked:
             self._content = ChunkContent()

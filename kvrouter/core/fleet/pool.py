@@ -318,9 +318,10 @@ class Pool:
         Its length stays: it has no overlap anywhere, and charges its target like any other request.
         """
         size = self.block_size
-        if not [prompt for prompt in request.prompts if prompt.block_size not in {0, size}]:
+        prompts = request.prompts
+        if not prompts or not [one for one in prompts if one.block_size not in {0, size}]:
             return request
-        prompts = tuple(Prompt((), prompt.isl, is_estimate=True) for prompt in request.prompts)
+        prompts = tuple(Prompt((), one.isl, is_estimate=True) for one in prompts)
         return replace(request, prompts=prompts)
 
     def candidates(
