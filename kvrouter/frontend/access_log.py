@@ -4,13 +4,19 @@
                 └──> None: neither logged nor traced          └──> log: request.failed, always
 
 `--access-log sampled` logs one request in a hundred, chosen by chance; failures are logged in every mode.
+
+Lines of served requests are written together: the code of logging, which is long, has left the processor's
+caches whenever a line comes alone, and then takes five times as long.
 """
 
 from __future__ import annotations
 
+import asyncio
+import datetime
 import ipaddress
 import logging
 import re
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -31,6 +37,9 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 SAMPLED = 0.01
+# The most lines that are written together: they hold up the event loop for less than 1 ms.
+TOGETHER = 16
+WRITE_EVERY_S = 0.25
 CLIENT_LEFT = 499
 # A client's path and model are as long as it likes.
 _MOST_CHARACTERS = 200
@@ -75,6 +84,8 @@ class AccessLog:
         self._tracing = tracing
         self._decisions = decisions
         self._chance = chance
+        self._waiting: list[dict[str, Any]] = []  # the facts of served requests that are not written yet
+        self._timer: asyncio.TimerHandle | None = None
         self.change(options)
 
     def change(self, options: AccessOptions) -> None:
@@ -138,7 +149,29 @@ class AccessLog:
             facts["trace"] = notes.trace.id
         if tried and log.is_enabled_for(logging.DEBUG):
             facts |= self._decisions.terms_of(request_id)
-        _write(outcome, status, facts, bug)
+        if outcome == "ok":
+            self._write_soon(facts)
+        else:
+            self.flush()  # lines stay in order
+            _write_failed(outcome, status, facts, bug)
+
+    def _write_soon(self, facts: dict[str, Any]) -> None:
+        facts["timestamp"] = time.time()
+        self._waiting.append(facts)
+        if len(self._waiting) >= TOGETHER:
+            self.flush()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(WRITE_EVERY_S, self.flush)
+
+    def flush(self) -> None:
+        """Write the lines that wait for others."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        waiting, self._waiting = self._waiting, []
+        for facts in waiting:
+            at = datetime.datetime.fromtimestamp(facts["timestamp"], datetime.UTC)
+            log.info("request.served", **facts | {"timestamp": at.isoformat().replace("+00:00", "Z")})
 
     def refused(
         self,
@@ -153,7 +186,8 @@ class AccessLog:
         if request is not None:
             facts = self._asked(request, request_id)
         facts |= {"status": error.status, "outcome": outcome, "error": str(error)[:_MOST_CHARACTERS]}
-        _write(outcome, error.status, facts)
+        self.flush()
+        _write_failed(outcome, error.status, facts)
 
     def _asked(self, request: Request, request_id: str) -> dict[str, Any]:
         forwarded = [value for name, value in request.head.fields if name == "x-forwarded-for"]
@@ -223,13 +257,14 @@ def _end_trace(
     trace.end(None, ended, attributes, (reason or f"status {facts['status']}") if is_error else "", bug)
 
 
-def _write(outcome: Outcome, status: int, facts: dict[str, Any], bug: BaseException | None = None) -> None:
-    event = "request.served" if outcome == "ok" else "request.failed"
+def _write_failed(
+    outcome: Outcome, status: int, facts: dict[str, Any], bug: BaseException | None = None
+) -> None:
     if bug is not None:
-        log.error(event, **facts, exc_info=bug)
+        log.error("request.failed", **facts, exc_info=bug)
         return
     is_ours = outcome == "broken" or status >= 500
-    log.log(logging.WARNING if is_ours else logging.INFO, event, **facts)
+    log.log(logging.WARNING if is_ours else logging.INFO, "request.failed", **facts)
 
 
 def _reason(served: Served | None, error: BaseException | None) -> str:

@@ -239,7 +239,9 @@ async def _open_request_path(
     ):
         if tracing is not None:
             registry.register(StateCollector(tracing.samples))
-        with contextlib.closing(Upstream(tls)) as upstream:
+        access = AccessLog(options.access, views, random.random, tracing)
+        with contextlib.closing(Upstream(tls)) as upstream, contextlib.ExitStack() as at_end:
+            at_end.callback(access.flush)
             completions = Completions(
                 member.replica,
                 member.replica_loop.publishing,
@@ -250,7 +252,7 @@ async def _open_request_path(
                 probe=probe,
                 waiting_room=member.waiting_room,
                 metrics=metrics,
-                access=AccessLog(options.access, views, random.random, tracing),
+                access=access,
                 limits=options.limits,
                 retries=options.retries,
             )

@@ -48,7 +48,7 @@ def set_up_logs(level: str = "info", form: str = "console") -> None:
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.MaybeTimeStamper(fmt="iso"),
             _without_passwords,
             *renderers,
         ],

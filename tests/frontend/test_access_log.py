@@ -42,6 +42,7 @@ TRACE = "traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 def events(fleet: Fleet) -> list[Any]:
     """Those of the access log."""
+    fleet.frontend.completions.access.flush()  # else some lines wait for others
     return [one for one in fleet.trouble.logs if one["event"] in {"request.served", "request.failed"}]
 
 
@@ -232,3 +233,25 @@ async def test_one_in_a_hundred(fleet_of: FleetOf) -> None:
 
         assert ["request.served"] * 2 == [one["event"] for one in found]
         assert not any("trace" in one for one in found)
+
+
+async def test_lines_together(fleet_of: FleetOf) -> None:
+    """Lines of served requests wait for others, with their own times: for a while, a failure, or the end."""
+    async with fleet_of("--access-log", "all", scripts=(OK,)) as fleet:
+        logs: list[Any] = fleet.trouble.logs
+
+        def told() -> list[str]:
+            return [one["event"].removeprefix("request.") for one in logs if "outcome" in one]
+
+        for _ in range(3):
+            await fleet.ask()
+        await until(lambda: told() == ["served"] * 3)
+        await fleet.ask()
+        await fleet.get("/nowhere")
+        assert ["served"] * 4 + ["failed"] == told()
+        await fleet.ask()
+    assert ["served"] * 4 + ["failed", "served"] == told()
+    times = [one["timestamp"] for one in logs if one["event"] == "request.served"]
+    assert 5 == len(set(times))
+    assert times == sorted(times)
+    assert times[0].endswith("Z")

@@ -69,13 +69,14 @@ async def run_rounds(
     directory: Path,
     say: Callable[[str], None],
 ) -> Results:
-    """Measure. Each round calls `make_works` and begins with another contender."""
+    """Measure. Each round calls `make_works` and has another order: its first contender takes longest."""
     seen: dict[tuple[str, str], list[Run]] = {}
     for number in range(runs):
         say(f"round {number + 1} of {runs}")
         turn = number % len(contenders)
+        order = [*contenders[turn:], *contenders[:turn]][:: -1 if number % 2 else 1]
         for work in make_works():
-            for contender in [*contenders[turn:], *contenders[:turn]]:
+            for contender in order:
                 run = await measure(work, contender, directory)
                 seen.setdefault((work.name, contender.name), []).append(run)
     return Results(runs, {key: Run.median(each) for key, each in seen.items()}, _ratios(seen))
