@@ -18,7 +18,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import structlog
 
@@ -40,6 +40,8 @@ SAMPLED = 0.01
 # The most lines that are written together: they hold up the event loop for less than 1 ms.
 TOGETHER = 16
 WRITE_EVERY_S = 0.25
+# A request with a longer body does not wait: it would stay in memory.
+_SMALL_BYTES = 64 * 1024
 CLIENT_LEFT = 499
 # A client's path and model are as long as it likes.
 _MOST_CHARACTERS = 200
@@ -68,6 +70,20 @@ def outcome_without_worker(status: int, *, is_api: bool) -> Outcome:
     return "failed" if is_api and status >= 500 else "refused"
 
 
+class _Ended(NamedTuple):
+    """What is known of a request at its end, at the time `at` of the day."""
+
+    at: float
+    request: Request
+    request_id: str
+    served: Served | None
+    duration_s: float
+    notes: Notes | None
+    work: Work | None
+    tried: Sequence[Placement]
+    error: BaseException | None
+
+
 class AccessLog:
     """`chance()` returns a number in [0, 1). `decisions`: where the terms are that --log-level debug adds.
 
@@ -84,7 +100,7 @@ class AccessLog:
         self._tracing = tracing
         self._decisions = decisions
         self._chance = chance
-        self._waiting: list[dict[str, Any]] = []  # the facts of served requests that are not written yet
+        self._waiting: list[_Ended] = []  # served requests whose lines are not written yet
         self._timer: asyncio.TimerHandle | None = None
         self.change(options)
 
@@ -121,14 +137,39 @@ class AccessLog:
         `served`: None if the client left. `work`: None if it was not accepted.
         """
         outcome = outcome_of(served)
-        status = CLIENT_LEFT if served is None else served.status
         # a client that stops an answer that has begun is no failure of the router
         is_failure = outcome != "ok" and not (outcome == "left" and request.client.has_begun)
-        is_logged = is_failure or (notes is not None and notes.is_logged)
-        if not is_logged and notes is None:
+        if not is_failure and notes is None:
             return
         if notes is not None:
             notes.ended()
+        ended = _Ended(time.time(), request, request_id, served, duration_s, notes, work, tried, error)
+        is_small = work is not None and len(work.body) <= _SMALL_BYTES
+        if outcome == "ok" and is_small and notes is not None and notes.trace is None:
+            self._wait(ended)
+        else:
+            self.flush()  # lines stay in order
+            self._tell(ended, outcome, is_logged=is_failure or (notes is not None and notes.is_logged))
+
+    def _wait(self, ended: _Ended) -> None:
+        self._waiting.append(ended)
+        if len(self._waiting) >= TOGETHER:
+            self.flush()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(WRITE_EVERY_S, self.flush)
+
+    def flush(self) -> None:
+        """Write the lines that wait for others."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        waiting, self._waiting = self._waiting, []
+        for ended in waiting:
+            self._tell(ended, "ok", is_logged=True)
+
+    def _tell(self, ended: _Ended, outcome: Outcome, *, is_logged: bool) -> None:
+        at, request, request_id, served, duration_s, notes, work, tried, error = ended
+        status = CLIENT_LEFT if served is None else served.status
         facts = self._asked(request, request_id) | {
             "status": status,
             "outcome": outcome,
@@ -149,29 +190,10 @@ class AccessLog:
             facts["trace"] = notes.trace.id
         if tried and log.is_enabled_for(logging.DEBUG):
             facts |= self._decisions.terms_of(request_id)
-        if outcome == "ok":
-            self._write_soon(facts)
-        else:
-            self.flush()  # lines stay in order
-            _write_failed(outcome, status, facts, bug)
-
-    def _write_soon(self, facts: dict[str, Any]) -> None:
-        facts["timestamp"] = time.time()
-        self._waiting.append(facts)
-        if len(self._waiting) >= TOGETHER:
-            self.flush()
-        elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(WRITE_EVERY_S, self.flush)
-
-    def flush(self) -> None:
-        """Write the lines that wait for others."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        waiting, self._waiting = self._waiting, []
-        for facts in waiting:
-            at = datetime.datetime.fromtimestamp(facts["timestamp"], datetime.UTC)
-            log.info("request.served", **facts | {"timestamp": at.isoformat().replace("+00:00", "Z")})
+        facts["timestamp"] = (
+            datetime.datetime.fromtimestamp(at, datetime.UTC).isoformat().replace("+00:00", "Z")
+        )
+        _write(outcome, status, facts, bug)
 
     def refused(
         self,
@@ -187,7 +209,7 @@ class AccessLog:
             facts = self._asked(request, request_id)
         facts |= {"status": error.status, "outcome": outcome, "error": str(error)[:_MOST_CHARACTERS]}
         self.flush()
-        _write_failed(outcome, error.status, facts)
+        _write(outcome, error.status, facts)
 
     def _asked(self, request: Request, request_id: str) -> dict[str, Any]:
         forwarded = [value for name, value in request.head.fields if name == "x-forwarded-for"]
@@ -257,14 +279,13 @@ def _end_trace(
     trace.end(None, ended, attributes, (reason or f"status {facts['status']}") if is_error else "", bug)
 
 
-def _write_failed(
-    outcome: Outcome, status: int, facts: dict[str, Any], bug: BaseException | None = None
-) -> None:
+def _write(outcome: Outcome, status: int, facts: dict[str, Any], bug: BaseException | None = None) -> None:
+    event = "request.served" if outcome == "ok" else "request.failed"
     if bug is not None:
-        log.error("request.failed", **facts, exc_info=bug)
+        log.error(event, **facts, exc_info=bug)
         return
     is_ours = outcome == "broken" or status >= 500
-    log.log(logging.WARNING if is_ours else logging.INFO, "request.failed", **facts)
+    log.log(logging.WARNING if is_ours else logging.INFO, event, **facts)
 
 
 def _reason(served: Served | None, error: BaseException | None) -> str:

@@ -31,6 +31,7 @@ LEVELS = ("debug", "info", "warning", "error")
 
 # Beyond this, lines are lost: a pipe that is not read must not fill the memory.
 MAX_LINES = 10_000
+_TOGETHER = 100
 # The process must end even if its logs cannot be written: Python's streams hung at exit on a stalled reader.
 _CLOSE_S = 2.0
 
@@ -107,7 +108,7 @@ class LogStream:
     def __init__(self, descriptor: int, *, is_json: bool) -> None:
         self._is_json = is_json
         self._descriptor = descriptor
-        self._lines: queue.Queue[str | None] = queue.Queue(MAX_LINES)
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._lost = 0
         self._thread = threading.Thread(target=self._write_all, name="logs", daemon=True)
         self._thread.start()
@@ -115,9 +116,9 @@ class LogStream:
 
     def write(self, text: str) -> int:
         """Queue whole lines."""
-        try:
-            self._lines.put_nowait(text)
-        except queue.Full:
+        if self._lines.qsize() < MAX_LINES:
+            self._lines.put(text)
+        else:
             self._lost += 1
         return len(text)
 
@@ -126,25 +127,38 @@ class LogStream:
 
     def close(self) -> None:
         """Write the queued lines, within _CLOSE_S."""
-        with contextlib.suppress(queue.Full):
-            self._lines.put(None, timeout=_CLOSE_S)
-            self._thread.join(_CLOSE_S)
+        self._lines.put(None)
+        self._thread.join(_CLOSE_S)
 
     def _write_all(self) -> None:
-        while (text := self._lines.get()) is not None:
-            try:
-                if lost := self._lost:
-                    self._write(_lost_line(lost, is_json=self._is_json))
-                    self._lost -= lost  # not = 0: another thread may have added to it
-                self._write(text)
-            except OSError:
-                self._lost += 1
+        is_open = True
+        while is_open:
+            queued = [self._lines.get()]
+            # One write for all that wait: each makes the threads change places twice.
+            while not self._lines.empty() and len(queued) < _TOGETHER:
+                queued.append(self._lines.get())
+            texts = [text for text in queued if text is not None]
+            is_open = len(texts) == len(queued)
+            if lost := self._lost:
+                texts.insert(0, _lost_line(lost, is_json=self._is_json))
+            unwritten = self._write(texts)
+            if lost and unwritten < len(texts):
+                self._lost -= lost  # not = 0: another thread may have added to it
+            self._lost += min(unwritten, len(texts) - bool(lost))
 
-    def _write(self, text: str) -> None:
+    def _write(self, texts: list[str]) -> int:
+        """Write; returns how many could not be written, or only in part: the last ones."""
         # backslashreplace: a field may quote half a surrogate pair
-        left = memoryview(text.encode(errors="backslashreplace"))
-        while left:
-            left = left[os.write(self._descriptor, left) :]
+        pieces = [text.encode(errors="backslashreplace") for text in texts]
+        left = memoryview(b"".join(pieces))
+        with contextlib.suppress(OSError):
+            while left:
+                left = left[os.write(self._descriptor, left) :]
+        missing, unwritten = len(left), 0
+        while missing > 0:
+            unwritten += 1
+            missing -= len(pieces[-unwritten])
+        return unwritten
 
 
 def _lost_line(lost: int, *, is_json: bool) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from structlog.testing import capture_logs
 from kvrouter.errors import BadRequestError
 from kvrouter.frontend.access_log import AccessLog
 from kvrouter.frontend.decision_views import DecisionViews
+from kvrouter.frontend.run import SWITCH_S
 from kvrouter.frontend.settings import AccessOptions
 from kvrouter.relay.request import Request, RequestHead
 from kvrouter.telemetry.logs import set_log_level
@@ -128,6 +130,7 @@ async def test_terms(fleet_of: FleetOf, request: pytest.FixtureRequest) -> None:
         fleet.announce(fleet.workers[2], "down")
         await until(lambda: len(fleet.targets(fleet.frontend)) == 2)
         await fleet.ask()
+        assert 1 == len(events(fleet))
         set_log_level("info")
         await fleet.ask()
         first, second = events(fleet)
@@ -255,3 +258,19 @@ async def test_lines_together(fleet_of: FleetOf) -> None:
     assert 5 == len(set(times))
     assert times == sorted(times)
     assert times[0].endswith("Z")
+
+
+async def test_large_bodies_do_not_wait(fleet_of: FleetOf) -> None:
+    """The line of a request with a long body comes at once, and those that waited before it."""
+    async with fleet_of("--access-log", "all", scripts=(OK,)) as fleet:
+        await fleet.ask()
+        await fleet.ask({"model": "m", "prompt": "word " * 20_000})
+        assert 2 == len([one for one in fleet.trouble.logs if one["event"] == "request.served"])
+
+
+async def test_turn_of_the_log_thread(fleet_of: FleetOf) -> None:
+    """While a frontend runs, threads get their turn sooner than Python's default."""
+    usual = sys.getswitchinterval()
+    async with fleet_of(scripts=(OK,)):
+        assert SWITCH_S == pytest.approx(sys.getswitchinterval())
+    assert usual == sys.getswitchinterval()
