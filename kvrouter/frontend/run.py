@@ -68,8 +68,8 @@ from kvrouter.tokens.prompt import PromptEncoder
 
 log = structlog.get_logger()
 
-# After this time a thread that waits for Python's lock (the GIL) gets it. Python's default is 5 ms. A busy event
-# loop releases the lock more often than that, wakes the thread that writes logs each time, and takes the lock
+# After this time a thread that waits for Python's lock (the GIL) gets it. Python's default is 5 ms. A busy
+# event loop releases the lock more often than that, wakes the thread that writes logs each time, and takes it
 # again first: these vain attempts went on for 80 ms and more, and took 0.13 ms of CPU for each line.
 SWITCH_S = 0.0005
 
