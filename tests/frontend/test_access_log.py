@@ -268,9 +268,10 @@ async def test_large_bodies_do_not_wait(fleet_of: FleetOf) -> None:
         assert 2 == len([one for one in fleet.trouble.logs if one["event"] == "request.served"])
 
 
-async def test_turn_of_the_log_thread(fleet_of: FleetOf) -> None:
-    """While a frontend runs, threads get their turn sooner than Python's default."""
+@pytest.mark.parametrize(("mode", "is_sooner"), [("round-robin", True), ("kv", False)])
+async def test_turn_of_the_log_thread(fleet_of: FleetOf, mode: str, is_sooner: bool) -> None:
+    """Threads get their turn sooner than Python's default, where none of them tokenizes."""
     usual = sys.getswitchinterval()
-    async with fleet_of(scripts=(OK,)):
-        assert SWITCH_S == pytest.approx(sys.getswitchinterval())
+    async with fleet_of("--router-mode", mode, scripts=(OK,)):
+        assert (SWITCH_S if is_sooner else usual) == pytest.approx(sys.getswitchinterval())
     assert usual == sys.getswitchinterval()
