@@ -63,7 +63,7 @@ SECTIONS: dict[str, dict[str, Metric]] = {
             "histogram",
             (),
             "this process's time in sending a request and passing its answer on, without any wait; of "
-            "one attempt in 16",
+            "one attempt in 128",
         ),
         "kvrouter_prompt_tokens_total": Metric(
             "counter", ("model",), "prompt tokens routed; 0 where they are not known"
