@@ -24,6 +24,7 @@ usage: scripts/bench SUBCOMMAND [flags]
   long       whether a booking costs the same after a long run: each mode and index, in virtual time
   request    cost of a short request and of a streamed event in kvrouter's code, without sockets; can profile
   relay      cost of a request and of a streamed event at one frontend
+  instructions  the same in instructions, which other work on the machine does not change; needs valgrind
   overload   goodput and rejections at twice the load that the engines can serve
   live       weight `auto`, fixed weights and least-loaded over real frontends, at 70 % of saturation
   simulator  the same requests through real frontends and mockers, and through the simulator
@@ -37,8 +38,8 @@ usage: scripts/bench SUBCOMMAND [flags]
 
 _COMMANDS = (
     "policies", "decisions", "sync", "herding", "lag", "tokens", "hashes", "index", "ghosts", "churn",
-    "growth", "long", "request", "relay", "overload", "live", "simulator", "simulating", "walks",
-    "peers", "nats",
+    "growth", "long", "request", "relay", "instructions", "overload", "live", "simulator", "simulating",
+    "walks", "peers", "nats",
 )  # fmt: skip
 
 

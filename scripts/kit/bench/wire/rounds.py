@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from random import Random
 from statistics import quantiles
 from typing import NamedTuple
 
 from scripts.kit.bench.meter import group_cpu_ns
-from scripts.kit.bench.wire.load import run_load
+from scripts.kit.bench.wire.load import Report, run_load
 from scripts.kit.bench.wire.works import Run, Work
 from scripts.kit.fleet import FleetError
 
@@ -69,16 +70,20 @@ async def run_rounds(
     directory: Path,
     say: Callable[[str], None],
 ) -> Results:
-    """Measure. Each round calls `make_works` and has another order: its first contender takes longest."""
+    """Measure. Each round calls `make_works`; each work has another order, by chance.
+
+    With orders in rotation a contender mostly comes after the same other one, and so may find the machine's
+    caches and clock rate as that one left them: a program seemed to take 6 % more than itself.
+    """
     seen: dict[tuple[str, str], list[Run]] = {}
+    chance = Random(0)
     for number in range(runs):
         say(f"round {number + 1} of {runs}")
-        turn = number % len(contenders)
-        order = [*contenders[turn:], *contenders[:turn]][:: -1 if number % 2 else 1]
         for work in make_works():
-            for contender in order:
-                run = await measure(work, contender, directory)
-                seen.setdefault((work.name, contender.name), []).append(run)
+            order = chance.sample(contenders, len(contenders))
+            found = {one.name: await measure(work, one, directory) for one in order}
+            for one in contenders:
+                seen.setdefault((work.name, one.name), []).append(found[one.name])
     return Results(runs, {key: Run.median(each) for key, each in seen.items()}, _ratios(seen))
 
 
@@ -95,11 +100,16 @@ def _ratios(seen: Mapping[tuple[str, str], Sequence[Run]]) -> dict[tuple[str, st
 async def measure(work: Work, contender: Contender, directory: Path) -> Run:
     """One run. Raises FleetError if a request fails: a router that fails is not compared."""
     before = group_cpu_ns(contender.group)
+    report = await send(work, contender, directory)
+    return Run.of(report, group_cpu_ns(contender.group) - before)
+
+
+async def send(work: Work, contender: Contender, directory: Path) -> Report:
+    """Send the requests of one run. Raises FleetError if one fails."""
     report = await run_load(work.load(contender.port), directory)
-    used = group_cpu_ns(contender.group) - before
     if report.errors or not report.requests:
         raise FleetError(
             f"{contender.name}, {work.name}: {report.errors} of {work.requests} requests failed:"
             f" {report.first_error}"
         )
-    return Run.of(report, used)
+    return report

@@ -19,7 +19,6 @@ from scripts.kit.http_client import Client
 from scripts.kit.ports import free_ports
 
 READY_TIMEOUT_S = 60.0
-SEES_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,27 +75,30 @@ async def start_kvrouter(
     *,
     count: int,
     checkout: Path | None = None,
+    under: Sequence[str] = (),
+    timeout_s: float = READY_TIMEOUT_S,
 ) -> Router:
     """Start a frontend with `flags`; returns when it knows `count` workers.
 
     `checkout` is another directory with kvrouter's source, and perhaps a .venv. Without -P Python would
-    import the source in the working directory, which is this checkout.
+    import the source in the working directory, which is this checkout. `under`: the command line of a program
+    that runs the frontend in its own process, as valgrind does.
     """
     (port,) = free_ports(1)
     python = checkout / ".venv" / "bin" / "python" if checkout else Path(sys.executable)
     process = await fleet.start(
         f"{name}-{port}".replace(" ", "-"),
         [
-            str(python if python.exists() else sys.executable), "-P", "-m", "kvrouter.frontend",
+            *under, str(python if python.exists() else sys.executable), "-P", "-m", "kvrouter.frontend",
             "--host=127.0.0.1", f"--port={port}", "--admin-port=0", "--drain-grace=0", *flags,
         ],
         env={"PYTHONPATH": str(checkout)} if checkout else None,
     )  # fmt: skip
     url = f"http://127.0.0.1:{port}"
-    await wait_until_ok(client, process, f"{url}/ready")
+    await wait_until_ok(client, process, f"{url}/ready", timeout_s)
     seen = 0.0
     try:
-        async with asyncio.timeout(SEES_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             while (seen := await _workers_seen(client, url)) < count:
                 process.check()
                 await asyncio.sleep(0.05)

@@ -43,9 +43,19 @@ class Stage:
         return workers
 
     async def ours(
-        self, name: str, workers: Workers, checkout: Path | None = None, more: Sequence[str] = ()
+        self,
+        name: str,
+        workers: Workers,
+        checkout: Path | None = None,
+        more: Sequence[str] = (),
+        *,
+        under: Sequence[str] = (),
+        timeout_s: float = routers.READY_TIMEOUT_S,
     ) -> Contender:
-        """Start a frontend in a mode of FLAGS: of this checkout with `more` flags, or another one."""
+        """Start a frontend in a mode of FLAGS: of this checkout with `more` flags, or another one.
+
+        `under` and `timeout_s`: see start_kvrouter.
+        """
         flags = [*FLAGS[name], f"--nats={self.nats_url}", f"--namespace={namespace(workers)}"]
         if checkout is None:
             flags += more
@@ -54,7 +64,14 @@ class Stage:
         shown = other(name) if checkout else name
         return contender(
             await routers.start_kvrouter(
-                self.fleet, self.client, shown, flags, count=len(workers.ports), checkout=checkout
+                self.fleet,
+                self.client,
+                shown,
+                flags,
+                count=len(workers.ports),
+                checkout=checkout,
+                under=under,
+                timeout_s=timeout_s,
             )
         )
 

@@ -1,0 +1,209 @@
+"""Instructions of a frontend for each work of `relay`: about the same on every load of the machine.
+
+The frontend runs under `valgrind --tool=callgrind`, which counts what the process executes, with libraries
+and threads. The kernel's work is not counted, and an instruction that waits for memory counts as any other.
+A frontend is some 50 times slower under it, so there are fewer requests than in `relay`, and slower streams:
+what an idle frontend takes in the time of a work is measured, too, and subtracted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import uvloop
+from rich.table import Table
+
+from scripts.kit.bench.relay import about_machine, checkout
+from scripts.kit.bench.wire.rounds import send, warm
+from scripts.kit.bench.wire.routers import Workers
+from scripts.kit.bench.wire.stage import FLAGS, Stage, open_stage
+from scripts.kit.bench.wire.works import Work, after_models, raise_descriptor_limit, standard_works
+from scripts.kit.figures import MachineTime
+from scripts.kit.fleet import FleetError
+from scripts.kit.http_client import HttpError
+from scripts.kit.script import new_console, until_signalled
+
+# The requests of one run. All streams are open at the same time, with an event each 60 ms: a frontend under
+# callgrind can send 2,100 events/s.
+REQUESTS = {"short": 4000, "after GET": 4000, "long": 1500, "paced": 128, "alone": 2500}
+STREAM_PACE_MS = 60.0
+START_S = 300.0
+IDLE_S = 15.0
+# Python specializes code that runs often, and lines of the access log wait for up to 0.25 s.
+WARM_RUNS = 2
+SETTLE_S = 5.0
+LAST_LINES_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Instructions per request, or per event of a stream."""
+
+    units: int  # requests or events of the run
+    instructions: float  # without those of an idle frontend
+    idle: float  # which were subtracted
+
+
+# By mode and name of the work.
+Costs = Mapping[str, Mapping[str, Cost]]
+
+
+class Callgrind:
+    """Runs one process under callgrind, and counts its instructions."""
+
+    def __init__(self, directory: Path) -> None:
+        """`directory` is made, for callgrind's files."""
+        directory.mkdir()
+        self._directory = directory
+        self._counted_at = time.monotonic()
+        # With another hash seed at each start, dicts of names collide at other places.
+        self.command = (
+            "env", "PYTHONHASHSEED=0", "valgrind", "--tool=callgrind",
+            f"--callgrind-out-file={directory}/out",
+        )  # fmt: skip
+
+    async def count(self, pid: int) -> tuple[int, float]:
+        """Instructions and seconds since the last call, or since the start. Raises FleetError."""
+        asked = await asyncio.to_thread(
+            subprocess.run, ["callgrind_control", "-d", str(pid)], capture_output=True, text=True, check=False
+        )
+        dumps = list(self._directory.glob("out.*"))
+        if asked.returncode or not dumps:
+            raise FleetError(f"callgrind_control -d {pid} failed: {asked.stdout}{asked.stderr}")
+        newest = max(dumps, key=lambda path: int(path.suffix[1:]))
+        counted = total(newest.read_text(errors="replace"))
+        for path in dumps:
+            path.unlink()
+        now = time.monotonic()
+        elapsed_s, self._counted_at = now - self._counted_at, now
+        return counted, elapsed_s
+
+
+def total(dump: str) -> int:
+    """The instructions of a callgrind profile. Raises FleetError."""
+    for line in reversed(dump.splitlines()):
+        if line.startswith("totals: "):
+            return int(line.split()[1])
+    raise FleetError("callgrind's profile has no line `totals:`")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure; returns the exit code."""
+    try:
+        return uvloop.run(until_signalled("bench", _run(_flags(arguments))))
+    except (FleetError, HttpError) as error:
+        print(f"bench: failed: {error}", file=sys.stderr)
+        return 1
+
+
+async def _run(flags: argparse.Namespace) -> int:
+    for program in ("valgrind", "callgrind_control"):
+        if shutil.which(program) is None:
+            raise FleetError(f"{program} is not on PATH: install valgrind")
+    console = new_console()
+    raise_descriptor_limit()
+    before = MachineTime.now()
+    ours: dict[str, dict[str, Cost]] = {}
+    others: dict[str, dict[str, Cost]] = {}
+    async with open_stage() as stage:
+        workers = await stage.workers(STREAM_PACE_MS)
+        for mode in flags.modes:
+            console.print(f"{mode}: this takes 5 minutes for each frontend", highlight=False)
+            ours[mode] = await _measure(stage, workers, mode, flags, None)
+            if flags.against is not None:
+                others[mode] = await _measure(stage, workers, mode, flags, flags.against)
+    about = about_machine(before) | {"flags": flags.flag, "share": flags.share}
+    console.print(table(ours, others))
+    console.print(json.dumps(about), soft_wrap=True, highlight=False)
+    if flags.json is not None:
+        body = {**about, "this": _as_json(ours), "other": _as_json(others)}
+        flags.json.write_text(json.dumps(body, indent=2) + "\n")
+    return 0
+
+
+def works(share: float) -> list[Work]:
+    """Those of `relay`, with fewer requests."""
+    short, *more = standard_works()
+    return [
+        replace(
+            work,
+            requests=max(8, round(REQUESTS[work.name] * share)),
+            concurrency=max(8, round(REQUESTS["paced"] * share)) if work.is_stream else work.concurrency,
+        )
+        for work in (short, after_models(short), *more)
+    ]
+
+
+async def _measure(
+    stage: Stage, workers: Workers, mode: str, flags: argparse.Namespace, other: Path | None
+) -> dict[str, Cost]:
+    """The costs of each work, at a frontend that is started for it."""
+    which = "other" if other else "this"
+    callgrind = Callgrind(stage.directory / f"callgrind-{mode.replace(' ', '-')}-{which}")
+    one = await stage.ours(mode, workers, other, flags.flag, under=callgrind.command, timeout_s=START_S)
+    todo = works(flags.share)
+    for _ in range(WARM_RUNS):
+        await warm([one], todo, stage.directory)
+    await asyncio.sleep(SETTLE_S)
+    await callgrind.count(one.group)
+    await asyncio.sleep(IDLE_S)
+    idle, idle_s = await callgrind.count(one.group)
+    costs = {}
+    for work in todo:
+        report = await send(work, one, stage.directory)
+        await asyncio.sleep(LAST_LINES_S)
+        instructions, took_s = await callgrind.count(one.group)
+        costs[work.name] = cost(report.events or report.requests, instructions, idle / idle_s * took_s)
+    await stage.stop(one.group)
+    return costs
+
+
+def cost(units: int, instructions: int, idle: float) -> Cost:
+    """`idle`: instructions that an idle frontend takes in the same time."""
+    return Cost(units, (instructions - idle) / units, idle / units)
+
+
+def table(ours: Costs, others: Costs) -> Table:
+    """One row for each mode and work, with the ratio to another checkout if it was measured."""
+    made = Table(title="instructions of a request, or of an event of a stream", title_justify="left")
+    made.add_column("")
+    made.add_column("work")
+    for name in ("number", "instructions", "idle", *(("other", "this / other") if others else ())):
+        made.add_column(name, justify="right")
+    for mode, costs in ours.items():
+        for work, one in costs.items():
+            figures = [f"{figure:,.0f}" for figure in (one.units, one.instructions, one.idle)]
+            if mode in others:
+                other = others[mode][work].instructions
+                figures += [f"{other:,.0f}", f"{one.instructions / other:.3f}"]
+            made.add_row(mode, work, *figures)
+    return made
+
+
+def _as_json(costs: Costs) -> dict[str, dict[str, dict[str, float]]]:
+    return {mode: {work: asdict(one) for work, one in row.items()} for mode, row in costs.items()}
+
+
+def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench instructions", description=__doc__.split("\n", maxsplit=1)[0]
+    )
+    add = parser.add_argument
+    add("--against", type=checkout, metavar="DIR",
+        help="another checkout of kvrouter: its frontends are measured, too")  # fmt: skip
+    add("--flag", action="append", default=[], metavar="FLAG",
+        help="one more flag of this checkout's frontends, as in --flag=--access-log=all")  # fmt: skip
+    add("--modes", nargs="+", default=list(FLAGS), choices=list(FLAGS), metavar="MODE",
+        help="which frontends (all)")  # fmt: skip
+    add("--share", type=float, default=1.0, metavar="X", help="share of the usual requests (%(default)g)")
+    add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    return parser.parse_args(arguments)
