@@ -252,7 +252,7 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "kvrouter_index_holders": Metric("gauge", ("pool",), "pairs of a block and a target that holds it"),
         "kvrouter_index_bytes": Metric("gauge", ("pool",), "memory of the index, about"),
         "kvrouter_index_lookups_total": Metric("counter", ("pool",), "prompts looked up in the index"),
-        "kvrouter_index_lookup_seconds": Metric("histogram", (), "time of one look-up in the index"),
+        "kvrouter_index_lookup_seconds": Metric("histogram", (), "a look-up in the index; of one in 16"),
         "kvrouter_index_stored_blocks_total": Metric("counter", ("pool",), "blocks stored in the index"),
         "kvrouter_index_removed_blocks_total": Metric("counter", ("pool",), "blocks removed from the index"),
         "kvrouter_index_refused_blocks_total": Metric(

@@ -28,7 +28,9 @@ class PrefillRates:
         self._peaks: dict[Target, float] = {}
         self._unpeaked: set[Target] = set()  # targets whose samples are newer than their peak
         self._latest: deque[tuple[Target, float]] = deque(maxlen=POOL_SAMPLES)
-        self._pool_median: float | None = None  # None: not computed since the last sample
+        # Not there, and None: not computed since the last sample.
+        self._medians: dict[Target, float] = {}
+        self._pool_median: float | None = None
 
     def observe(self, target: Target, charged_tokens: int, seconds: float) -> None:
         """Record a streamed request: its first data byte came `seconds` after it was sent."""
@@ -39,14 +41,19 @@ class PrefillRates:
             rate = charged_tokens / seconds
             samples.append(rate)
             self._latest.append((target, rate))
+            self._medians.pop(target, None)
             self._pool_median = None
             self._unpeaked.add(target)
 
     def seconds(self, target: Target, charged_tokens: int) -> float | None:
         """The predicted time to prefill `charged_tokens`; None without any sample."""
+        rate = self._medians.get(target)
+        if rate is not None:
+            return charged_tokens / rate
         samples = self._samples.get(target)
         if samples:
-            return charged_tokens / median(samples)
+            self._medians[target] = rate = median(samples)
+            return charged_tokens / rate
         if not self._latest:
             return None
         if self._pool_median is None:
@@ -66,6 +73,7 @@ class PrefillRates:
     def forget(self, target: Target) -> None:
         if self._samples.pop(target, None) is not None:
             self._latest = deque((one for one in self._latest if one[0] != target), maxlen=POOL_SAMPLES)
+            self._medians.pop(target, None)
             self._pool_median = None
         self._peaks.pop(target, None)
         self._unpeaked.discard(target)

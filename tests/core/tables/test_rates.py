@@ -29,6 +29,18 @@ def test_median_of_the_target(rates: PrefillRates) -> None:
     assert 2.0 == rates.seconds(T1, 4000)
 
 
+def test_a_median_that_was_asked_for_changes(rates: PrefillRates) -> None:
+    """Medians are kept until the next sample, or until the target leaves."""
+    rates.observe(T1, 1000, 1.0)
+    rates.observe(T2, 10, 1.0)
+    first = rates.seconds(T1, 3000)
+    rates.observe(T1, 5000, 1.0)
+    second = rates.seconds(T1, 3000)
+    rates.forget(T1)
+
+    assert (3.0, 1.0, 300.0) == (first, second, rates.seconds(T1, 3000))
+
+
 def test_pools_median_without_samples(rates: PrefillRates) -> None:
     """A target without samples is predicted like the others."""
     rates.observe(T2, 500, 0.5)
