@@ -76,7 +76,7 @@ async def run_rounds(
     caches and clock rate as that one left them: a program seemed to take 6 % more than itself.
     """
     seen: dict[tuple[str, str], list[Run]] = {}
-    chance = Random(0)
+    chance = Random()
     for number in range(runs):
         say(f"round {number + 1} of {runs}")
         for work in make_works():
