@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -25,19 +25,18 @@ from kvrouter.core.fleet.replica import UNFOLLOWED, Replica
 from kvrouter.core.fleet.router import Router
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.predictions import WorkerRecord
-from kvrouter.core.wire.heartbeats import Heard
+from kvrouter.core.wire.heartbeats import Heard, Traffic
 from kvrouter.core.wire.ids import PoolId, RouterId, Target
 from kvrouter.core.wire.senders import KvSource
+from kvrouter.dashboard.traffic import FleetTraffic
 from kvrouter.relay.answer import Answer
 from kvrouter.relay.request import Request
 from kvrouter.replica.loop import ReplicaLoop
-from kvrouter.telemetry.metrics import RequestMetrics, Spread, TargetCounts
+from kvrouter.telemetry.metrics import RequestMetrics, TargetCounts
 from kvrouter.version import __version__
 
 # Rows are made in slices of this many, with other work in between: about half a millisecond.
 SLICE = 50
-# Outcomes of requests (docs/metrics.md) that are a failure of the fleet, not of the client.
-FAILED = ("failed", "broken")
 
 
 class PoolRow(Struct, frozen=True, gc=False):
@@ -115,7 +114,8 @@ class ReplicaRow(Struct, frozen=True):
 
     `lag_frames` and the two behind it: how this replica follows its bookings; None: it does not.
     `hears`: the replicas that it hears itself, and how it follows their bookings; `caches`: how it follows
-    the workers' caches. Both are as of its last heartbeat; None: its version does not report them.
+    the workers' caches; `requests` and `failed`: since its start. These four are as of its last heartbeat;
+    None: its version does not report them.
     """
 
     router_id: str
@@ -129,25 +129,8 @@ class ReplicaRow(Struct, frozen=True):
     digest_mismatches: int | None = None
     hears: dict[str, Following] | None = None
     caches: Following | None = None
-
-
-class Times(Struct, frozen=True, gc=False):
-    """A histogram: the count up to each bound, and above the last."""
-
-    bounds_s: Sequence[float]
-    counts: list[int]
-
-
-class Traffic(Struct, frozen=True, gc=False):
-    """Totals of the requests that this replica has served."""
-
-    requests: int
-    failed: int
-    prompt_tokens: int
-    overlap_tokens: int
-    output_tokens: int
-    ttft: Times
-    inter_token: Times
+    requests: int | None = None
+    failed: int | None = None
 
 
 class Fleet(Struct, frozen=True):
@@ -166,9 +149,12 @@ class Fleet(Struct, frozen=True):
     targets: list[TargetRow]
     replicas: list[ReplicaRow]
     traffic: Traffic
+    """What this replica has served since its start."""
     replicas_lost: int = 0
     """Since the start: their heartbeats ended without a last one. So are `workers_lost`."""
     workers_lost: int = 0
+    fleet_traffic: Traffic | None = None
+    """What all replicas have served since this one's start. None: by a version that does not add it up."""
 
 
 class FleetView:
@@ -180,6 +166,7 @@ class FleetView:
         replica_loop: ReplicaLoop,
         audit: Audit,
         metrics: RequestMetrics,
+        traffic: FleetTraffic,
         *,
         address: str,
         readiness: Callable[[], Mapping[str, Any]],
@@ -189,10 +176,10 @@ class FleetView:
         self._loop = replica_loop
         self._audit = audit
         self._metrics = metrics
+        self._traffic = traffic
         self._address = address
         self._readiness = readiness
         self._queue = queue
-        self._started_at = time.time()
 
     async def view(self, _request: Request) -> Answer:
         """GET /fleet."""
@@ -215,15 +202,16 @@ class FleetView:
             mode=pools[0].mode if pools else None,
             weight=pools[0].weight if pools else None,
             revision=replica.routing.revision if replica.routing is not None else 0,
-            started_s=round(self._started_at, 3),
+            started_s=round(self._traffic.started_s, 3),
             status=readiness["status"],
             reasons=readiness.get("reasons", []),
             pools=pools,
             targets=rows,
             replicas=self._replicas(),
-            traffic=_traffic(self._metrics),
+            traffic=self._traffic.own(),
             replicas_lost=replica.counters.replicas_lost,
             workers_lost=replica.counters.workers_lost,
+            fleet_traffic=self._traffic.total(),
         )
 
     def _pool(self, router: Router, problems: Mapping[tuple[str, str], list[str]]) -> PoolRow:
@@ -279,8 +267,18 @@ class FleetView:
         }
         me = self._replica.router_id
         revision = self._replica.routing.revision if self._replica.routing is not None else 0
+        served = self._traffic.own()
         own = ReplicaRow(
-            me, self._address, True, 0, revision, self._bookings(me), hears=hears, caches=_following(caches)
+            me,
+            self._address,
+            True,
+            0,
+            revision,
+            self._bookings(me),
+            hears=hears,
+            caches=_following(caches),
+            requests=served.requests,
+            failed=served.failed,
         )
         return [own, *peers]
 
@@ -299,6 +297,8 @@ class FleetView:
             digest_mismatches=heard.mismatches if heard.feeds else None,
             hears={name: _following(one) for name, one in hears} if hears is not None else None,
             caches=_following(beat.caches) if beat.caches is not None else None,
+            requests=beat.traffic.requests if beat.traffic is not None else None,
+            failed=beat.traffic.failed if beat.traffic is not None else None,
         )
 
     def _bookings(self, router_id: RouterId) -> int:
@@ -357,20 +357,3 @@ def _target(
         prompt_tokens=counts.prompt_tokens if counts else 0,
         overlap_tokens=counts.overlap_tokens if counts else 0,
     )
-
-
-def _traffic(metrics: RequestMetrics) -> Traffic:
-    requests = metrics.requests.values
-    return Traffic(
-        requests=sum(requests.values()),
-        failed=sum([count for labels, count in requests.items() if labels[-1] in FAILED]),
-        prompt_tokens=int(sum(metrics.prompt_tokens.values.values())),
-        overlap_tokens=int(sum(metrics.overlap_tokens.values.values())),
-        output_tokens=int(sum(metrics.output_tokens.values.values())),
-        ttft=_times(metrics.first_byte),
-        inter_token=_times(metrics.between),
-    )
-
-
-def _times(spread: Spread) -> Times:
-    return Times(spread.bounds, spread.counts())

@@ -1,5 +1,6 @@
-"""GET /fleet/stream: a snapshot a second as server-sent events, for the page.
+"""GET /fleet/stream: server-sent events for the page: the last hour's traffic, then a snapshot a second.
 
+FleetTraffic.history ──for each viewer──> event `history`
 FleetView.snapshot ──once, for all viewers──> one event ──> each viewer that has read the last one
 
 At 1,000 targets GET /fleet has 0.5 MB, mostly names of fields: here the targets are a table.
@@ -23,8 +24,11 @@ MOST_VIEWERS = 32
 
 
 class FleetStream:
-    def __init__(self, snapshot: Callable[[], Awaitable[Fleet]]) -> None:
+    """`history` returns what FleetTraffic has kept, as JSON."""
+
+    def __init__(self, snapshot: Callable[[], Awaitable[Fleet]], history: Callable[[], bytes]) -> None:
         self._snapshot = snapshot
+        self._history = history
         self._viewers = 0
         self._next: asyncio.Task[bytes] | None = None
         self._made_at = float("-inf")
@@ -40,6 +44,7 @@ class FleetStream:
     async def _events(self) -> AsyncGenerator[bytes, None]:
         self._viewers += 1
         try:
+            yield b"event: history\ndata: " + self._history() + b"\n\n"
             while True:
                 if self._next is None or self._next.done():
                     self._next = asyncio.create_task(self._make())

@@ -103,6 +103,10 @@ class WaitingRoom:
             "never_full": never_full(pool) if queue.is_on else [],
         }
 
+    def waiting(self) -> int:
+        """Requests that wait, in all pools."""
+        return sum([len(line.queue) for line in self._lines.values()])
+
     def samples(self) -> Iterator[Sample]:
         for pool_id in self._replica.routers if self.is_on else ():
             labels, view = {"pool": str(pool_id)}, self.view(pool_id)

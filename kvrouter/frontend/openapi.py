@@ -131,7 +131,9 @@ _ROUTES: dict[tuple[str, str], Described] = {
     ),
     ("GET", "/fleet"): Described("The fleet as this replica knows it", {200: _JSON}, answer=Fleet),
     ("GET", "/fleet/stream"): Described(
-        "/fleet once a second, its targets as a table", {200: _SSE, 503: _JSON}, answer=_object(data=_TEXTUAL)
+        "The traffic of the last hour, then /fleet once a second, its targets as a table",
+        {200: _SSE, 503: _JSON},
+        answer=_object(data=_TEXTUAL),
     ),
     ("GET", "/prefixes"): Described(
         "The prefixes that the last requests shared: a sample", {200: _JSON}, answer=PrefixSample

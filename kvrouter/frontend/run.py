@@ -25,6 +25,7 @@ from kvrouter.dashboard.fleet import FleetView
 from kvrouter.dashboard.page import FILES_PATH, PAGE_PATH, Page
 from kvrouter.dashboard.prefixes import Prefixes
 from kvrouter.dashboard.stream import FleetStream
+from kvrouter.dashboard.traffic import FleetTraffic, served
 from kvrouter.errors import ConfigError
 from kvrouter.frontend.accept import Accept
 from kvrouter.frontend.access_log import AccessLog
@@ -139,6 +140,8 @@ class _Member:
     listeners: Listeners
     bus: Bus
     waiting_room: WaitingRoom
+    metrics: RequestMetrics
+    traffic: FleetTraffic
     replica_loop: ReplicaLoop
     audit: Audit
 
@@ -150,7 +153,6 @@ class _RequestPath:
     accept: Accept
     views: DecisionViews
     completions: Completions
-    metrics: RequestMetrics
 
 
 @contextlib.asynccontextmanager
@@ -207,6 +209,8 @@ async def _open_member(
     rules = new_rules(options)
     replica = new_replica(options, rules, index_maker(registry, is_on=options.index_metrics))
     waiting_room = WaitingRoom(replica, options.admission, QueueMetrics(registry), random.random)
+    metrics = RequestMetrics(registry)
+    traffic = FleetTraffic(replica, lambda: served(replica, metrics, waiting_room.waiting()))
     registry.register(StateCollector(lambda: rules.samples(replica.routers)))
     registry.register(StateCollector(waiting_room.samples))
     if options.index_metrics:
@@ -225,9 +229,12 @@ async def _open_member(
             heartbeat_s=options.heartbeat_s,
             address=_address(options, listeners),
             on_change=waiting_room.wake if waiting_room.is_on else None,
+            traffic=traffic.own,
         )
         audit = Audit(replica, tokens.compared, has_queue=waiting_room.is_on)
-        yield _Member(rules, replica, tokens, listeners, bus, waiting_room, replica_loop, audit)
+        yield _Member(
+            rules, replica, tokens, listeners, bus, waiting_room, metrics, traffic, replica_loop, audit
+        )
 
 
 @contextlib.asynccontextmanager
@@ -235,8 +242,7 @@ async def _open_request_path(
     options: FrontendOptions, registry: Registry, member: _Member, tls: ssl.SSLContext | None
 ) -> AsyncIterator[_RequestPath]:
     """`tls`: which workers are trusted."""
-    metrics = RequestMetrics(registry)
-    accept = Accept(member.replica.pools, member.tokens.blocks, metrics, _dialect(options))
+    accept = Accept(member.replica.pools, member.tokens.blocks, member.metrics, _dialect(options))
     logs = options.rules.log_decisions
     views = DecisionViews(member.rules.decisions, logs=logs)
     traces, router_id = options.traces, str(member.replica.router_id)
@@ -258,13 +264,13 @@ async def _open_request_path(
                 upstream=upstream,
                 probe=probe,
                 waiting_room=member.waiting_room,
-                metrics=metrics,
+                metrics=member.metrics,
                 access=access,
                 limits=options.limits,
                 retries=options.retries,
             )
             registry.register(StateCollector(completions.samples))
-            yield _RequestPath(accept, views, completions, metrics)
+            yield _RequestPath(accept, views, completions)
 
 
 @contextlib.asynccontextmanager
@@ -279,6 +285,7 @@ async def _run_tasks(
         tasks = {
             "replica": member.replica_loop.run(),
             "audit": audit_forever(member.audit),
+            "traffic": member.traffic.run(),
             "tokens": member.tokens.run(),
             "policies": upkeep.run(),
             "texts": evict_texts(member.replica),
@@ -426,11 +433,11 @@ def _operators_routes(
 ) -> list[tuple[str, str, View]]:
     """Method, path and view of each."""
     thresholds, views = BusyThresholds(member.replica, member.rules), path.views
-    fleet, page = _fleet_view(member, path, admin), Page()
+    fleet, page = _fleet_view(member, admin), Page()
     return [
         ("GET", "/workers", admin.workers),
         ("GET", "/fleet", fleet.view),
-        ("GET", "/fleet/stream", FleetStream(fleet.snapshot).view),
+        ("GET", "/fleet/stream", FleetStream(fleet.snapshot, member.traffic.history).view),
         ("GET", PAGE_PATH, page.page),
         ("GET", FILES_PATH, page.file),
         ("GET", "/prefixes", Prefixes(member.rules.decisions).view),
@@ -446,12 +453,13 @@ def _operators_routes(
     ]
 
 
-def _fleet_view(member: _Member, path: _RequestPath, admin: Admin) -> FleetView:
+def _fleet_view(member: _Member, admin: Admin) -> FleetView:
     return FleetView(
         member.replica,
         member.replica_loop,
         member.audit,
-        path.metrics,
+        member.metrics,
+        member.traffic,
         address=member.listeners.admin_url,
         readiness=admin.readiness,
         queue=member.waiting_room.view,

@@ -18,6 +18,7 @@ from dataclasses import replace
 from kvrouter.bus import Bus, Subjects
 from kvrouter.core.fleet.replica import Replica, ReplicaSettings
 from kvrouter.core.fleet.router import RouterRules
+from kvrouter.core.wire.heartbeats import Traffic
 from kvrouter.core.wire.ids import PoolId, RouterId
 from kvrouter.replica.feed_log import FeedLog
 from kvrouter.replica.inbox import Inbox
@@ -55,7 +56,8 @@ def first_turn(chance: Callable[[], float] = random.random) -> int:
 class ReplicaLoop:
     """Keeps a replica in step with the bus while `run` runs, after `subscribe`.
 
-    `on_change` is called when bookings or workers may have changed, here or at a peer.
+    `on_change` is called when bookings or workers may have changed, here or at a peer. `traffic` returns what
+    the replica has served, for its heartbeats.
     """
 
     def __init__(
@@ -67,12 +69,15 @@ class ReplicaLoop:
         heartbeat_s: float,
         address: str = "",
         on_change: Callable[[], None] | None = None,
+        traffic: Callable[[], Traffic] | None = None,
     ) -> None:
         self.log = FeedLog()
         self.members = Members(replica)
         self.recovery = Recovery(replica, bus, subjects, self.log)
         self.inbox = Inbox(replica, subjects, self.members, self.recovery, self.log, on_change=on_change)
-        self.publishing = Publishing(replica, bus, subjects, self.log, address=address, on_change=on_change)
+        self.publishing = Publishing(
+            replica, bus, subjects, self.log, address=address, on_change=on_change, traffic=traffic
+        )
         self._replica = replica
         self._bus = bus
         self._subjects = subjects

@@ -11,7 +11,7 @@ from kvrouter.bus.addresses import reachable
 from kvrouter.core.feeds.trust import ANSWERS_A_SECOND, PerSecond
 from kvrouter.core.fleet.pools import POOLS_MOST
 from kvrouter.core.fleet.replica import Replica
-from kvrouter.core.wire.heartbeats import State, encode
+from kvrouter.core.wire.heartbeats import State, Traffic, encode
 from kvrouter.core.wire.ids import PoolId
 from kvrouter.core.wire.ops import decode_request
 from kvrouter.errors import MalformedFrameError
@@ -23,7 +23,10 @@ HELLO_DELAY_S = 0.03
 
 
 class Publishing:
-    """Publishes for one replica. `address` goes into its heartbeats; `on_change` runs after each flush."""
+    """Publishes for one replica. `on_change` runs after each flush.
+
+    `address`, and what `traffic` returns, go into its heartbeats.
+    """
 
     def __init__(
         self,
@@ -34,6 +37,7 @@ class Publishing:
         *,
         address: str,
         on_change: Callable[[], None] | None,
+        traffic: Callable[[], Traffic] | None,
     ) -> None:
         self.state: State = "up"
         self._replica = replica
@@ -42,6 +46,7 @@ class Publishing:
         self._log = feed_log
         self._address = address
         self._on_change = on_change
+        self._traffic = traffic
         self._loop = asyncio.get_running_loop()
         self._is_flush_due = self._is_hello_due = False
         self._answers = PerSecond(ANSWERS_A_SECOND)
@@ -134,5 +139,6 @@ class Publishing:
 
     def _publish_heartbeat(self, *, names_workers: bool = False) -> None:
         address = reachable(self._address, self._bus.local_host)
-        beat = self._replica.heartbeat(self.state, address, names_workers=names_workers)
+        traffic = self._traffic() if self._traffic is not None else None
+        beat = self._replica.heartbeat(self.state, address, names_workers=names_workers, traffic=traffic)
         self._bus.publish(self._subjects.live_router(self._replica.router_id), encode(beat))

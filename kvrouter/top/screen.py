@@ -135,7 +135,7 @@ def _facts(facts: Facts) -> str:
         f"TTFT p50 {_seconds(facts.ttft_p50_s)} p90 {_seconds(facts.ttft_p90_s)}",
         "cached " + (" ".join(f"{name} {share:.0%}" for name, share in facts.cached.items()) or "-"),
         f"regret {_seconds(facts.later_s)}",
-        f"failed {facts.failed}",
+        f"failed {'-' if facts.failed is None else facts.failed}",
     ]
     return "   ".join(part.replace(" ", _JOINED) for part in parts)
 

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvrouter.dashboard.fleet import Fleet, TargetRow, Times
+from kvrouter.core.wire.heartbeats import Traffic
+from kvrouter.dashboard.fleet import Fleet, TargetRow
 from kvrouter.top.settings import Column
 
 Key = tuple[str, str, int]
@@ -90,7 +91,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The fleet in one line. Shares are of prompt tokens."""
+    """The fleet in one line, of the time between two answers. Shares are of prompt tokens."""
 
     requests_per_s: float | None
     tokens_per_s: float | None
@@ -99,7 +100,7 @@ class Facts:
     cached: Mapping[str, float]
     later_s: float | None
     """Regret: how much later than the earliest target the chosen ones were predicted to be, on average."""
-    failed: int
+    failed: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ def view(seen: Mapping[str, Seen]) -> View:
         for row in fleet.targets:
             rows.setdefault(_key(row), []).append((row, known.get(_key(row)), seen[url].seconds))
     made = [_row(facts, len(fleets)) for facts in rows.values()]
-    return View(_facts(seen.values(), fleets), made, _problems(seen, fleets))
+    return View(_facts(seen.values()), made, _problems(seen, fleets))
 
 
 def _key(row: TargetRow) -> Key:
@@ -161,49 +162,36 @@ def _difference(facts: Sequence[TargetRow], replicas: int) -> str:
     return ""
 
 
-def _facts(seen: Iterable[Seen], fleets: Mapping[str, Fleet]) -> Facts:
-    failed = sum(fleet.traffic.failed for fleet in fleets.values())
-    pairs = [
-        (one.now, one.before, one.seconds)
-        for one in seen
-        if isinstance(one.now, Fleet) and one.before is not None and one.seconds > 0
-    ]
-    if not pairs:
-        return Facts(None, None, None, None, {}, None, failed)
+def _facts(seen: Iterable[Seen]) -> Facts:
+    """As the first replica that has answered twice counts it: the requests of all replicas."""
+    for one in seen:
+        if isinstance(one.now, Fleet) and one.before is not None and one.seconds > 0:
+            return _between(_traffic(one.before), _traffic(one.now), one.seconds)
+    return Facts(None, None, None, None, {}, None, None)
 
-    def rate(amount: Callable[[Fleet], float]) -> float:
-        return sum(max(0.0, amount(now) - amount(before)) / seconds for now, before, seconds in pairs)
 
-    def grown(amount: Callable[..., float]) -> float:
-        return sum(sum(map(amount, now.pools)) - sum(map(amount, before.pools)) for now, before, _ in pairs)
+def _traffic(fleet: Fleet) -> Traffic:
+    """Of an older version: only of that replica."""
+    return fleet.fleet_traffic or fleet.traffic
 
-    bounds, counts = _times([(now.traffic.ttft, before.traffic.ttft) for now, before, _ in pairs])
-    decisions, prompt = grown(lambda pool: pool.ttft_decisions), grown(lambda pool: pool.reusable_tokens)
+
+def _between(before: Traffic, now: Traffic, seconds: float) -> Facts:
+    prompt = now.reusable_tokens - before.reusable_tokens
+    decisions = now.ttft_decisions - before.ttft_decisions
     cached = {}
-    for cache in ("chosen", "best", "pooled"):
-        uncached = grown(lambda pool, cache=cache: pool.uncached_tokens.get(cache, 0))
-        if prompt > 0:
-            cached[cache] = min(1.0, max(0.0, 1 - uncached / prompt))
+    for cache in ("chosen", "best", "pooled") if prompt > 0 else ():
+        uncached = now.uncached_tokens.get(cache, 0) - before.uncached_tokens.get(cache, 0)
+        cached[cache] = min(1.0, max(0.0, 1 - uncached / prompt))
+    counts = [max(0, one - other) for one, other in zip(now.ttft.counts, before.ttft.counts, strict=False)]
     return Facts(
-        rate(lambda fleet: fleet.traffic.requests),
-        rate(lambda fleet: fleet.traffic.output_tokens),
-        quantile(0.5, bounds, counts),
-        quantile(0.9, bounds, counts),
+        max(0, now.requests - before.requests) / seconds,
+        max(0, now.output_tokens - before.output_tokens) / seconds,
+        quantile(0.5, now.ttft.bounds_s, counts),
+        quantile(0.9, now.ttft.bounds_s, counts),
         cached,
-        grown(lambda pool: pool.later_s) / decisions if decisions > 0 else None,
-        failed,
+        (now.later_s - before.later_s) / decisions if decisions > 0 else None,
+        max(0, now.failed - before.failed),
     )
-
-
-def _times(pairs: Sequence[tuple[Times, Times]]) -> tuple[Sequence[float], list[int]]:
-    """Bounds, and the counts between now and before of the replicas with the first one's bounds."""
-    bounds = pairs[0][0].bounds_s
-    counts = [0] * (len(bounds) + 1)
-    for now, before in pairs:
-        if list(now.bounds_s) == list(before.bounds_s) == list(bounds):
-            both = zip(now.counts, before.counts, counts, strict=False)
-            counts = [total + max(0, one - other) for one, other, total in both]
-    return bounds, counts
 
 
 def quantile(share: float, bounds: Sequence[float], counts: Sequence[int]) -> float | None:

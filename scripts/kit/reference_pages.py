@@ -37,8 +37,8 @@ Wire](../concepts/design.md#wire); what happens to a message that breaks these r
 [Reliability](../reliability.md#what-a-damaged-or-forged-message-can-do).
 
 A structure with a code is an array that begins with the code; one without is an array of its fields,
-except the card, which is a map. Readers skip unknown codes and further fields. Hashes (`bytes`) are
-packed little-endian u64."""
+except the card and a replica's traffic, which are maps. Readers skip unknown codes and further fields.
+Hashes (`bytes`) are packed little-endian u64."""
 
 
 def errors_page() -> str:

@@ -116,7 +116,7 @@ async def test_agreement(running: Running, page: Any) -> None:
 
     await running.fleet.processes["frontend-1"].kill()
     await _until(page, "document.querySelectorAll('#peers tr:has(td)').length === 1")
-    assert "this replica: 1 replicas, 0 workers" in await page.text_content("#lost")
+    assert "this replica: replicas 1, workers 0." in await page.text_content("#lost")
     assert [] == page.said
 
 
@@ -181,6 +181,26 @@ async def test_a_thousand_targets(fleet_of: FleetOf, page: Any) -> None:
         print(f"a snapshot of 1,000 targets: {snapshots.bytes / 1000:.0f} KB, {drawing_ms:.0f} ms")  # noqa: T201
 
 
+async def test_what_was_before_the_page_was_opened(fleet_of: FleetOf, page: Any) -> None:
+    """The figures of the last minute and the plots begin with the samples that the replica has kept."""
+    async with fleet_of() as fleet:
+        plain = await _plain(fleet)
+        fields = ("time", "started_s", "fleet_traffic")
+        now = {name: plain[name] for name in fields}
+        kept = [_later(now, seconds, requests=3 * seconds) for seconds in range(-3600, 0, 10)]
+        body = f"event: history\ndata: {json.dumps(kept)}\n\ndata: {json.dumps(plain)}\n\n"
+        await page.route("**/fleet/stream", lambda route: _fulfill(route, body))
+        await page.goto(f"{fleet.frontend.admin_url}/#traffic")
+        await page.select_option("#span", "3600")
+
+        await page.wait_for_selector("#plot-rate canvas")
+        seen = "import('./dashboard/traffic.js').then(traffic => traffic.shown().map(point => point[3]))"
+        assert [3.0] * 360 == [round(one, 6) for one in await page.evaluate(seen)]
+        await page.click("#tab-fleet")
+        assert "Requests a second3.0" in await page.text_content("#figures")
+        assert [] == page.said
+
+
 async def test_an_hour_leaks_nothing(fleet_of: FleetOf, page: Any) -> None:
     """Once every live view was open, 3,600 snapshots more change neither the heap nor the number of nodes."""
     async with fleet_of(ranks=8) as fleet:
@@ -228,11 +248,19 @@ class _Snapshots:
                 for row in table["rows"]:
                     row[worker], row[requests] = f"w{one}", (one * 7 + self.sent) % 9
                     rows.append(list(row))
-            traffic = self._plain["traffic"] | {"requests": self.sent}
-            changed = {"time": self._plain["time"] + self.sent, "traffic": traffic}
+            changed = _later(self._plain, self.sent, requests=self.sent)
             data = json.dumps(self._plain | changed | {"targets": table | {"rows": rows}}).encode()
             self.bytes = len(data)
             yield b"data: " + data + b"\n\n"
+
+
+def _later(sample: dict[str, Any], seconds: float, **counters: int) -> dict[str, Any]:
+    traffic = sample["fleet_traffic"] | counters
+    return sample | {"time": sample["time"] + seconds, "fleet_traffic": traffic}
+
+
+async def _fulfill(route: Any, body: str) -> None:
+    await route.fulfill(body=body, content_type="text/event-stream")
 
 
 def _numbers_of(row: dict[str, Any]) -> list[str]:

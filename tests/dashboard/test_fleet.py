@@ -14,6 +14,7 @@ from kvrouter.core.wire.ids import RouterId, WorkerId
 from kvrouter.core.wire.ops import VERSION
 from kvrouter.core.wire.senders import SyncSource
 from kvrouter.dashboard import fleet as module
+from kvrouter.dashboard.traffic import FleetTraffic, served
 from kvrouter.version import __version__
 from tests.frontend.clients import get
 from tests.frontend.fleet import BODY, POOL, STREAM, Fleet, FleetOf
@@ -200,6 +201,7 @@ def view_of(fleet: Fleet) -> module.FleetView:
         one.replica_loop,
         one.audit,
         one.completions._metrics,
+        FleetTraffic(one.replica, lambda: served(one.replica, one.completions._metrics, 0)),
         address=one.admin_url,
         readiness=one.admin.readiness,
         queue=one.waiting_room.view,

@@ -33,6 +33,7 @@ async def test_snapshots_one_after_another(fleet_of: FleetOf) -> None:
         async with connected(fleet.frontend.admin_url) as client:
             client.writer.write(b"GET /fleet/stream HTTP/1.1\r\nhost: t\r\n\r\n")
             head = await client.reader.readuntil(b"\r\n\r\n")
+            assert (await _event(client)).startswith(b"event: history\ndata: [{")
             seen = [_read(await _event(client)) for _ in range(3)]
 
         assert b"content-type: text/event-stream" in head.lower()
@@ -55,8 +56,10 @@ async def test_one_snapshot_for_all_viewers(fleet_of: FleetOf, monkeypatch: pyte
             made += 1
             return whole
 
-        stream = FleetStream(snapshot)
+        stream = FleetStream(snapshot, lambda: b"[]")
         viewers = [(await stream.view(_request())).events for _ in range(3)]
+        for each in viewers:
+            assert b"event: history\ndata: []\n\n" == await anext(each)
         for _ in range(4):
             assert 1 == len({await one for one in [asyncio.ensure_future(anext(each)) for each in viewers]})
 
@@ -100,6 +103,7 @@ async def test_a_viewer_that_does_not_read(fleet_of: FleetOf) -> None:
         async with connected(fleet.frontend.admin_url) as client:
             client.writer.write(b"GET /fleet/stream HTTP/1.1\r\nhost: t\r\n\r\n")
             await client.reader.readuntil(b"\r\n\r\n")
+            await _event(client)  # history
             times = [_read(await _event(client))["time"] for _ in range(20)]
 
         assert times == sorted(times)

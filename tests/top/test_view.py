@@ -10,7 +10,8 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from kvrouter.dashboard.fleet import Fleet, PoolRow, ReplicaRow, TargetRow, Times, Traffic
+from kvrouter.core.wire.heartbeats import Times, Traffic
+from kvrouter.dashboard.fleet import Fleet, PoolRow, ReplicaRow, TargetRow
 from kvrouter.top.__main__ import _ask, keys_in
 from kvrouter.top.screen import Choices, draw
 from kvrouter.top.view import History, Seen, arranged, quantile, view
@@ -36,10 +37,14 @@ def fleet(*targets: TargetRow, router_id: str = "a", hears: str = "a", **facts: 
         reusable_tokens=100, uncached_tokens={"chosen": 50, "best": 40, "pooled": 20}, later_s=1.0,
         ttft_decisions=10, prefill_tokens_per_s=1.0, mode="kv", weight="auto", doubt="",
     )  # fmt: skip
-    traffic = Traffic(10, 1, 100, 50, 200, Times((0.1, 1.0), [8, 2, 0]), Times((0.1,), [1, 0]))
+    traffic = Traffic(
+        10, 1, 100, 50, 200, Times((0.1, 1.0), [8, 2, 0]), Times((0.1,), [1, 0]), reusable_tokens=100,
+        uncached_tokens={"chosen": 50, "best": 40, "pooled": 20}, later_s=1.0, ttft_decisions=10,
+    )  # fmt: skip
     made = Fleet(
         time=1.0, router_id=router_id, version="1", mode="kv", weight="auto", revision=0, started_s=0.5,
         status="ready", reasons=[], pools=[pool], targets=[*targets], replicas=replicas, traffic=traffic,
+        fleet_traffic=traffic,
     )  # fmt: skip
     return replace(made, **facts)
 
@@ -47,20 +52,18 @@ def fleet(*targets: TargetRow, router_id: str = "a", hears: str = "a", **facts: 
 def test_since_an_earlier_answer() -> None:
     """Rates, times and shares are those of the time between, not of the life of the replica."""
     old = fleet(target("w0"))
-    pool = replace(
-        old.pools[0], reusable_tokens=200, uncached_tokens={"chosen": 75, "best": 60, "pooled": 20},
-        later_s=3.0, ttft_decisions=14,
+    traffic = replace(
+        old.traffic, requests=30, failed=3, output_tokens=600, ttft=Times((0.1, 1.0), [8, 12, 0]),
+        reusable_tokens=200, uncached_tokens={"chosen": 75, "best": 60, "pooled": 20}, later_s=3.0,
+        ttft_decisions=14,
     )  # fmt: skip
-    traffic = replace(old.traffic, requests=30, output_tokens=600, ttft=Times((0.1, 1.0), [8, 12, 0]))
-    new = fleet(
-        target("w0", answers=30, ttft_sum_s=6.0, ttft_count=20), pools=[pool], traffic=traffic, time=3.0
-    )
+    new = fleet(target("w0", answers=30, ttft_sum_s=6.0, ttft_count=20), fleet_traffic=traffic, time=3.0)
     shown = view({A: Seen(new, old)})
     (row,) = shown.rows
 
     assert (10.0, 0.5) == (row.rate, row.ttft_s)
-    assert (10.0, 200.0, 0.5) == (
-        shown.facts.requests_per_s, shown.facts.tokens_per_s, shown.facts.later_s,
+    assert (10.0, 200.0, 0.5, 2) == (
+        shown.facts.requests_per_s, shown.facts.tokens_per_s, shown.facts.later_s, shown.facts.failed,
     )  # fmt: skip
     assert {"chosen": 0.75, "best": 0.8, "pooled": 1.0} == pytest.approx(shown.facts.cached)
     assert shown.facts.ttft_p50_s == pytest.approx(0.55)
@@ -94,13 +97,22 @@ def test_a_replica_that_started_again(changed: dict[str, Any]) -> None:
     assert (None, None) == (shown.facts.requests_per_s, shown.rows[0].rate)
 
 
-def test_replicas_of_several_versions() -> None:
-    """Times to first token of other buckets are left out."""
-    odd = replace(fleet().traffic, ttft=Times((0.2,), [5]))
-    one, other = fleet(), fleet(router_id="b", traffic=odd)
-    shown = view({A: Seen(replace(one, time=2.0), one), B: Seen(replace(other, time=2.0), other)})
+def test_an_older_replica() -> None:
+    """One that does not add up the traffic of all shows its own."""
+    old = fleet(fleet_traffic=None)
+    shown = view({A: Seen(replace(old, time=2.0, traffic=replace(old.traffic, requests=14)), old)})
 
-    assert (0.0, None) == (shown.facts.requests_per_s, shown.facts.ttft_p50_s)
+    assert (4.0, None) == (shown.facts.requests_per_s, shown.facts.ttft_p50_s)
+
+
+def test_two_replicas_count_the_same_requests() -> None:
+    """The first line is that of one of them: both count the requests of all."""
+    before = [fleet(), fleet(router_id="b")]
+    grown = replace(before[0].traffic, requests=14)
+    one, other = [Seen(replace(each, time=2.0, fleet_traffic=grown), each) for each in before]
+    shown = view({"http://c": Seen("no answer"), A: one, B: other})
+
+    assert 4.0 == shown.facts.requests_per_s
 
 
 def test_disagreements() -> None:
@@ -167,8 +179,8 @@ def test_a_narrow_terminal() -> None:
     lines = [line.rstrip() for line in console.export_text().splitlines()]
     text = " ".join(" ".join(lines).split())
 
-    assert {"failed 1", sentence.strip(), "no route to host, " * 8} == {
-        one for one in ("failed 1", sentence.strip(), "no route to host, " * 8) if one in text
+    assert {"failed -", sentence.strip(), "no route to host, " * 8} == {
+        one for one in ("failed -", sentence.strip(), "no route to host, " * 8) if one in text
     }
     assert len(lines) <= 24
     assert "w3/0" in text

@@ -29,6 +29,7 @@ from kvrouter.core.wire.heartbeats import (
     RouterBeat,
     RoutingChange,
     State,
+    Traffic,
     WorkerBeat,
     decode_router_beat,
     decode_worker_beat,
@@ -280,7 +281,9 @@ class Replica:
         """Call many times a second: a moment of readiness counts even if no probe came then."""
         self.not_ready(now)
 
-    def heartbeat(self, state: State, address: str, *, names_workers: bool = False) -> RouterBeat:
+    def heartbeat(
+        self, state: State, address: str, *, names_workers: bool = False, traffic: Traffic | None = None
+    ) -> RouterBeat:
         """The heartbeat of this replica. The answer to a hello also names its workers."""
         caches, bookings = self.feeds.heard()
         return RouterBeat(
@@ -297,6 +300,7 @@ class Replica:
             self.routing,
             {router_id: bookings.get(router_id, UNFOLLOWED) for router_id in self.peers},
             caches,
+            traffic,
         )
 
     def _serves(self) -> dict[str, int]:

@@ -24,8 +24,10 @@ from kvrouter.core.wire.values import (
     Rank,
     RankHeader,
     Ranks,
+    Seconds,
     SettingText,
     Share,
+    ShortText,
     Text,
     Url,
     url_error,
@@ -147,6 +149,35 @@ class Heard(Struct, frozen=True, array_like=True):
     mismatches: Amount
 
 
+class Times(Struct, frozen=True):
+    """A histogram: the count up to each bound, and above the last."""
+
+    bounds_s: Annotated[tuple[Seconds, ...], Meta(max_length=64)]
+    counts: Annotated[list[Number], Meta(max_length=65)]
+
+
+class Traffic(Struct, frozen=True):
+    """What a replica has served since its start: totals, except `queued`, the requests that wait now.
+
+    `prompt_tokens` and `overlap_tokens` (predicted) are those of all placed requests, `reusable_tokens` those
+    of which each cache of `uncached_tokens` did not have so many. `later_s`: by how much the chosen targets
+    were predicted to be later than the earliest ones, over `ttft_decisions`.
+    """
+
+    requests: Number
+    failed: Number
+    prompt_tokens: Number
+    overlap_tokens: Number
+    output_tokens: Number
+    ttft: Times
+    inter_token: Times
+    queued: Number = 0
+    reusable_tokens: Number = 0
+    uncached_tokens: Annotated[dict[ShortText, Number], Meta(max_length=16)] = {}
+    ttft_decisions: Number = 0
+    later_s: Seconds = 0.0
+
+
 class RouterBeat(Struct, frozen=True, array_like=True):
     """A replica's heartbeat. `feeds` maps a pool to the last seq of its sync feed.
 
@@ -155,7 +186,7 @@ class RouterBeat(Struct, frozen=True, array_like=True):
     for; only the answer to a hello has them. `serves` maps each pool in which it has a live target to the
     pool's block size there; it is empty while the replica starts or drains and takes no requests.
     `hears`: the peers that it hears, and how it follows their bookings; `caches`: how it follows workers'
-    caches. Only people read these two (the dashboard); None: not reported.
+    caches; `traffic`: what it has served. Only people read these three (the dashboard); None: not reported.
     """
 
     version: int
@@ -170,6 +201,7 @@ class RouterBeat(Struct, frozen=True, array_like=True):
     routing: RoutingChange | None = None  # the latest that it knows, so that joiners learn it
     hears: Annotated[dict[Identifier, Heard], Meta(max_length=1024)] | None = None
     caches: Heard | None = None
+    traffic: Traffic | None = None
 
 
 encode = msgspec.msgpack.Encoder().encode

@@ -46,6 +46,7 @@ Tier = Annotated[int, Meta(ge=0, le=2)]
 # A fraction 0..1 of the KV blocks. Engines that also count swapped blocks report more than 1.
 Share = Annotated[float, Meta(ge=0, le=MOST_SHARE)]
 Finite = Annotated[float, Meta(ge=-MOST_FINITE, le=MOST_FINITE)]
+Seconds = Annotated[float, Meta(ge=0, le=MOST_FINITE)]
 
 # Worker ids, router ids and pools: they are parts of NATS subjects, where a dot or a space has a meaning.
 Identifier = Annotated[str, Meta(pattern=rf"\A{IDENTIFIER_PATTERN}\Z")]

@@ -8,6 +8,8 @@ const PEERS = [
   ["Admin URL", (row) => row.url, String],
   ["Silent rounds", (row) => row.silent_rounds, number],
   ["Requests in flight", (row) => row.bookings, number],
+  ["Requests ended", (row) => row.requests, number],
+  ["Failed", (row) => row.failed, number],
   ["Caches it follows", (row) => row.caches, feeds, (row) => (row.caches && !isWell(row.caches) ? "bad" : "")],
   ["Routing revision", (row) => row.revision, number],
 ];

@@ -1,12 +1,13 @@
 // The fleet view: figures, a square for each target, and the table of targets.
 
 import { button, cell, fill, find, number, seconds, share, sum } from "./table.js";
+import { lastMinute, quantile } from "./traffic.js";
 
 // A table of more rows than this is slow to draw; the filter finds the others, and the squares show all.
 const MOST_ROWS = 200;
 const FEW_TARGETS = 12;
 const MINUTE_S = 60;
-// Of the last minute so many snapshots are kept, one each 5 s: what happened since is their difference.
+// Of the last minute the counters of targets are kept, each 5 s: what happened since is their difference.
 const KEPT_EACH_S = 5;
 const LEVELS = 5;
 
@@ -50,21 +51,14 @@ const COUNTERS = ["overlap_tokens", "prompt_tokens", "ttft_sum_s", "ttft_count"]
 
 export function remember(snapshot) {
   fleet = snapshot;
-  const { time, started_s: started, traffic, targets } = fleet;
+  const { time, started_s: started, targets } = fleet;
   if (past.length && past[0].started !== started) past = []; // it has restarted: its totals begin at 0
   if (!past.length || time - past.at(-1).time >= KEPT_EACH_S) {
     const counted = (row) => Object.fromEntries(COUNTERS.map((counter) => [counter, row[counter]]));
     const counts = new Map(targets.map((row) => [key(row), counted(row)]));
-    const tokens = tokensOf(fleet.pools);
-    past.push({ time, started, requests: traffic.requests, counts: traffic.ttft.counts, targets: counts, tokens });
+    past.push({ time, started, targets: counts });
   }
   while (past.length > 1 && time - past[0].time > MINUTE_S) past.shift();
-}
-
-// Prompt tokens of all pools, and how many of them each cache did not have.
-function tokensOf(pools) {
-  const uncached = (cache) => sum(pools, (pool) => pool.uncached_tokens[cache]);
-  return { all: sum(pools, (pool) => pool.reusable_tokens), chosen: uncached("chosen"), pooled: uncached("pooled") };
 }
 
 export function draw() {
@@ -74,43 +68,35 @@ export function draw() {
   drawTargets();
 }
 
-// Requests a second, and times to first token that a share of them did not exceed: bounds of a histogram.
-function lastMinute() {
-  const { bounds_s: bounds, counts } = fleet.traffic.ttft;
-  const [first] = past;
-  const between = fleet.time - first.time;
-  const own = counts.map((count, at) => count - first.counts[at]);
-  const total = sum(own, Number);
-  const within = (wanted) => {
-    if (!total) return "–";
-    let below = 0;
-    const at = own.findIndex((count) => (below += count) >= wanted * total);
-    return at < bounds.length ? `≤ ${seconds(bounds[at])}` : `> ${seconds(bounds.at(-1))}`;
-  };
-  const rate = between > 0 ? ((fleet.traffic.requests - first.requests) / between).toFixed(1) : "–";
-  return { "Requests a second": rate, "TTFT, median": within(0.5), "TTFT, 95 %": within(0.95) };
-}
-
 function drawFigures() {
-  const [{ tokens: before }] = past;
-  const tokens = tokensOf(fleet.pools);
-  const missed = (cache) => ratio(tokens[cache] - before[cache], tokens.all - before.all);
-  const cached = (cache) => (missed(cache) === null ? null : Math.max(0, 1 - missed(cache)));
+  const minute = lastMinute();
+  const ttft = (wanted) => (minute ? seconds(quantile(wanted, minute.times("ttft"))) : "–");
+  const cached = (cache) => {
+    const part = minute?.cached(cache) ?? null;
+    return share(part === null ? null : Math.max(0, part)); // estimated from a sample
+  };
   const figures = {
     "Eligible targets": `${sum(fleet.pools, (pool) => pool.eligible)} of ${fleet.targets.length}`,
     "Requests in flight": number(sum(fleet.targets, (row) => row.requests)),
-    Queued: number(sum(fleet.pools, (pool) => pool.queue)),
-    ...lastMinute(),
-    "Requests since the start": number(fleet.traffic.requests),
-    "Failed since the start": number(fleet.traffic.failed),
-    "Prompt tokens cached": share(cached("chosen")),
-    "In one shared cache": share(cached("pooled")),
+    Queued: number(fleet.fleet_traffic.queued),
+    "Requests a second": minute ? (minute.grown("requests") / minute.seconds).toFixed(1) : "–",
+    "Failed in the last minute": minute ? number(minute.grown("failed")) : "–",
+    "TTFT, median": ttft(0.5),
+    "TTFT, 90 %": ttft(0.9),
+    "Prompt tokens cached": cached("chosen"),
+    "In one shared cache": cached("pooled"),
   };
   find("figures").replaceChildren(...Object.entries(figures).map(([title, text]) => {
     const one = document.createElement("div");
     one.append(cell(title, "dt"), cell(text, "dd"));
     return one;
   }));
+  const counted = fleet.replicas.filter((row) => row.requests !== null).length;
+  const all = fleet.replicas.length;
+  const whose = counted === all ? `all ${all} replicas` : `${counted} of ${all} replicas; the others do not report theirs`;
+  find("counted").textContent =
+    `These figures are of the requests of ${whose}. Rates, times and shares are of the last minute. In the table, load is ` +
+    "that of all replicas; cached prompt tokens, TTFT, errors and answers are those of this replica's requests.";
 }
 
 // Of a large fleet, one square for each target: the darker, the more requests it has in flight.

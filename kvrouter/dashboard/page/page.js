@@ -1,6 +1,8 @@
 // The page of one replica: it shows the snapshots of fleet/stream, one a second, while it is visible.
 //
-//     fleet/stream ──snapshot──> fleet.js, traffic.js, agreement.js     decisions, prefixes ──> decisions.js
+//     fleet/stream ──history──> traffic.js
+//     fleet/stream ──snapshot──> traffic.js, fleet.js, agreement.js
+//     decisions, prefixes ──> decisions.js
 //
 // The part of the URL after # is the view, or decisions/REQUEST_ID: reload, back and links lead there.
 
@@ -27,6 +29,7 @@ function connect() {
   disconnect();
   if (document.hidden) return;
   stream = new EventSource("fleet/stream");
+  stream.addEventListener("history", ({ data }) => traffic.begin(JSON.parse(data)));
   stream.addEventListener("message", ({ data }) => take(JSON.parse(data)));
   stream.addEventListener("error", () => lost("no answer from the replica"));
   silence = setTimeout(() => lost("the replica is silent"), SILENT_MS);
@@ -50,8 +53,8 @@ function take(received) {
   const { columns, rows } = received.targets;
   const row = (values) => Object.fromEntries(columns.map((column, at) => [column, values[at]]));
   snapshot = { ...received, targets: rows.map(row) };
-  fleet.remember(snapshot);
   traffic.remember(snapshot);
+  fleet.remember(snapshot);
   draw();
 }
 
@@ -177,6 +180,7 @@ function choose(theme) {
 }
 
 find("theme").addEventListener("change", () => choose(find("theme").value));
+find("span").addEventListener("change", () => traffic.draw(find("plots")));
 find("request").addEventListener("change", () => find("request").value && explain(find("request").value.trim()));
 window.addEventListener("resize", drawAgain);
 window.addEventListener("popstate", follow);

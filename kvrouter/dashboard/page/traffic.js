@@ -1,78 +1,99 @@
-// The traffic view: what the last quarter of an hour was like, since the page was opened. Drawn by uPlot.
+// The traffic of all replicas: the last minute for the fleet view, the last hour as plots, drawn by uPlot. The
+// stream begins with samples of the hour before the page was opened, so an incident that has begun is there.
 
-import { sum } from "./table.js";
+import { find, sum } from "./table.js";
 
-const MOST_POINTS = 900;
-// Each point is the difference to the snapshot of so many seconds before.
+const HOUR_S = 3600;
+const MINUTE_S = 60;
+// Each point is the difference to the sample of so many seconds before; so far apart are points, but for the newest.
 const SPAN_S = 10;
-const snapshots = [];
+const samples = []; // snapshots, or the fields of them that are kept; of the last minute, and one before
 const points = [];
 
+export const newest = () => samples.at(-1);
+
+// The newest sample that is at least so old, or else the oldest.
+function before(seconds) {
+  const latest = newest().time - seconds;
+  return samples.findLast(({ time }) => time <= latest) ?? samples[0];
+}
+
+// What was counted between two samples, and the seconds between.
+function between(old, now) {
+  const grown = (name) => now.fleet_traffic[name] - old.fleet_traffic[name];
+  const times = (name) => {
+    const { bounds_s: bounds, counts } = now.fleet_traffic[name];
+    return { bounds, counts: counts.map((count, at) => count - old.fleet_traffic[name].counts[at]) };
+  };
+  const uncached = (cache) => now.fleet_traffic.uncached_tokens[cache] - old.fleet_traffic.uncached_tokens[cache];
+  const cached = (cache) => (grown("reusable_tokens") > 0 ? 1 - uncached(cache) / grown("reusable_tokens") : null);
+  return { seconds: now.time - old.time, grown, times, cached };
+}
+
+// Of the last minute, or since the first sample; null before there are two.
+export function lastMinute() {
+  const seen = between(before(MINUTE_S), newest());
+  return seen.seconds > 0 ? seen : null;
+}
+
 // As Prometheus' histogram_quantile: linear within a bucket.
-function quantile(share, bounds, counts) {
-  const wanted = share * counts.reduce((a, b) => a + b, 0);
-  if (!wanted) return null;
+export function quantile(wanted, { bounds, counts }) {
+  const rank = wanted * sum(counts, Number);
+  if (!rank) return null;
   let below = 0;
   for (let at = 0; at < counts.length; at += 1) {
     const lower = at ? bounds[at - 1] : 0;
-    if (counts[at] && below + counts[at] >= wanted)
-      return at < bounds.length ? lower + ((bounds[at] - lower) * (wanted - below)) / counts[at] : lower;
+    if (counts[at] && below + counts[at] >= rank)
+      return at < bounds.length ? lower + ((bounds[at] - lower) * (rank - below)) / counts[at] : lower;
     below += counts[at];
   }
   return null;
 }
 
-function totals(fleet) {
-  const { traffic, pools } = fleet;
-  return {
-    time: fleet.time,
-    started: fleet.started_s,
-    requests: traffic.requests,
-    failed: traffic.failed,
-    tokens: traffic.output_tokens,
-    counts: traffic.ttft.counts,
-    prompt: sum(pools, (pool) => pool.reusable_tokens),
-    uncached: ["chosen", "best", "pooled"].map((name) => sum(pools, (pool) => pool.uncached_tokens[name] ?? 0)),
-    decisions: sum(pools, (pool) => pool.ttft_decisions),
-    later: sum(pools, (pool) => pool.later_s),
-  };
+export function begin(history) {
+  samples.length = points.length = 0;
+  history.forEach(remember);
 }
 
-export function remember(fleet) {
-  const now = totals(fleet);
-  if (snapshots.length && snapshots[0].started !== now.started) snapshots.length = 0; // totals begin at 0 again
-  snapshots.push(now);
-  while (now.time - snapshots[0].time > SPAN_S) snapshots.shift();
-  const [old] = snapshots;
-  const seconds = now.time - old.time;
-  if (seconds <= 0) return;
-  const grown = (name) => now[name] - old[name];
-  const times = now.counts.map((count, at) => count - old.counts[at]);
+export function remember(sample) {
+  if (samples.length && newest().started_s !== sample.started_s) samples.length = 0; // totals begin at 0 again
+  samples.push(sample);
+  while (samples.length > 1 && sample.time - samples[1].time >= MINUTE_S) samples.shift();
+  if (samples.length < 2) return;
+  if (points.length > 1 && sample.time - points.at(-2)[0] < SPAN_S) points.pop();
+  points.push(point(between(before(SPAN_S), sample), sample.time));
+  while (sample.time - points[0][0] > HOUR_S) points.shift();
+}
+
+function point({ seconds, grown, times, cached }, time) {
   const inMs = (value) => (value === null ? null : value * 1000);
-  const cached = now.uncached.map((value, at) =>
-    grown("prompt") > 0 ? 100 * (1 - (value - old.uncached[at]) / grown("prompt")) : null);
-  points.push([
-    now.time,
-    inMs(quantile(0.5, fleet.traffic.ttft.bounds_s, times)),
-    inMs(quantile(0.9, fleet.traffic.ttft.bounds_s, times)),
+  const inPercent = (value) => (value === null ? null : value * 100);
+  const [ttft, apart] = [times("ttft"), times("inter_token")];
+  return [
+    time,
+    inMs(quantile(0.5, ttft)),
+    inMs(quantile(0.9, ttft)),
     grown("requests") / seconds,
     grown("failed") / seconds,
-    grown("tokens") / seconds,
-    ...cached,
-    grown("decisions") > 0 ? (1000 * grown("later")) / grown("decisions") : null,
-  ]);
-  if (points.length > MOST_POINTS) points.shift();
+    grown("output_tokens") / seconds,
+    ...["chosen", "best", "pooled"].map((cache) => inPercent(cached(cache))),
+    grown("ttft_decisions") > 0 ? (1000 * grown("later_s")) / grown("ttft_decisions") : null,
+    inMs(quantile(0.5, apart)),
+    inMs(quantile(0.9, apart)),
+  ];
 }
 
 const PLOTS = [
   ["ttft", "Time to first token, ms", { median: 1, "90 %": 2 }],
   ["rate", "Requests a second", { ended: 3, failed: 4 }],
+  ["apart", "Time between tokens, ms", { median: 10, "90 %": 11 }],
   ["tokens", "Output tokens a second", { tokens: 5 }],
   ["cached", "Prompt tokens cached, %", { chosen: 6, "best target": 7, "one pooled cache": 8 }],
   ["regret", "Predicted delay against the earliest target, ms", { mean: 9 }],
 ];
 const HEIGHT = 150;
 const COLOURS = ["--mark", "--good", "--bad"];
+const clock = (time) => new Date(time * 1000).toLocaleTimeString("en-GB");
 let drawn = [];
 
 function make(host, [id, title, lines]) {
@@ -86,7 +107,7 @@ function make(host, [id, title, lines]) {
   host.append(holder);
   const series = Object.keys(lines).map((label, at) => ({
     label,
-    stroke: colour(COLOURS[at]),
+    stroke: colour(label === "failed" ? "--bad" : COLOURS[at]),
     width: 1.5,
     value: (_, value) => (value === null ? "–" : value.toFixed(value < 10 ? 1 : 0)),
   }));
@@ -94,12 +115,18 @@ function make(host, [id, title, lines]) {
     title,
     width: host.clientWidth > 900 ? host.clientWidth / 2 - 16 : host.clientWidth,
     height: HEIGHT,
-    series: [{}, ...series],
-    axes: [axis, { ...axis, size: 60 }],
+    series: [{ label: "time", value: (_, time) => (time === null ? "–" : clock(time)) }, ...series],
+    axes: [{ ...axis, space: 80, values: (_, times) => times.map(clock) }, { ...axis, size: 60 }],
     scales: { y: { range: (_, low, high) => [0, Math.max(1, high ?? 1) * 1.1] } },
   };
   host.style.color = "";
   return { plot: new uPlot(options, [[]], holder), lines: Object.values(lines) };
+}
+
+// The points of the time that is chosen.
+export function shown() {
+  const since = (newest()?.time ?? 0) - Number(find("span").value);
+  return points.filter(([time]) => time >= since);
 }
 
 // Draw into the view; once more from the start if its width or the colours have changed.
@@ -109,6 +136,7 @@ export function draw(host, again = false) {
     host.replaceChildren();
     drawn = PLOTS.map((one) => make(host, one));
   }
-  const column = (at) => points.map((point) => point[at]);
+  const chosen = shown();
+  const column = (at) => chosen.map((one) => one[at]);
   drawn.forEach(({ plot, lines }) => plot.setData([column(0), ...lines.map(column)]));
 }

@@ -1,0 +1,145 @@
+"""What all replicas serve together, and the last hour of it: the page may be opened after an incident began.
+
+own counters ──────┐
+peers' heartbeats ─┴──growth since the last look──> total ──each 10 s──> the last hour ──> FleetStream
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from kvrouter.core.fleet.replica import Replica
+from kvrouter.core.tables.ghosts import Reuse
+from kvrouter.core.wire.heartbeats import Times, Traffic
+from kvrouter.core.wire.ids import RouterId
+from kvrouter.core.wire.values import MOST_FINITE, MOST_NUMBER
+from kvrouter.telemetry.metrics import RequestMetrics, Spread
+
+LOOK_EACH_S = 1.0
+KEPT_EACH_S = 10.0
+MOST_KEPT = 360
+# Outcomes of requests (docs/metrics.md) that are a failure of the fleet, not of the client.
+FAILED = ("failed", "broken")
+
+
+class Sample(Struct, frozen=True):
+    """Fields of a snapshot (`Fleet`) that are kept."""
+
+    time: float
+    started_s: float
+    fleet_traffic: Traffic
+
+
+class FleetTraffic:
+    """Adds up what the replicas count. A peer counts from the first of its heartbeats that arrives here.
+
+    `own` returns what this replica has served. The total grows from this replica's start, so a peer that
+    leaves takes nothing away from it.
+    """
+
+    def __init__(self, replica: Replica, own: Callable[[], Traffic]) -> None:
+        self.own = own
+        self.started_s = time.time()
+        self._replica = replica
+        self._total = own()
+        self._last: dict[RouterId, Traffic] = {replica.router_id: self._total}
+        self._kept: deque[bytes] = deque(maxlen=MOST_KEPT)
+
+    def total(self) -> Traffic:
+        """Of all replicas, as of now and of their last heartbeats. `queued` is what waits at all of them."""
+        now = {one: beat.traffic for one, beat in self._replica.peers.items() if beat.traffic is not None}
+        now[self._replica.router_id] = self.own()
+        for router_id, traffic in now.items():
+            self._total = _grown(self._total, traffic, self._last.get(router_id, traffic))
+        self._last = now
+        queued = sum([one.queued for one in now.values()])
+        return replace(self._total, queued=min(MOST_NUMBER, queued))
+
+    def history(self) -> bytes:
+        """The samples of the last hour, oldest first, as JSON."""
+        return b"[" + b",".join(self._kept) + b"]"
+
+    def keep(self) -> None:
+        """Keep a sample as of now."""
+        sample = Sample(round(time.time(), 3), round(self.started_s, 3), self.total())
+        self._kept.append(msgspec.json.encode(sample))
+
+    async def run(self) -> None:
+        """Keep a sample each KEPT_EACH_S."""
+        while True:
+            self.keep()
+            for _ in range(round(KEPT_EACH_S / LOOK_EACH_S)):
+                await asyncio.sleep(LOOK_EACH_S)
+                self.total()  # what a new peer serves counts from the first look on
+
+
+def served(replica: Replica, metrics: RequestMetrics, queued: int) -> Traffic:
+    """What this replica has served. `queued`: the requests that wait now."""
+    requests, routers = metrics.requests.values, list(replica.routers.values())
+    uncached = Reuse().uncached()
+    for router in routers:
+        for cache, tokens in router.reuse.uncached().items():
+            uncached[cache] += tokens
+    return Traffic(
+        requests=sum(requests.values()),
+        failed=sum([count for labels, count in requests.items() if labels[-1] in FAILED]),
+        prompt_tokens=int(sum(metrics.prompt_tokens.values.values())),
+        overlap_tokens=int(sum(metrics.overlap_tokens.values.values())),
+        output_tokens=int(sum(metrics.output_tokens.values.values())),
+        ttft=_times(metrics.first_byte),
+        inter_token=_times(metrics.between),
+        queued=queued,
+        reusable_tokens=sum([router.reuse.prompt_tokens for router in routers]),
+        uncached_tokens=uncached,
+        ttft_decisions=sum([router.calibration.decisions for router in routers]),
+        later_s=round(sum([router.calibration.later_s for router in routers]), 6),
+    )
+
+
+def _times(spread: Spread) -> Times:
+    return Times(spread.bounds, spread.counts())
+
+
+def _grown(total: Traffic, now: Traffic, before: Traffic) -> Traffic:
+    """`total`, and what was counted from `before` until `now`."""
+
+    def grown(name: str) -> int:
+        return _added(getattr(total, name), getattr(now, name), getattr(before, name))
+
+    return Traffic(
+        requests=grown("requests"),
+        failed=grown("failed"),
+        prompt_tokens=grown("prompt_tokens"),
+        overlap_tokens=grown("overlap_tokens"),
+        output_tokens=grown("output_tokens"),
+        ttft=_grown_times(total.ttft, now.ttft, before.ttft),
+        inter_token=_grown_times(total.inter_token, now.inter_token, before.inter_token),
+        reusable_tokens=grown("reusable_tokens"),
+        uncached_tokens={
+            cache: _added(tokens, now.uncached_tokens.get(cache, 0), before.uncached_tokens.get(cache, 0))
+            for cache, tokens in total.uncached_tokens.items()
+        },
+        ttft_decisions=grown("ttft_decisions"),
+        later_s=min(MOST_FINITE, total.later_s + max(0.0, now.later_s - before.later_s)),
+    )
+
+
+def _added(base: int, now: int, before: int) -> int:
+    # bounded: heartbeats that count up and down again would make a number that no JSON encoder takes
+    return min(MOST_NUMBER, base + max(0, now - before))
+
+
+def _grown_times(total: Times, now: Times, before: Times) -> Times:
+    """Counts of other bounds, as of another version, cannot be added: `total` stays."""
+    shapes = {(one.bounds_s, len(one.counts)) for one in (total, now, before)}
+    if len(shapes) > 1:
+        return total
+    columns = zip(total.counts, now.counts, before.counts, strict=True)
+    return Times(total.bounds_s, [_added(*column) for column in columns])
