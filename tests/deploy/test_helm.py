@@ -156,6 +156,26 @@ def test_selectors(name: str) -> None:
             assert ["ALL"] == container["securityContext"]["capabilities"]["drop"], owner
 
 
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_monitors(name: str) -> None:
+    """Each ServiceMonitor selects a Service that has its port, and the pods behind it open that port."""
+    for one in of_kind(name, "ServiceMonitor"):
+        wanted = one["spec"]["selector"]["matchLabels"].items()
+        (service,) = [
+            each for each in of_kind(name, "Service") if wanted <= each["metadata"]["labels"].items()
+        ]
+        (endpoint,) = one["spec"]["endpoints"]
+        (port,) = [each for each in service["spec"]["ports"] if each["name"] == endpoint["port"]]
+        selected = service["spec"]["selector"].items()
+        opened = [
+            {each["name"] for container in pod["spec"]["containers"] for each in container.get("ports", ())}
+            for _, pod in pods(name)
+            if selected <= pod["metadata"]["labels"].items()
+        ]
+        assert opened
+        assert all(port["targetPort"] in each for each in opened)
+
+
 def test_an_agent_sees_its_own_seed() -> None:
     """Its container mounts the file of its pod's user, not the secret."""
     for owner, container in containers("16-gpus.yaml"):
