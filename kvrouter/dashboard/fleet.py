@@ -98,6 +98,8 @@ class TargetRow(Struct, frozen=True, gc=False):
     prompt_tokens: int = 0
     """Of the requests that this replica has sent there; `overlap_tokens` were predicted to be cached."""
     overlap_tokens: int = 0
+    started_s: float | None = None
+    """When its agent started, by the agent's clock; None: it does not report it."""
 
 
 class Following(Struct, frozen=True, gc=False):
@@ -356,4 +358,5 @@ def _target(
         digest_mismatches=reader.counters.digest_mismatches if reader else None,
         prompt_tokens=counts.prompt_tokens if counts else 0,
         overlap_tokens=counts.overlap_tokens if counts else 0,
+        started_s=card.started_at_us / 1e6 or None,
     )

@@ -1,6 +1,6 @@
 """The page at `/`: static files of this package, with headers that let it load nothing else.
 
-It reads /fleet/stream, /decisions and /prefixes by relative URLs: it works below a path of a proxy, too.
+It reads the routes for operators by relative URLs: it works below a path of a proxy, too.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ _TYPES = {
     "traffic.js": "text/javascript",
     "decisions.js": "text/javascript",
     "agreement.js": "text/javascript",
+    "clients.js": "text/javascript",
     # uPlot 1.6.32, its distributed files as they are; licence: uplot.LICENSE
     "uplot.css": "text/css",
     "uplot.js": "text/javascript",

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import ipaddress
 import logging
 import re
 import time
@@ -25,6 +24,7 @@ import structlog
 from kvrouter.core.fleet.router import Placement
 from kvrouter.errors import KvRouterError
 from kvrouter.frontend.accept import Work
+from kvrouter.frontend.client_totals import ClientAddresses
 from kvrouter.frontend.decision_views import DecisionViews
 from kvrouter.frontend.notes import Notes, clock
 from kvrouter.frontend.settings import AccessOptions
@@ -45,8 +45,6 @@ _SMALL_BYTES = 64 * 1024
 CLIENT_LEFT = 499
 # A client's path and model are as long as it likes.
 _MOST_CHARACTERS = 200
-# Proxies in a row; what a client put before theirs is not looked at.
-_MOST_HOPS = 16
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 
 Outcome: TypeAlias = Literal["ok", "refused", "failed", "broken", "left"]
@@ -98,6 +96,7 @@ class AccessLog:
         tracing: Tracing | None = None,
     ) -> None:
         self._tracing = tracing
+        self.addresses = ClientAddresses(options.trusted_proxies)
         self._decisions = decisions
         self._chance = chance
         self._waiting: list[_Ended] = []  # served requests whose lines are not written yet
@@ -107,7 +106,7 @@ class AccessLog:
     def change(self, options: AccessOptions) -> None:
         """Use these settings for requests that begin from now on."""
         self._share = {"off": 0.0, "sampled": SAMPLED, "all": 1.0}[options.mode]
-        self._trusted = [ipaddress.ip_network(one) for one in options.trusted_proxies]
+        self.addresses.trust(options.trusted_proxies)
 
     def begin(self, request: Request) -> Notes | None:
         """The notes of a new request; None if it is neither logged nor traced."""
@@ -204,7 +203,7 @@ class AccessLog:
         client: str = "",
     ) -> None:
         """Log a request that reached no worker's route. `request`: None if it could not be read."""
-        facts: dict[str, Any] = {"request": request_id, "client": self._client(client, ())}
+        facts: dict[str, Any] = {"request": request_id, "client": self.addresses.of_connection(client)}
         if request is not None:
             facts = self._asked(request, request_id)
         facts |= {"status": error.status, "outcome": outcome, "error": str(error)[:_MOST_CHARACTERS]}
@@ -212,34 +211,15 @@ class AccessLog:
         _write(outcome, error.status, facts)
 
     def _asked(self, request: Request, request_id: str) -> dict[str, Any]:
-        forwarded = [value for name, value in request.head.fields if name == "x-forwarded-for"]
         facts = {
             "request": request_id,
-            "client": self._client(request.client.address, forwarded),
+            "client": self.addresses.of(request),
             "method": request.head.method,
             "path": request.head.route[:_MOST_CHARACTERS],
         }
         if trace := trace_id_of(request.headers.get("traceparent", "")):
             facts["trace"] = trace
         return facts
-
-    def _client(self, address: str, forwarded: Sequence[str]) -> str:
-        """The address of who asked: that of the connection, or what trusted proxies say of it.
-
-        A proxy appends the address of whom it serves. What precedes the first one that is not trusted may be
-        forged.
-        """
-        client = _address(address)
-        hops = ",".join(forwarded).split(",")[-_MOST_HOPS:] if self._trusted else []
-        while hops and client is not None and self._is_trusted(client):
-            before = _address(hops.pop())
-            if before is None:
-                break
-            client = before
-        return str(client or address)
-
-    def _is_trusted(self, address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-        return any(address in network for network in self._trusted)
 
 
 def _new_notes() -> Notes:
@@ -326,18 +306,3 @@ def trace_id_of(traceparent: str) -> str:
     """Of a W3C trace context: 32 hexadecimal digits, not all zero; empty if it is none."""
     found = _TRACEPARENT.fullmatch(traceparent)
     return found[1] if found is not None and found[1].strip("0") else ""
-
-
-def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """An address, perhaps with a port, as proxies write it; None if it is none."""
-    text = text.strip()
-    if text.startswith("["):
-        text = text[1:].partition("]")[0]
-    elif text.count(":") == 1:
-        text = text.partition(":")[0]
-    try:
-        address = ipaddress.ip_address(text)
-    except ValueError:
-        return None
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return mapped or address

@@ -34,6 +34,7 @@ from kvrouter.frontend.admission_queue import WaitingRoom
 from kvrouter.frontend.bodies import apis, responses
 from kvrouter.frontend.bodies.apis import Api
 from kvrouter.frontend.bodies.edits import with_report_mode
+from kvrouter.frontend.client_totals import ClientTotals
 from kvrouter.frontend.decision_views import DecisionViews
 from kvrouter.frontend.hung_engines import HungEngines, Probe, Running
 from kvrouter.frontend.kept_responses import session_of
@@ -113,6 +114,7 @@ class Completions:
         self._upstream = upstream
         self._metrics = metrics
         self.access = access
+        self.clients = ClientTotals(access.addresses, self._now, self._running_requests)
         self._until_decision_timed = 1
         self._until_relay_timed = 1
         self._limits = limits
@@ -141,7 +143,7 @@ class Completions:
         request_id = request_id_of(request.headers)
         notes = self.access.begin(request)
         work: Work | None = None
-        tried: list[Placement] = []
+        tried: list[Running] = []
         wrong: Exception | None = None
         try:
             self._in_flight.begin(request)
@@ -158,9 +160,11 @@ class Completions:
             rejection = self._in_flight.take_rejection(request)
             if rejection is None:  # the client left; else cut_off cancelled the request
                 self._metrics.cancelled.inc()
-                self._count(request, work, CLIENT_LEFT, "left")
                 lasted_s = self._now() - received_at
-                self.access.end(request, request_id, None, lasted_s, notes=notes, work=work, tried=tried)
+                self._count(request, work, CLIENT_LEFT, "left")
+                self._count_client(request, work, tried, "left", lasted_s)
+                placed = [one.placement for one in tried]
+                self.access.end(request, request_id, None, lasted_s, notes=notes, work=work, tried=placed)
                 raise
             wrong = rejection
             served = self._reply(request, api.error_answer(rejection, request_id))
@@ -171,12 +175,15 @@ class Completions:
             self._in_flight.end(request)
         # nearly all: not worth a call
         is_well = served.status < 400 and not served.failure and not served.needs_reset
-        model = self._count(request, work, served.status, "ok" if is_well else outcome_of(served))
         lasted_s = self._now() - received_at
+        outcome = "ok" if is_well else outcome_of(served)
+        model = self._count(request, work, served.status, outcome)
+        self._count_client(request, work, tried, outcome, lasted_s)
         self._metrics.duration.observe(lasted_s, model)
         if not is_well or notes is not None or wrong is not None:
+            placed = [one.placement for one in tried]
             self.access.end(
-                request, request_id, served, lasted_s, notes=notes, work=work, tried=tried, error=wrong
+                request, request_id, served, lasted_s, notes=notes, work=work, tried=placed, error=wrong
             )
         return served
 
@@ -189,6 +196,22 @@ class Completions:
         # Only its own routes lead here, so the path is not the client's choice.
         self._metrics.requests.values[model, request.head.route, mode, status, outcome] += 1
         return model
+
+    def _count_client(
+        self, request: Request, work: Work | None, tried: list[Running], outcome: str, lasted_s: float
+    ) -> None:
+        totals = self.clients.of(request, self._now())
+        totals.requests += 1
+        totals.seconds += lasted_s
+        if outcome != "ok":
+            totals.failed += outcome in {"failed", "broken"}
+            totals.refused += outcome == "refused"
+        if work is not None:
+            totals.prompt_tokens += work.route.isl
+        if tried:
+            last = tried[-1]
+            totals.overlap_tokens += last.placement.choice.overlap_blocks * last.placement.block_size
+            totals.output_tokens += last.output_tokens or 0
 
     def refused(
         self, request: Request | None, request_id: str, error: KvRouterError, client: str = ""
@@ -209,7 +232,7 @@ class Completions:
             return Served(KvRouterError.status, keeps_alive=False, needs_reset=True)
         return self._reply(request, api.error_answer(internal_error(), request_id))
 
-    async def _try_workers(self, work: Work, tried: list[Placement], notes: Notes | None) -> Outcome | None:
+    async def _try_workers(self, work: Work, tried: list[Running], notes: Notes | None) -> Outcome | None:
         """Route and relay. If a worker fails before the first byte, try another, `retries` times at most."""
         failed: frozenset[Target] = frozenset()
         fallbacks: tuple[Target, ...] = ()
@@ -244,7 +267,7 @@ class Completions:
             )
             if work.route.prompts:
                 self._count_placed(running)
-            tried.append(placement)
+            tried.append(running)
             try:
                 outcome = await self._exchange(running)
                 if isinstance(outcome, Lost) and outcome.was_idle:
@@ -397,6 +420,9 @@ class Completions:
         if running.notes is not None:
             running.notes.got_first_byte()
         self._publishing.flush_soon()
+
+    def _running_requests(self) -> list[Request]:
+        return [one.work.request for one in self._running.values()]
 
     @property
     def requests_in_flight(self) -> int:

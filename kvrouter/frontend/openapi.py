@@ -23,6 +23,7 @@ from kvrouter.frontend.bodies import apis
 from kvrouter.frontend.bodies.models import ModelEntry, ModelList
 from kvrouter.frontend.busy_threshold import AllThresholds, Thresholds
 from kvrouter.frontend.busy_threshold import Wanted as WantedThresholds
+from kvrouter.frontend.client_totals import ClientsView
 from kvrouter.frontend.decision_views import DECISION_PATH
 from kvrouter.frontend.reload import Reloaded
 from kvrouter.frontend.routing_change import RoutingView
@@ -137,6 +138,9 @@ _ROUTES: dict[tuple[str, str], Described] = {
     ),
     ("GET", "/prefixes"): Described(
         "The prefixes that the last requests shared: a sample", {200: _JSON}, answer=PrefixSample
+    ),
+    ("GET", "/clients"): Described(
+        "Who asks for how much: the last minute, and the ten before it", {200: _JSON}, answer=ClientsView
     ),
     ("GET", "/workers"): Described(
         "Every target, feed and booking",

@@ -441,6 +441,7 @@ def _operators_routes(
         ("GET", PAGE_PATH, page.page),
         ("GET", FILES_PATH, page.file),
         ("GET", "/prefixes", Prefixes(member.rules.decisions).view),
+        ("GET", "/clients", path.completions.clients.view),
         ("GET", WORKER_PATH, WorkerBlocks(member.replica).view),
         ("POST", "/v1/route", DryRoute(path.accept, views).route),
         ("GET", "/decisions", views.last),

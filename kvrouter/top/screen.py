@@ -133,6 +133,8 @@ def _facts(facts: Facts) -> str:
         f"requests/s {_number(facts.requests_per_s)}",
         f"tokens/s {_number(facts.tokens_per_s)}",
         f"TTFT p50 {_seconds(facts.ttft_p50_s)} p90 {_seconds(facts.ttft_p90_s)}",
+        f"between tokens p90 {_seconds(facts.between_p90_s)}",
+        f"tokens/request {_number(facts.output_tokens)}",
         "cached " + (" ".join(f"{name} {share:.0%}" for name, share in facts.cached.items()) or "-"),
         f"regret {_seconds(facts.later_s)}",
         f"failed {'-' if facts.failed is None else facts.failed}",

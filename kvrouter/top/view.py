@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvrouter.core.wire.heartbeats import Traffic
+from kvrouter.core.wire.heartbeats import Times, Traffic
 from kvrouter.dashboard.fleet import Fleet, TargetRow
 from kvrouter.top.settings import Column
 
@@ -97,6 +97,10 @@ class Facts:
     tokens_per_s: float | None
     ttft_p50_s: float | None
     ttft_p90_s: float | None
+    between_p90_s: float | None
+    """Between two tokens of an answer."""
+    output_tokens: float | None
+    """Of a request, on average."""
     cached: Mapping[str, float]
     later_s: float | None
     """Regret: how much later than the earliest target the chosen ones were predicted to be, on average."""
@@ -167,7 +171,7 @@ def _facts(seen: Iterable[Seen]) -> Facts:
     for one in seen:
         if isinstance(one.now, Fleet) and one.before is not None and one.seconds > 0:
             return _between(_traffic(one.before), _traffic(one.now), one.seconds)
-    return Facts(None, None, None, None, {}, None, None)
+    return Facts(None, None, None, None, None, None, {}, None, None)
 
 
 def _traffic(fleet: Fleet) -> Traffic:
@@ -182,16 +186,24 @@ def _between(before: Traffic, now: Traffic, seconds: float) -> Facts:
     for cache in ("chosen", "best", "pooled") if prompt > 0 else ():
         uncached = now.uncached_tokens.get(cache, 0) - before.uncached_tokens.get(cache, 0)
         cached[cache] = min(1.0, max(0.0, 1 - uncached / prompt))
-    counts = [max(0, one - other) for one, other in zip(now.ttft.counts, before.ttft.counts, strict=False)]
+    requests = max(0, now.requests - before.requests)
+    tokens = max(0, now.output_tokens - before.output_tokens)
+    ttft = _counted(before.ttft, now.ttft)
     return Facts(
-        max(0, now.requests - before.requests) / seconds,
-        max(0, now.output_tokens - before.output_tokens) / seconds,
-        quantile(0.5, now.ttft.bounds_s, counts),
-        quantile(0.9, now.ttft.bounds_s, counts),
+        requests / seconds,
+        tokens / seconds,
+        quantile(0.5, now.ttft.bounds_s, ttft),
+        quantile(0.9, now.ttft.bounds_s, ttft),
+        quantile(0.9, now.inter_token.bounds_s, _counted(before.inter_token, now.inter_token)),
+        tokens / requests if requests else None,
         cached,
         (now.later_s - before.later_s) / decisions if decisions > 0 else None,
         max(0, now.failed - before.failed),
     )
+
+
+def _counted(before: Times, now: Times) -> list[int]:
+    return [max(0, one - other) for one, other in zip(now.counts, before.counts, strict=False)]
 
 
 def quantile(share: float, bounds: Sequence[float], counts: Sequence[int]) -> float | None:

@@ -26,7 +26,7 @@ from scripts.kit.http_client import Client
 from scripts.kit.incidents.traffic import Documents
 from scripts.kit.steady import SteadyLoad
 
-VIEWS = ("fleet", "traffic", "decisions", "agreement", "prefixes")
+VIEWS = ("fleet", "traffic", "decisions", "agreement", "prefixes", "clients")
 Scheme = Literal["light", "dark"]
 SCHEMES: tuple[Scheme, ...] = ("light", "dark")
 _WRONG = {"error", "warning"}

@@ -1,6 +1,6 @@
 // The fleet view: figures, a square for each target, and the table of targets.
 
-import { button, cell, fill, find, number, seconds, share, sum } from "./table.js";
+import { age, button, cell, fill, find, number, seconds, share, sum } from "./table.js";
 import { lastMinute, quantile } from "./traffic.js";
 
 // A table of more rows than this is slow to draw; the filter finds the others, and the squares show all.
@@ -12,12 +12,13 @@ const KEPT_EACH_S = 5;
 const LEVELS = 5;
 
 let fleet = null;
-let sorted = { column: 0, descending: false };
+let sorted = { by: "Target", descending: false };
 let past = [];
 let squares = new Map();
 
 const name = (row) => `${row.worker}/${row.rank}`;
 const key = (row) => `${row.pool} ${name(row)}`;
+const state = (row) => (row.eligible ? row.state : `${row.state}, not eligible`);
 const ratio = (part, whole) => (whole > 0 ? part / whole : null);
 
 // What a counter of a target has grown by in the last minute.
@@ -30,13 +31,15 @@ function grown(row, field) {
 const TARGETS = [
   ["Target", name, String],
   ["Pool", (row) => row.pool, String],
-  ["State", (row) => (row.eligible ? row.state : `${row.state}, not eligible`), String],
+  ["State", state, String],
+  ["Agent up", (row) => (row.started_s ? fleet.time - row.started_s : null), age],
   ["Problems", (row) => row.problems.join("; "), String, () => "problems"],
   ["In flight", (row) => row.requests, number],
   ["Running", (row) => row.running, number],
   ["Waiting", (row) => row.waiting, number],
   ["KV usage", (row) => row.kv_usage, share],
   ["Prompt cached", (row) => ratio(grown(row, "overlap_tokens"), grown(row, "prompt_tokens")), share],
+  ["Of these reported", (row) => ratio(grown(row, "reported_tokens"), grown(row, "predicted_tokens")), share],
   ["Mean TTFT", (row) => ratio(grown(row, "ttft_sum_s"), grown(row, "ttft_count")), seconds],
   ["Errors", (row) => row.errors, number],
   ["Lag", (row) => row.lag_frames, number],
@@ -47,7 +50,7 @@ const TARGETS = [
   ["Answers", (row) => row.answers, number],
 ];
 
-const COUNTERS = ["overlap_tokens", "prompt_tokens", "ttft_sum_s", "ttft_count"];
+const COUNTERS = ["overlap_tokens", "prompt_tokens", "predicted_tokens", "reported_tokens", "ttft_sum_s", "ttft_count"];
 
 export function remember(snapshot) {
   fleet = snapshot;
@@ -75,6 +78,7 @@ function drawFigures() {
     const part = minute?.cached(cache) ?? null;
     return share(part === null ? null : Math.max(0, part)); // estimated from a sample
   };
+  const each = minute && ratio(minute.grown("output_tokens"), minute.grown("requests"));
   const figures = {
     "Eligible targets": `${sum(fleet.pools, (pool) => pool.eligible)} of ${fleet.targets.length}`,
     "Requests in flight": number(sum(fleet.targets, (row) => row.requests)),
@@ -83,6 +87,8 @@ function drawFigures() {
     "Failed in the last minute": minute ? number(minute.grown("failed")) : "–",
     "TTFT, median": ttft(0.5),
     "TTFT, 90 %": ttft(0.9),
+    "Between tokens, 90 %": minute ? seconds(quantile(0.9, minute.times("inter_token"))) : "–",
+    "Output tokens each": each === null ? "–" : number(Math.round(each)),
     "Prompt tokens cached": cached("chosen"),
     "In one shared cache": cached("pooled"),
   };
@@ -130,14 +136,14 @@ function newSquare() {
   return made;
 }
 
-function heading(title, at) {
-  const made = cell(button(title, () => sortBy(at)), "th");
-  if (at === sorted.column) made.setAttribute("aria-sort", sorted.descending ? "descending" : "ascending");
+function heading(title) {
+  const made = cell(button(title, () => sortBy(title)), "th");
+  if (title === sorted.by) made.setAttribute("aria-sort", sorted.descending ? "descending" : "ascending");
   return made;
 }
 
-function sortBy(column) {
-  sorted = { column, descending: column === sorted.column && !sorted.descending };
+function sortBy(title) {
+  sorted = { by: title, descending: title === sorted.by && !sorted.descending };
   drawTargets();
 }
 
@@ -147,14 +153,15 @@ function compare(a, b) {
 }
 
 function drawTargets() {
-  const value = TARGETS[sorted.column][1];
+  const columns = TARGETS.filter(([title]) => title !== "Pool" || fleet.pools.length > 1);
+  const [, value] = columns.find(([title]) => title === sorted.by) ?? columns[0];
   const wanted = find("filter").value.toLowerCase();
-  const texts = (row) => [name(row), row.pool, TARGETS[2][1](row), ...row.problems];
+  const texts = (row) => [name(row), row.pool, state(row), ...row.problems];
   const rows = fleet.targets.filter((row) => texts(row).some((text) => text.toLowerCase().includes(wanted)));
   rows.sort((a, b) => compare(value(a), value(b)) * (sorted.descending ? -1 : 1));
   const shown = Math.min(rows.length, MOST_ROWS);
   find("shown").textContent = `${shown} of ${fleet.targets.length} targets`;
-  fill(find("targets"), TARGETS, rows.slice(0, shown), { heading, mark: (row) => (row.eligible ? "" : "ill") });
+  fill(find("targets"), columns, rows.slice(0, shown), { heading, mark: (row) => (row.eligible ? "" : "ill") });
 }
 
 find("filter").addEventListener("input", () => fleet && drawTargets());

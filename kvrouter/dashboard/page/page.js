@@ -2,26 +2,28 @@
 //
 //     fleet/stream ──history──> traffic.js
 //     fleet/stream ──snapshot──> traffic.js, fleet.js, agreement.js
-//     decisions, prefixes ──> decisions.js
+//     decisions, prefixes ──> decisions.js      clients ──> clients.js
 //
 // The part of the URL after # is the view, or decisions/REQUEST_ID: reload, back and links lead there.
 
 import * as decisions from "./decisions.js";
 import * as fleet from "./fleet.js";
 import * as agreement from "./agreement.js";
+import * as clients from "./clients.js";
 import { cell, find } from "./table.js";
 import * as traffic from "./traffic.js";
 
 const AGAIN_MS = 2000;
 // A stream that is silent for so long is broken: a proxy may keep its end open.
 const SILENT_MS = 5000;
-// The list of decisions is asked for at most so often.
+// The list of decisions, and that of clients, are asked for at most so often.
 const LIST_MS = 2000;
 
 let snapshot = null;
 let stream = null;
 let silence = 0;
 let listed = { at: 0, requests: -1 };
+let askedAt = 0; // for clients
 
 const isShown = (view) => !find(view).hidden;
 
@@ -68,6 +70,7 @@ function draw() {
   if (isShown("traffic")) traffic.draw(find("plots"));
   if (isShown("agreement")) agreement.draw(snapshot);
   if (isShown("decisions")) drawDecisions();
+  if (isShown("clients")) drawClients();
 }
 
 function report(text, kind) {
@@ -94,6 +97,12 @@ function drawDecisions() {
   decisions.drawList(ask, explain).catch(failed);
 }
 
+function drawClients() {
+  if (performance.now() - askedAt < LIST_MS) return;
+  askedAt = performance.now();
+  clients.draw(ask).catch((error) => (find("asking").textContent = error.message));
+}
+
 function explain(requestId) {
   history.replaceState(null, "", `#decisions/${encodeURIComponent(requestId)}`);
   find("why").className = "";
@@ -112,6 +121,7 @@ function show(tab) {
     find(one.getAttribute("aria-controls")).hidden = !isOne;
   }
   listed = { at: 0, requests: -1 };
+  askedAt = 0;
   if (snapshot) draw();
   if (isShown("prefixes")) decisions.drawPrefixes(ask).catch((error) => (find("sample").textContent = error.message));
 }

@@ -6,6 +6,13 @@ const isKnown = (value) => value !== null && value !== undefined && !Number.isNa
 export const number = (value) => (isKnown(value) ? value.toLocaleString("en") : "–");
 export const share = (value) => (isKnown(value) ? `${Math.round(value * 100)} %` : "–");
 export const seconds = (value) => (isKnown(value) ? `${Math.round(value * 1000)} ms` : "–");
+// Seconds as people say them: 90 s, 12 min, 5 h, 3 d.
+export function age(value) {
+  if (!isKnown(value)) return "–";
+  const [size, unit] = [[86400, "d"], [3600, "h"], [60, "min"]].find(([one]) => value >= 2 * one) ?? [1, "s"];
+  return `${Math.max(0, Math.floor(value / size))} ${unit}`;
+}
+
 export const sum = (rows, value) => rows.reduce((total, row) => total + (value(row) ?? 0), 0);
 
 export function cell(content, tag = "td") {
@@ -34,7 +41,7 @@ export function isSelected(element) {
 export function fill(table, columns, rows, { heading, press, mark } = {}) {
   if (isSelected(table)) return;
   const head = document.createElement("tr");
-  columns.forEach(([title], at) => head.append(heading ? heading(title, at) : cell(title, "th")));
+  columns.forEach(([title]) => head.append(heading ? heading(title) : cell(title, "th")));
   const lines = rows.map((row) => {
     const line = document.createElement("tr");
     columns.forEach(([, value, write, kind], at) => {

@@ -93,7 +93,10 @@ const PLOTS = [
 ];
 const HEIGHT = 150;
 const COLOURS = ["--mark", "--good", "--bad"];
-const clock = (time) => new Date(time * 1000).toLocaleTimeString("en-GB");
+const clock = (time) => (time ? new Date(time * 1000).toLocaleTimeString("en-GB") : "–");
+const written = (value) => (value === null || value === undefined ? "–" : value.toFixed(value < 10 ? 1 : 0));
+// What the legend shows while the cursor is elsewhere.
+const latest = (plot, series) => plot.data[series]?.at(-1);
 let drawn = [];
 
 function make(host, [id, title, lines]) {
@@ -109,13 +112,13 @@ function make(host, [id, title, lines]) {
     label,
     stroke: colour(label === "failed" ? "--bad" : COLOURS[at]),
     width: 1.5,
-    value: (_, value) => (value === null ? "–" : value.toFixed(value < 10 ? 1 : 0)),
+    value: (plot, value, at) => written(value ?? latest(plot, at)),
   }));
   const options = {
     title,
     width: host.clientWidth > 900 ? host.clientWidth / 2 - 16 : host.clientWidth,
     height: HEIGHT,
-    series: [{ label: "time", value: (_, time) => (time === null ? "–" : clock(time)) }, ...series],
+    series: [{ label: "time", value: (plot, time, at) => clock(time ?? latest(plot, at)) }, ...series],
     axes: [{ ...axis, space: 80, values: (_, times) => times.map(clock) }, { ...axis, size: 60 }],
     scales: { y: { range: (_, low, high) => [0, Math.max(1, high ?? 1) * 1.1] } },
   };

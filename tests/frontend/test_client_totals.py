@@ -1,0 +1,144 @@
+"""GET /clients: who asks for how much."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from kvrouter.frontend import client_totals as module
+from kvrouter.frontend.client_totals import ClientAddresses, ClientRow, ClientTotals, Totals
+from kvrouter.relay.request import Request, RequestHead
+from tests.frontend.fleet import BODY, STREAM, FleetOf
+from tests.frontend.workers import OK, SSE_HEAD, answer, chunk, says, says_and_stalls, stream
+from tests.relay.rig import FakeClient
+
+MINUTE_S = 60.0
+STALLS = says_and_stalls(SSE_HEAD, chunk(b": wait\n\n"))
+
+
+def request_of(*forwarded: str) -> Request:
+    fields = [("x-forwarded-for", one) for one in forwarded]
+    return Request(RequestHead("POST", "/v1/completions", fields, wants_keep_alive=True), FakeClient())
+
+
+class _Counted:
+    """Totals by a clock that the test sets; every client is behind one trusted proxy."""
+
+    def __init__(self, running: Sequence[Request] = ()) -> None:
+        self.now = 1000.0
+        self.totals = ClientTotals(ClientAddresses(("127.0.0.1",)), lambda: self.now, lambda: running)
+
+    def ask(self, client: str, **grown: int) -> None:
+        totals = self.totals.of(request_of(client), self.now)
+        totals.requests += 1
+        for name, by in grown.items():
+            setattr(totals, name, getattr(totals, name) + by)
+
+    def rows(self) -> dict[str, ClientRow]:
+        return {row.client: row for row in self.totals.shown().clients}
+
+
+def test_the_last_minute_next_to_the_ten_before() -> None:
+    """What is older is forgotten; each part says how many seconds it covers."""
+    counted = _Counted()
+    for minute in range(20):
+        counted.now = 1000.0 + MINUTE_S * minute
+        counted.ask("10.0.0.1")
+        if minute == 19:
+            counted.ask("10.0.0.2", output_tokens=500)
+    counted.now += 15.0
+    shown, rows = counted.totals.shown(), counted.rows()
+
+    assert (45.0, 600.0) == (shown.now_s, shown.before_s)
+    assert (1, 10) == (rows["10.0.0.1"].now.requests, rows["10.0.0.1"].before.requests)
+    assert (500, 0) == (rows["10.0.0.2"].now.output_tokens, rows["10.0.0.2"].before.requests)
+
+
+def test_at_the_start_and_after_silence() -> None:
+    """A new replica has no minutes before; after an hour without requests nothing is left."""
+    counted = _Counted()
+    counted.now += 5.0
+    counted.ask("10.0.0.1")
+    assert (5.0, 0.0) == (counted.totals.shown().now_s, counted.totals.shown().before_s)
+    counted.now += 3600.0
+
+    assert {} == counted.rows()
+
+
+def test_order() -> None:
+    """First those with most requests in flight, then those that took most seconds."""
+    counted = _Counted([request_of("10.0.0.3"), request_of("10.0.0.3")])
+    counted.ask("10.0.0.1", seconds=1)
+    counted.ask("10.0.0.2", seconds=9)
+
+    assert [("10.0.0.3", 2), ("10.0.0.2", 0), ("10.0.0.1", 0)] == [
+        (row.client, row.in_flight) for row in counted.totals.shown().clients
+    ]
+
+
+def test_many_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the limit of half a minute they are counted together, and only the busiest are shown."""
+    monkeypatch.setattr(module, "MOST_CLIENTS", 200)
+    counted = _Counted()
+    for number in range(300):
+        counted.ask(f"10.0.{number // 250}.{number % 250}", seconds=number)
+    rows = counted.rows()
+
+    assert (module.MOST_ROWS, 100) == (len(rows), rows["others"].now.requests)
+    assert "10.0.0.0" not in rows
+
+
+def test_headers_as_long_as_clients_like() -> None:
+    """What is remembered of them is bounded; the address next to the proxy counts."""
+    addresses = ClientAddresses(("127.0.0.1",))
+    for number in range(module._MOST_KNOWN + 10):
+        assert "10.0.0.9" == addresses.of(request_of("x" * 9_000 + f"{number}", "10.0.0.9"))
+    known = addresses._known.cache_info()
+
+    assert (module._MOST_KNOWN, module._MOST_KNOWN) == (known.currsize, known.maxsize)
+
+
+async def test_by_client(fleet_of: FleetOf) -> None:
+    """Answers with their tokens, and what is rejected, by what the trusted proxy says."""
+    scripts = (says(stream("a", "b", "c")),)
+    async with fleet_of("--router-mode", "kv", "--trusted-proxies", "127.0.0.1", scripts=scripts) as fleet:
+        for _ in range(2):
+            await fleet.ask(STREAM, "x-forwarded-for: 10.0.0.1")
+        await fleet.ask(b"{", "x-forwarded-for: 10.0.0.2")
+        shown = (await fleet.get("/clients")).json
+        rows = {row["client"]: row["now"] for row in shown["clients"]}
+
+    assert {"10.0.0.1", "10.0.0.2"} == rows.keys()
+    assert (2, 0, 0, 128, 6) == tuple(
+        rows["10.0.0.1"][name] for name in ("requests", "failed", "refused", "prompt_tokens", "output_tokens")
+    )
+    assert 0 < rows["10.0.0.1"]["seconds"] < MINUTE_S
+    assert (1, 0, 1, 0) == tuple(
+        rows["10.0.0.2"][name] for name in ("requests", "failed", "refused", "prompt_tokens")
+    )
+
+
+async def test_failures_and_cached_tokens(fleet_of: FleetOf) -> None:
+    """A 500 of the engine is a failure; a repeated prompt is predicted to be cached."""
+    fails = says(answer(b"{}", 500))
+    async with fleet_of("--router-mode", "kv", "--retries", "0", scripts=(fails,)) as fleet:
+        await fleet.ask(BODY)
+        (row,) = (await fleet.get("/clients")).json["clients"]
+    assert ("127.0.0.1", 1, 1) == (row["client"], row["now"]["requests"], row["now"]["failed"])
+    async with fleet_of("--router-mode", "kv", "--no-use-kv-events", scripts=(OK,)) as fleet:
+        for _ in range(2):
+            await fleet.ask(BODY)
+        (row,) = (await fleet.get("/clients")).json["clients"]
+    assert (128, 48) == (row["now"]["prompt_tokens"], row["now"]["overlap_tokens"])
+
+
+async def test_in_flight(fleet_of: FleetOf) -> None:
+    """A request that is being answered is in flight, and not counted yet."""
+    async with fleet_of(scripts=(STALLS,)) as fleet, fleet.connected() as client:
+        client.send(STREAM)
+        await client.read_until(b"wait")
+        (row,) = (await fleet.get("/clients")).json["clients"]
+        client.leave()
+
+    assert (1, Totals().requests) == (row["in_flight"], row["now"]["requests"])
