@@ -260,6 +260,14 @@ _ALL = (
         _EVENTS,
     ),
     Kind(
+        "engine.different",
+        "error",
+        "An agent publishes other blocks than its engine holds",
+        "compare --kv-events and --kv-replay of the agent with the engine's /kv_event_sources; if they are "
+        "right, keep the agent's log for a report, and restart the agent",
+        _EVENTS,
+    ),
+    Kind(
         "engine.no_blocks",
         "error",
         "An engine fills blocks, and replicas know none of them",
