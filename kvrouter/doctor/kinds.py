@@ -215,6 +215,15 @@ _ALL = (
         _EVENTS,
     ),
     Kind(
+        "agent.other_events",
+        "warning",
+        "An agent reads KV events at another port than its engine reports",
+        "compare --kv-events and --kv-replay of the agent with the engine's /kv_event_sources, and restart "
+        "it with the engine's own; another port is right only where ports are mapped: accept that with "
+        "--ignore agent.other_events",
+        _EVENTS,
+    ),
+    Kind(
         "agent.no_prefix_caching",
         "warning",
         "An engine runs without prefix caching: no prompt is ever cached",
