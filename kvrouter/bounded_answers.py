@@ -1,4 +1,4 @@
-"""Reads engines' HTTP answers within a bound, since an engine may send without end.
+"""Reads HTTP answers within a bound, since an engine may send without end; and says why there is none.
 
 The session's timeout bounds the time. Answers are not decompressed: a few KB of gzip may hold a gigabyte.
 """
@@ -6,6 +6,7 @@ The session's timeout bounds the time. Answers are not decompressed: a few KB of
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 from functools import partial
 from typing import cast
@@ -53,3 +54,16 @@ async def read_answer(response: aiohttp.ClientResponse, most_bytes: int = MOST_B
         if len(body) > most_bytes:
             raise aiohttp.ClientPayloadError(f"answers more than {most_bytes} bytes")
     return bytes(body)
+
+
+def no_answer(error: BaseException) -> str:
+    """Why there is no answer. The caller names the address.
+
+    aiohttp's text of a connection that fails repeats the address, and has `ssl:default` for plain HTTP, too.
+    It is kept for errors of TLS, whose cause is in it.
+    """
+    if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(error.os_error, ssl.SSLError):
+        number = error.os_error.errno or 0
+        # getaddrinfo's errors have negative numbers, and texts of their own
+        return os.strerror(number).lower() if number > 0 else error.os_error.strerror or str(error.os_error)
+    return str(error) or type(error).__name__

@@ -372,7 +372,8 @@ class Examination:
         what = f"{counted(len(self.compared.rows), 'feed')} equal" + (
             " in replicas and agents" if agents else ""
         )
-        return f", {what} ({counted(self.compared.looks, 'look')})"
+        left_out = "" if self._settings.owners else "; engines not compared: --owners"
+        return f", {what} ({counted(self.compared.looks, 'look')}{left_out})"
 
 
 def _to_connect(options: NatsOptions) -> NatsOptions:

@@ -8,9 +8,10 @@ from statistics import median
 
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.senders import name
-from kvrouter.doctor.findings import Finding, listed
+from kvrouter.doctor.findings import Finding, clean, listed
 from kvrouter.doctor.kinds import KINDS
 from kvrouter.doctor.listening import Listener, Worker
+from kvrouter.worker.engines.endpoints import contradictions
 
 # Heartbeats in a row that may be missing before a lease (5) is in danger.
 _LATE_BEATS = 3
@@ -45,6 +46,7 @@ def check_agents(listener: Listener, now: float, *, is_whole: bool) -> Iterator[
         if count > 1:
             ids = listed(card.worker_id for card in cards if card.url == url)
             yield Finding(KINDS["agent.shared_engine"], url, f"on the cards of {ids}")
+    yield from _check_endpoints(cards)
     yield from _check_block_sizes(cards)
     yield from _check_capacities(cards)
 
@@ -76,6 +78,21 @@ def _check_agent(worker_id: str, one: Worker, now: float) -> Iterator[Finding]:
         yield Finding(KINDS["agent.no_prefix_caching"], worker_id, one.card.url)
     elif not one.card.publishes_events:
         yield Finding(KINDS["agent.no_events"], worker_id, f"{one.card.engine or 'engine'} at {one.card.url}")
+
+
+def _check_endpoints(cards: Sequence[Card]) -> Iterator[Finding]:
+    """Agents that read events elsewhere than their engines report, by the notes on their cards."""
+    found = {card.worker_id: contradictions(card.notes) for card in cards}
+    # where an agent reads, and where its engine publishes -> the worker
+    ways = {(each.given, each.reported): name for name, every in found.items() for each in every}
+    for worker_id, every in found.items():
+        if not every:
+            continue
+        seen = "; ".join(f"{each.what} at {each.reported}, read at {each.given}" for each in every[:2])
+        # by the whole address: engines of several hosts have the same ports
+        others = {ways.get((each.reported, each.given), worker_id) for each in every} - {worker_id}
+        exchanged = f"; exchanged with {listed(others)}" if others else ""
+        yield Finding(KINDS["agent.other_events"], worker_id, f"{clean(seen, 230)}{exchanged}")
 
 
 def _check_block_sizes(cards: Sequence[Card]) -> Iterator[Finding]:

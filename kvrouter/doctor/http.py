@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
-import os
 import ssl
 import time
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from kvrouter.bounded_answers import read_answer
+from kvrouter.bounded_answers import no_answer, read_answer
 from kvrouter.tls import tls_trouble
 
 TIMEOUT_S = 3.0
@@ -67,10 +66,7 @@ def _failed(error: BaseException, timeout_s: float) -> Fetched:
         return Fetched(trouble=trouble, is_tls_trouble=True)
     if isinstance(error, TimeoutError):
         return Fetched(trouble=f"no answer within {timeout_s:g} s")
-    refused = isinstance(error, aiohttp.ClientConnectorError)
-    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno and error.os_error.errno > 0:
-        return Fetched(trouble=os.strerror(error.os_error.errno).lower(), is_refused=True)
-    return Fetched(trouble=str(error) or type(error).__name__, is_refused=refused)
+    return Fetched(trouble=no_answer(error), is_refused=isinstance(error, aiohttp.ClientConnectorError))
 
 
 def _skew_s(date: str, before: float, after: float) -> float | None:

@@ -215,6 +215,15 @@ _ALL = (
         _EVENTS,
     ),
     Kind(
+        "agent.other_events",
+        "warning",
+        "An agent reads KV events at another port than its engine reports",
+        "compare --kv-events and --kv-replay of the agent with the engine's /kv_event_sources, and restart "
+        "it with the engine's own; another port is right only where ports are mapped: accept that with "
+        "--ignore agent.other_events",
+        _EVENTS,
+    ),
+    Kind(
         "agent.no_prefix_caching",
         "warning",
         "An engine runs without prefix caching: no prompt is ever cached",
@@ -257,6 +266,14 @@ _ALL = (
         "error",
         "An engine does not serve the model of its card",
         "restart its agent, or correct --engine-url: another server may have taken the port",
+        _EVENTS,
+    ),
+    Kind(
+        "engine.different",
+        "error",
+        "An agent publishes other blocks than its engine holds",
+        "compare --kv-events and --kv-replay of the agent with the engine's /kv_event_sources; if they are "
+        "right, keep the agent's log for a report, and restart the agent",
         _EVENTS,
     ),
     Kind(

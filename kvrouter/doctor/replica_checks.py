@@ -35,6 +35,9 @@ _NOT_IN_TIME = (
     "only one look at its engine",
 )
 
+# Each difference between an agent and its engine names the engine so, and no other one does.
+_OF_ENGINE = "its engine"
+
 
 def check_replica(one: Replica, listener: Listener) -> Iterator[Finding]:
     """Findings about one replica."""
@@ -258,7 +261,9 @@ def different(texts: Sequence[str]) -> Iterator[Finding]:
 def _kind_of(text: str, seen: str) -> str:
     if seen.startswith(f"{AGENT}: "):
         return "agent.no_answer"
-    return "replica.not_compared" if any(part in text for part in _NOT_IN_TIME) else "replica.different"
+    if any(part in text for part in _NOT_IN_TIME):
+        return "replica.not_compared"
+    return "engine.different" if _OF_ENGINE in seen else "replica.different"
 
 
 def not_comparable(error: VerifyError) -> Finding:

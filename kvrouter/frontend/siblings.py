@@ -14,7 +14,7 @@ from urllib.parse import urlencode
 import aiohttp
 import structlog
 
-from kvrouter.bounded_answers import UNPACKED, read_answer
+from kvrouter.bounded_answers import UNPACKED, no_answer, read_answer
 from kvrouter.telemetry.merged import merged
 
 log = structlog.get_logger()
@@ -74,5 +74,5 @@ async def _asked(session: aiohttp.ClientSession, url: str) -> bytes | None:
         async with session.get(url) as response:
             return await read_answer(response, MOST_BYTES) if response.status == 200 else None
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-        log.warning("metrics.process_missing", url=url, error=str(error) or type(error).__name__)
+        log.warning("metrics.process_missing", url=url, error=no_answer(error))
         return None

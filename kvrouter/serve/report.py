@@ -32,7 +32,7 @@ _WARNING = re.compile(
 _NO_FACTS = {"event", "level", "timestamp", "process"}
 _COLOURS = re.compile(rb"\033\[[\d;]*m")
 # The report of the engine says it already.
-_REPORTED = b"frontend.no_tokenizer"
+_REPORTED = (b"frontend.no_tokenizer", b"engine.lacks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class Voice:
         if len(line) > 4096:
             return
         found = _WARNING.search(line := _COLOURS.sub(b"", line))
-        if found is None or _REPORTED in line:
+        if found is None or any(event in line for event in _REPORTED):
             return
         text = (found[1] or found[2] or line).decode(errors="replace")
         self._keep(" ".join((_fact(text) if line.startswith(b"{") else text).split()))

@@ -11,7 +11,7 @@ from typing import Any, Self
 import aiohttp
 import msgspec
 
-from kvrouter.bounded_answers import MOST_BYTES, UNPACKED, engine_connector, read_answer
+from kvrouter.bounded_answers import MOST_BYTES, UNPACKED, engine_connector, no_answer, read_answer
 from kvrouter.core.wire.ops import UNREADABLE
 from kvrouter.core.wire.values import TokenId
 from kvrouter.errors import KvRouterError
@@ -126,7 +126,7 @@ class EngineTokenizer:
                 most = min(MOST_BYTES, _ANSWER_BYTES + _ANSWER_BYTES_PER_BYTE * len(body))
                 answer = await read_answer(response, most)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            reason = tls_trouble(error.__cause__) or str(error) or type(error).__name__
+            reason = tls_trouble(error.__cause__) or no_answer(error)
             raise EngineTokenizerError(f"{url}/tokenize: {reason}") from None
         if response.status in {400, 422} and _LACKS_PROMPT in answer[:_FIRST_LOCATION]:
             raise NoRouteError(

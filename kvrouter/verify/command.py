@@ -17,6 +17,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from kvrouter.bounded_answers import no_answer
 from kvrouter.config import read_key
 from kvrouter.errors import KvRouterError
 from kvrouter.settings.read import Loaded, run
@@ -84,7 +85,7 @@ async def _look(http: aiohttp.ClientSession, url: str, tls_name: str | None) -> 
                 raise VerifyError(f"{url}/workers answers {response.status}")
         return read_view(url, msgspec.json.decode(body, type=dict[str, Any]))
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise VerifyError(f"{url} cannot be reached: {error or type(error).__name__}") from None
+        raise VerifyError(f"{url} cannot be reached: {no_answer(error)}") from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise VerifyError(f"{url}/workers is not JSON: {error}") from None
 

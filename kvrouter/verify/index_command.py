@@ -14,6 +14,7 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
+from kvrouter.bounded_answers import no_answer
 from kvrouter.config import read_key
 from kvrouter.errors import KvRouterError
 from kvrouter.settings.read import Loaded, run
@@ -87,7 +88,7 @@ class ReplicaIndex:
                 if rest:
                     yield rest
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise VerifyError(f"{self.url} cannot be reached: {error or type(error).__name__}") from None
+            raise VerifyError(f"{self.url} cannot be reached: {no_answer(error)}") from None
 
 
 def _decoded(line: bytes, url: str) -> dict[str, Any]:

@@ -76,8 +76,15 @@ class VerifySettings(ReplicaAccess):
     bus: NamespaceOptions = field(default_factory=NamespaceOptions)
 
     def checked(self) -> Self:
-        if len(set(self.replica)) < max(1 if self.owners else 2, len(self.replica)):
-            raise ConfigError("give at least two different replicas: --replica URL --replica URL")
+        if len(set(self.replica)) < len(self.replica):
+            raise ConfigError("a replica's URL is given twice: give different replicas")
+        if self.owners and not self.replica:
+            raise ConfigError("give a replica: --replica URL")
+        if not self.owners and len(self.replica) < 2:
+            raise ConfigError(
+                "give at least two different replicas: --replica URL --replica URL; "
+                "or one with --owners, which compares it with the agents over --nats"
+            )
         return self
 
 

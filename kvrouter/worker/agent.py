@@ -25,6 +25,7 @@ from kvrouter.worker.blocks.engine_blocks import MAX_HELD_BLOCKS
 from kvrouter.worker.blocks.state import VERSION, AgentState, Header, StateFile
 from kvrouter.worker.drain import Duty, until_drained
 from kvrouter.worker.engines.discovery import learn, learn_patiently, new_adapter
+from kvrouter.worker.engines.endpoints import shown
 from kvrouter.worker.engines.facts import EngineFacts, build_card, can_report, with_discovered
 from kvrouter.worker.engines.http import EngineError, EngineHttp, Models
 from kvrouter.worker.engines.metrics import RankLoad, Scrape
@@ -127,10 +128,18 @@ class Agent:
         self._answers = ReplayAnswers(bus, [rank.publisher for rank in self._ranks])
         self._duty = duty
         self._loads: Mapping[int, RankLoad] = facts.scrape.loads
-        self._announcer = Announcer(bus, self._subjects, self._card(), self._incarnation, self._rank_beats)
+        self._logged_lacks: set[str] = set()
+        where = {
+            "events": shown([each.events for each in options.endpoints]),
+            "replay": shown([each.replay for each in options.endpoints]),
+        }
+        self._announcer = Announcer(
+            bus, self._subjects, self._card(), self._incarnation, self._rank_beats, facts=where
+        )
 
     async def run(self, file: StateFile | None = None) -> None:
         """Serve until the duty is done, then publish `leave` and save the state. Raises TakenOverError."""
+        self._log_lacks()
         self._duty.attend(self._announce_state)
         self._announce_state()
         await self._announcer.subscribe()
@@ -308,6 +317,7 @@ class Agent:
             )
         log.info("engine.up", url=self._options.engine_url)
         self._note(facts)
+        self._log_lacks()
         # not those that have seen the new process begin: some events can be read only once
         self._restart_events([rank for rank in self._ranks if not rank.is_settled])
         self._announcer.update(self._card())
@@ -373,6 +383,13 @@ class Agent:
             rank.capacity_blocks = facts.scrape.device_blocks
             rank.set_repairs(can_report(self._options, facts.version, facts.kind))
             rank.set_speculates(speculates=facts.scrape.speculates)
+
+    def _log_lacks(self) -> None:
+        """Log what the engine lacks, each once: at the start, and of another process of the engine."""
+        for lack in self._facts.lacks:
+            if lack not in self._logged_lacks:
+                log.warning("engine.lacks", worker=self._options.worker_id, lack=lack)
+        self._logged_lacks = {*self._facts.lacks}
 
     def _restart_events(self, ranks: Sequence[EngineRank]) -> None:
         for rank in ranks:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 import structlog
@@ -60,7 +61,7 @@ class BusLike(Protocol):
 
 
 class Announcer:
-    """Publishes one worker's heartbeats. It calls `rank_beats` for each of them.
+    """Publishes one worker's heartbeats. It calls `rank_beats` for each of them. `worker.up` logs `facts`.
 
     Each heartbeat is decoded before it is sent: a frontend would ignore a malformed one without a trace, and
     the worker would look silent. Raises ConfigError for a card that frontends would reject.
@@ -73,6 +74,8 @@ class Announcer:
         card: Card,
         incarnation: int,
         rank_beats: Callable[[], list[RankBeat]],
+        *,
+        facts: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         if trouble := card_trouble(card):
             raise ConfigError(f"worker {card.worker_id!r} cannot be announced: {trouble}")
@@ -84,6 +87,7 @@ class Announcer:
         self._subjects = subjects
         self._subject = subjects.live_worker(WorkerId(card.worker_id))
         self._rank_beats = rank_beats
+        self._facts = facts
         self._card_sent_at = float("-inf")
         self._is_announced = False
         self._hurry = asyncio.Event()
@@ -137,7 +141,8 @@ class Announcer:
             self._card_sent_at = now
         if not self._is_announced:
             self._is_announced = True
-            log.info("worker.up", worker=self.card.worker_id, model=self.card.model, ranks=self.card.ranks)
+            card = self.card
+            log.info("worker.up", worker=card.worker_id, model=card.model, ranks=card.ranks, **self._facts)
 
     def leave(self) -> None:
         """Announce that the worker leaves."""

@@ -90,13 +90,17 @@ def test_ready() -> None:
 
 
 def test_warnings_are_repeated() -> None:
-    """Warnings of child processes come again before the last line, each once, without time and colours."""
+    """Warnings of child processes come again before the last line, each once, without time and colours.
+
+    Not those that the report of the engine has.
+    """
     said = said_by(
         b"2026-11-23T01:00:00Z [info     ] worker.up   w=1",
         b"2026-11-23T01:00:00Z [\033[33m\033[1mwarning  \033[0m] nats.error   error=x",
         b"2026-11-23T01:00:01Z [warning  ] nats.error   error=x",
         b"2026-11-23T01:00:01Z [error    ] worker.failed   error=y",
         b"2026-11-23T01:00:01Z [warning  ] frontend.no_tokenizer   effect=z",
+        b"2026-11-23T01:00:01Z [warning  ] engine.lacks   lack=z",
     )
 
     assert ["serve | ! nats.error error=x", "serve | ! worker.failed error=y"] == said[:-1]

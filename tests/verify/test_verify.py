@@ -18,6 +18,7 @@ from kvrouter.core.wire.ids import RouterId
 from kvrouter.core.wire.ops import VERSION
 from kvrouter.verify import Comparison, Report, VerifyError, compare, main, read_view
 from kvrouter.verify.comparison import Copy, EngineCheck, FeedKey, OwnersView
+from kvrouter.verify.settings import VerifySettings
 from tests.frontend.fleet import running_fleet
 
 Json = dict[str, Any]
@@ -388,13 +389,21 @@ async def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert f"different: {KV}: {late} stays behind" in capsys.readouterr().out
 
 
+_TOO_FEW = (
+    "give at least two different replicas: --replica URL --replica URL; or one with --owners, which compares "
+    "it with the agents over --nats"
+)
+
+
 async def test_unreachable(free_port: Callable[[], int], capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 2, and the replica."""
+    """Exit code 2, the replica, and why: in words without TLS, which plain HTTP does not use."""
     gone = f"127.0.0.1:{free_port()}"
     async with serving(body("r0")) as one:
         assert 2 == await verify("--replica", one, "--replica", gone)
 
-    assert f"http://{gone} cannot be reached" in capsys.readouterr().err
+    assert (
+        f"kvrouter verify: http://{gone} cannot be reached: connection refused\n" == capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -417,11 +426,26 @@ async def test_something_else_answers(
     assert text in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flags", [[], ["--replica", "u"], ["--replica", "u", "--replica", "http://u/"]])
-def test_needs_two(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """One replica cannot differ from itself."""
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ([], _TOO_FEW),
+        (["--replica", "u"], _TOO_FEW),
+        (["--replica", "u", "--nats", "nats://n:4222"], _TOO_FEW),
+        (["--owners"], "give a replica: --replica URL"),
+        (["--replica", "u", "--replica", "http://u/"], "a replica's URL is given twice"),
+        (["--owners", "--replica", "u", "--replica", "http://u/"], "a replica's URL is given twice"),
+    ],
+)
+def test_needs_two(flags: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One replica cannot differ from itself; with its agents it can, and the message says so."""
     assert 2 == main(flags)
-    assert "give at least two different replicas" in capsys.readouterr().err
+    assert text in capsys.readouterr().err
+
+
+def test_one_is_enough_with_owners() -> None:
+    """The settings are accepted; `test_equal_to_its_agent` compares them."""
+    assert ("u",) == VerifySettings(replica=("u",), owners=True).checked().replica
 
 
 @pytest.mark.parametrize("seconds", ["nan", "inf", "-1", "1e9", "soon"])

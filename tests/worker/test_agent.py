@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 
 import pytest
+from structlog.testing import capture_logs
 
 from kvrouter.core.wire.hashes import block_hashes, sequence_hashes
 from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat
@@ -23,8 +24,9 @@ from kvrouter.worker import rank as rank_module
 from kvrouter.worker.agent import serve
 from kvrouter.worker.announcer import TakenOverError
 from kvrouter.worker.engines.adapter import Batch, Sink
+from kvrouter.worker.engines.endpoints import NO_REPLAY
 from kvrouter.worker.engines.http import EngineError
-from kvrouter.worker.engines.vllm import Event, VllmAdapter
+from kvrouter.worker.engines.vllm import CACHING_OFF, Event, VllmAdapter
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.zmq.sockets import EngineEvents, EventEndpoints
 from tests.worker.closed_sets import ClosedSets
@@ -78,6 +80,47 @@ async def test_replay_is_learnt(scene: Scene) -> None:
 
     async with scene.agent(options):
         await scene.listener.until_held({A})
+
+
+async def test_events_of_another_engine(scene: Scene) -> None:
+    """An agent that reads events elsewhere than its engine reports them logs it, and its card says it."""
+    scene.engine.sources = {
+        "0": {"publisher": "zmq", "endpoint": "tcp://*:9", "replay_endpoint": "tcp://*:8"}
+    }
+    with capture_logs() as logs:
+        async with scene.agent():
+            beat = await scene.listener.beat(lambda beat: beat.card is not None)
+
+    lacks = [entry for entry in logs if entry["event"] == "engine.lacks"]
+    assert beat.card is not None
+    assert [("warning", "w")] * 2 == [(entry["log_level"], entry["worker"]) for entry in lacks]
+    assert list(beat.card.notes) == [entry["lack"] for entry in lacks]
+    assert (
+        f"at tcp://127.0.0.1:9, but --kv-events (kvrouter serve: kv=) is {scene.events.events}:"
+        in lacks[0]["lack"]
+    )
+    assert f"but --kv-replay (kvrouter serve: replay=) is {scene.events.replay}:" in lacks[1]["lack"]
+    (up,) = [entry for entry in logs if entry["event"] == "worker.up"]
+    assert (scene.events.events, scene.events.replay) == (up["events"], up["replay"])
+
+
+async def test_engine_comes_back_without_a_replay(scene: Scene) -> None:
+    """What another process of the engine lacks is logged when it comes back; the rest is not repeated."""
+    scene.engine.sources = {"0": scene.events.source() | {"replay_endpoint": None}}
+    caching = scene.engine.metrics.replace('engine="0",num', 'engine="0",enable_prefix_caching="False",num')
+    options = replace(scene.options, endpoints=[EventEndpoints(scene.events.events)])
+    with capture_logs() as logs:
+        async with scene.agent(options):
+            await scene.listener.beat(lambda beat: beat.card is not None and NO_REPLAY in beat.card.notes)
+            scene.engine.is_healthy = False
+            await scene.listener.beat(lambda beat: beat.state == "down")
+            scene.engine.metrics = caching
+            scene.engine.is_healthy = True
+            await scene.listener.beat(
+                lambda beat: beat.card is not None and beat.card.prefix_caching is False
+            )
+
+    assert [NO_REPLAY, CACHING_OFF] == [entry["lack"] for entry in logs if entry["event"] == "engine.lacks"]
 
 
 async def test_announces(scene: Scene) -> None:

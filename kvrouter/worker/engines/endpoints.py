@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
@@ -122,16 +122,24 @@ def _split(endpoint: str) -> tuple[str | None, str]:
     return address, port
 
 
+EVENTS_ARE_OFF = "events off: "
 _NO_REPLAY = "no replay: blocks cached before kvrouter started stay unknown; "
 NO_REPLAY = _NO_REPLAY + 'add "replay_endpoint": "tcp://*:5657" to --kv-events-config'
 REPLAY_NOT_GIVEN = (
-    _NO_REPLAY + "give replay=tcp://HOST:PORT (an agent: --kv-replay), the replay_endpoint of "
-    "the engine's --kv-events-config"
+    _NO_REPLAY + "give --kv-replay tcp://HOST:PORT (kvrouter serve: replay=), the replay_endpoint of the "
+    "engine's --kv-events-config"
 )
-OTHER_ENDPOINT = (
-    "the engine reports its events at {reported}, but kv= (an agent: --kv-events) is {given}: remove kv=, "
-    "unless it reaches the same port by another address"
+_REPORTS = "the engine reports its "
+_OTHER_ENDPOINT = (
+    _REPORTS + "{what} at {reported}, but {flag} (kvrouter serve: {key}) is {given}: leave it out, or give "
+    "the engine's own endpoint. Another port is right only where ports are mapped"
 )
+_OTHER = re.compile(
+    re.escape(_REPORTS)
+    + r"(events|replay) at (.+), but --kv-\w+ \(kvrouter serve: \w+=\) is (.+): leave it out"
+)
+# An engine may have 1,024 ranks, and a path of ipc:// may be long.
+_MOST_SHOWN, _MOST_CHARACTERS = 3, 128
 
 
 def settled_endpoints(
@@ -152,13 +160,50 @@ def settled_endpoints(
 def endpoint_lacks(options: AgentOptions, reported: Sequence[EventEndpoints], ranks: int) -> Iterator[str]:
     """Which endpoints are missing, and where flags and engine contradict each other."""
     settled = settled_endpoints(options, reported, ranks)
-    others = [each.events for each in settled if _of_port(each, reported) is None]
-    if reported and others:
-        places = ", ".join(each.events for each in reported)
-        yield OTHER_ENDPOINT.format(reported=places, given=", ".join(others))
+    for what, flag, key in (("events", "--kv-events", "kv="), ("replay", "--kv-replay", "replay=")):
+        theirs = _endpoints_of(what, reported)
+        ports = {_port(endpoint) for endpoint in theirs}
+        others = [endpoint for endpoint in _endpoints_of(what, settled) if _port(endpoint) not in ports]
+        if theirs and others:
+            yield _OTHER_ENDPOINT.format(
+                what=what, flag=flag, key=key, reported=shown(theirs), given=shown(others)
+            )
     if not all(each.replay for each in settled):
         has_replay = any(each.replay for each in reported) or not reported
         yield REPLAY_NOT_GIVEN if has_replay else NO_REPLAY
+
+
+def _endpoints_of(what: str, ranks: Sequence[EventEndpoints]) -> list[str]:
+    return [found for each in ranks if (found := each.events if what == "events" else each.replay)]
+
+
+def shown(endpoints: Sequence[str | None]) -> str:
+    """The first of them, and how many more there are; for logs and notes."""
+    given = [endpoint for endpoint in endpoints if endpoint]
+    more = f" and {len(given) - _MOST_SHOWN} more" if len(given) > _MOST_SHOWN else ""
+    return ", ".join(endpoint[:_MOST_CHARACTERS] for endpoint in given[:_MOST_SHOWN]) + more or "none"
+
+
+def noted(lacks: Sequence[str]) -> list[str]:
+    """The lacks that belong on the card: those of events, which spoil overlap where nothing else shows it.
+
+    Missing load and a cache that is off show in the heartbeats and on the card. A note with the word
+    `predict` would count as the reason for inexact predictions (core/audit/problems.py): none has it.
+    """
+    return [lack for lack in lacks if lack.startswith((_REPORTS, EVENTS_ARE_OFF, _NO_REPLAY))]
+
+
+class Contradiction(NamedTuple):
+    """Where an agent reads events, or their replay (`what`), against what its engine reports."""
+
+    what: str
+    reported: str
+    given: str
+
+
+def contradictions(notes: Sequence[str]) -> list[Contradiction]:
+    """Those that the notes of a card report."""
+    return [Contradiction(found[1], found[2], found[3]) for note in notes if (found := _OTHER.match(note))]
 
 
 def _replay(given: EventEndpoints, reported: Sequence[EventEndpoints]) -> str | None:

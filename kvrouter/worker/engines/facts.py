@@ -10,7 +10,7 @@ from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ops import TIERS
 from kvrouter.core.wire.values import MOST_NAMES, MOST_NUMBER, MOST_TEXT_CHARACTERS
 from kvrouter.version import __version__
-from kvrouter.worker.engines.endpoints import settled_endpoints
+from kvrouter.worker.engines.endpoints import noted, settled_endpoints
 from kvrouter.worker.engines.http import Models
 from kvrouter.worker.engines.metrics import Scrape
 from kvrouter.worker.options import AgentOptions
@@ -64,8 +64,12 @@ def build_card(
     repairs_by_report: bool = False,
     notes: Sequence[str] = (),
 ) -> Card:
-    """The card of an engine. Its events have shown `event_block_size`, `widest_tier` and `notes`."""
+    """The card of an engine. Its events have shown `event_block_size`, `widest_tier` and `notes`.
+
+    Its notes begin with what the engine lacks for its events.
+    """
     models, scrape = facts.models, facts.scrape
+    notes = [*noted(facts.lacks), *notes]
     return Card(
         worker_id=options.worker_id,
         url=(options.advertise_url or options.engine_url).rstrip("/"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ import aiohttp
 import msgspec
 from msgspec import Meta, Struct
 
-from kvrouter.bounded_answers import MOST_BYTES, UNPACKED, engine_connector, read_answer
+from kvrouter.bounded_answers import MOST_BYTES, UNPACKED, engine_connector, no_answer, read_answer
 from kvrouter.core.wire.ops import UNREADABLE
 from kvrouter.core.wire.values import MOST_NAMES, Amount, Line, Text
 from kvrouter.errors import KvRouterError
@@ -210,13 +209,5 @@ class EngineHttp:
                 return response.status, await read_answer(response, most_bytes)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             is_gone = isinstance(error, aiohttp.ClientConnectorError) and not tls_trouble(error.__cause__)
-            raise (EngineGoneError if is_gone else EngineError)(f"/{path}: {_reason(error)}") from None
-
-
-def _reason(error: Exception) -> str:
-    """The cause alone: aiohttp's messages repeat the address."""
-    if trouble := tls_trouble(error.__cause__):
-        return trouble
-    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
-        return os.strerror(error.os_error.errno).lower()
-    return str(error) or type(error).__name__
+            reason = tls_trouble(error.__cause__) or no_answer(error)
+            raise (EngineGoneError if is_gone else EngineError)(f"/{path}: {reason}") from None

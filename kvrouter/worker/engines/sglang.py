@@ -31,7 +31,7 @@ from msgspec import Meta, Struct
 from kvrouter.core.wire.ops import UNREADABLE
 from kvrouter.core.wire.values import MOST_AMOUNT, Amount, BlockSize, Ranks, Text, TokenId
 from kvrouter.worker.engines.adapter import Batch, Reasons, Sink
-from kvrouter.worker.engines.endpoints import endpoint_lacks, read_config
+from kvrouter.worker.engines.endpoints import EVENTS_ARE_OFF, endpoint_lacks, read_config
 from kvrouter.worker.engines.facts import EngineFacts
 from kvrouter.worker.engines.http import EngineError, EngineHttp, Models, half_of_a_pair
 from kvrouter.worker.engines.metrics import Scrape
@@ -50,7 +50,7 @@ from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.zmq.sockets import EventEndpoints
 
 EVENTS_OFF = (
-    "events off: start SGLang with --kv-events-config "
+    EVENTS_ARE_OFF + "start SGLang with --kv-events-config "
     '\'{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"}\''
 )
 CACHING_OFF = "prefix caching is off: start SGLang without --disable-radix-cache"

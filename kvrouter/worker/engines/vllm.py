@@ -39,7 +39,7 @@ from kvrouter.errors import MalformedFrameError
 from kvrouter.worker.blocks.engine_blocks import BlockIds
 from kvrouter.worker.blocks.resume_points import ALL
 from kvrouter.worker.engines.adapter import Batch, Reasons, Sink
-from kvrouter.worker.engines.endpoints import endpoint_lacks, read_sources
+from kvrouter.worker.engines.endpoints import EVENTS_ARE_OFF, endpoint_lacks, read_sources
 from kvrouter.worker.engines.facts import EngineFacts
 from kvrouter.worker.engines.http import EngineError, EngineHttp, Models, half_of_a_pair
 from kvrouter.worker.engines.metrics import Scrape
@@ -473,13 +473,13 @@ def _multimodal_ids(keys: list[Any]) -> BlockIds:
 
 
 EVENTS_OFF = (
-    "events off: start vLLM with --enable-prefix-caching --kv-events-config "
+    EVENTS_ARE_OFF + "start vLLM with --enable-prefix-caching --kv-events-config "
     '\'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557", '
     '"replay_endpoint": "tcp://*:5657"}\''
 )
 ENDPOINTS_UNKNOWN = (
-    "event endpoints unknown, this vLLM is too old to report them: give "
-    "kv=tcp://HOST:PORT,replay=tcp://HOST:PORT (an agent: --kv-events, --kv-replay) if its events are on"
+    "event endpoints unknown, this vLLM is too old to report them: give --kv-events and --kv-replay "
+    "(kvrouter serve: kv=tcp://HOST:PORT,replay=tcp://HOST:PORT) if its events are on"
 )
 CACHING_OFF = "prefix caching is off: start vLLM with --enable-prefix-caching"
 CACHED_TOKENS_UNKNOWN = (

@@ -11,11 +11,12 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from kvrouter.core.wire.heartbeats import Card
 from kvrouter.errors import ConfigError
 from kvrouter.worker.engines import sglang as sglang_texts
 from kvrouter.worker.engines import vllm as vllm_texts
 from kvrouter.worker.engines.discovery import learn
-from kvrouter.worker.engines.endpoints import NO_REPLAY, REPLAY_NOT_GIVEN
+from kvrouter.worker.engines.endpoints import NO_REPLAY, REPLAY_NOT_GIVEN, contradictions
 from kvrouter.worker.engines.facts import EngineFacts, build_card, can_report, with_discovered
 from kvrouter.worker.engines.http import EngineError, EngineHttp, Models
 from kvrouter.worker.engines.metrics import RankLoad, Scrape
@@ -168,9 +169,50 @@ async def test_wrong_events_by_flag(vllm: Recorded) -> None:
 
     (contradiction, missing) = (await vllm.learn(given)).lacks
 
-    assert "reports its events at tcp://127.0.0.1:26557, but kv=" in contradiction
+    assert "reports its events at tcp://127.0.0.1:26557, but --kv-events" in contradiction
     assert "is tcp://127.0.0.1:24666" in contradiction
-    assert "give replay=tcp://HOST:PORT" in missing
+    assert "give --kv-replay tcp://HOST:PORT" in missing
+
+
+def _card(options: AgentOptions, facts: EngineFacts) -> Card:
+    settled = with_discovered(options, facts)
+    return build_card(settled, facts, event_block_size=0, widest_tier=0, started_at_us=1)
+
+
+async def test_exchanged_endpoints_by_flag(vllm: Recorded) -> None:
+    """Events and replay at other ports than the engine reports: both can be read from the card."""
+    feed = EventEndpoints("tcp://localhost:24666", "tcp://localhost:24766")
+    given = replace(vllm.options, endpoints=[feed])
+
+    card = _card(given, await vllm.learn(given))
+
+    assert [
+        ("events", "tcp://127.0.0.1:26557", "tcp://localhost:24666"),
+        ("replay", "tcp://127.0.0.1:26657", "tcp://localhost:24766"),
+    ] == contradictions(card.notes)
+
+
+async def test_only_lacks_of_events_are_notes(vllm: Recorded) -> None:
+    """Prefix caching has a field of the card. No note has the word that audits look for."""
+    vllm.answers["/kv_event_sources"] = b"{}"
+    caching = b'enable_prefix_caching="True"'
+    vllm.answers["/metrics"] = vllm.answers["/metrics"].replace(caching, b'enable_prefix_caching="False"')
+    facts = await vllm.learn()
+    every = (*facts.lacks, NO_REPLAY, REPLAY_NOT_GIVEN, sglang_texts.CACHED_TOKENS_UNKNOWN)
+
+    notes = _card(vllm.options, replace(facts, lacks=every)).notes
+
+    assert (vllm_texts.EVENTS_OFF, NO_REPLAY, REPLAY_NOT_GIVEN) == notes
+    assert not [note for note in notes if "predict" in note]
+
+
+async def test_many_ranks_at_other_ports(vllm: Recorded) -> None:
+    """A thousand endpoints with long names are one short text."""
+    feeds = [EventEndpoints(f"ipc:///{'x' * 999}:{rank}") for rank in range(1000)]
+    lacks = (await vllm.learn(replace(vllm.options, endpoints=feeds))).lacks
+
+    assert "and 997 more" in lacks[0]
+    assert 1000 > max(map(len, lacks))
 
 
 async def test_topic_by_flag(vllm: Recorded) -> None:
