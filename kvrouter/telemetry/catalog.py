@@ -266,8 +266,10 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "kvrouter_predictions_total": Metric(
             "counter",
             ("pool", "worker", "result", "source"),
-            "predictions compared with an engine's report: `exact`, `over` or `under`; from the "
-            "`index` or from requests `in_flight`",
+            "predictions compared with an engine's report: `exact`, `over` or `under`; from the `index`, "
+            "from requests `in_flight`, or `doubtful`: from the index, where a known reason may prove it "
+            "wrong (the request was sent behind others that waited, the feed is behind, the rank is partial, "
+            "the request does not read the cache)",
         ),
         "kvrouter_prediction_error_blocks": Metric(
             "histogram",

@@ -138,7 +138,7 @@ class KindEvidence:
 class WorkerRecord:
     """The outcomes of one worker's requests. The comment above an Alarm states the bad outcome."""
 
-    # by `(exact|over|under, index|in_flight)`
+    # by `(exact|over|under, index|in_flight|doubtful)`
     predictions: Counter[tuple[str, str]] = field(default_factory=Counter)
     # predictions by error: the buckets of ERROR_BLOCKS, and one above
     errors: list[int] = field(default_factory=lambda: [0] * (len(ERROR_BLOCKS) + 1))
@@ -275,13 +275,19 @@ def _count(record: WorkerRecord, prediction: Prediction, cached_tokens: int) -> 
     predicted_tokens = prediction.blocks * prediction.block_size
     error = predicted_tokens - cached_tokens
     result = "exact" if error == 0 else "over" if error > 0 else "under"
-    record.predictions[result, "in_flight" if prediction.in_flight else "index"] += 1
+    record.predictions[result, _source(prediction)] += 1
     blocks = error / prediction.block_size
     record.errors[bisect_left(ERROR_BLOCKS, blocks)] += 1
     record.predicted_tokens += predicted_tokens
     record.reported_tokens += cached_tokens
     if error:
         record.last_cached = (cached_tokens, predicted_tokens)
+
+
+def _source(prediction: Prediction) -> str:
+    if prediction.in_flight:
+        return "in_flight"
+    return "index" if prediction.is_firm else "doubtful"
 
 
 def _note_cached(record: WorkerRecord, prediction: Prediction, cached_tokens: int) -> None:

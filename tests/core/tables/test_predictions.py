@@ -127,6 +127,17 @@ def test_in_flight_is_counted_apart() -> None:
     assert set() == raised(record)
 
 
+def test_doubtful_is_counted_apart() -> None:
+    """Predictions that a known reason may prove wrong; those in flight stay in flight."""
+    record = observed(
+        (predicted(4, is_firm=False), Usage(100, 0)),
+        (predicted(4, is_firm=False, in_flight=True), Usage(100, 0)),
+        (predicted(4), Usage(100, 64)),
+    )
+
+    assert {("over", "doubtful"): 1, ("over", "in_flight"): 1, ("exact", "index"): 1} == record.predictions
+
+
 @pytest.mark.parametrize("facts", [{"is_firm": False}, {"in_flight": True}, {"is_single": False}])
 def test_doubtful_predictions_raise_no_alarm(facts: dict[str, Any]) -> None:
     """Waiting behind others, a feed that lags, siblings, several prompts: no evidence."""
