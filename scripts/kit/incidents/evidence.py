@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,11 +44,30 @@ QUERIES = {
         "max by (worker) (kvrouter_charged_prefill_tokens)",
         "sum(rate(kvrouter_prompt_tokens_total[30s])) / sum(rate(kvrouter_requests_total[30s]))",
         "sum by (cache) (rate(kvrouter_uncached_tokens_total[30s]))",
+        "kvrouter:wrong_prediction_ratio:rate5m",
     ),
     "changed-prompts": (
         "topk(5, kvrouter:target_ttft_seconds:mean5m)",
         "kvrouter:cached_ratio:rate5m",
         "kvrouter:cached_ratio:rate5m offset 1m",
+    ),
+    "long-answers": (
+        "histogram_quantile(0.9, sum by (le) (rate(kvrouter_inter_token_seconds_bucket[10s])))",
+        "histogram_quantile(0.9, sum by (le) (rate(kvrouter_first_byte_seconds_bucket[10s])))",
+        "sum(rate(kvrouter_output_tokens_total[10s])) / sum(rate(kvrouter_requests_total[10s]))",
+        "sum(rate(kvrouter_output_tokens_total[10s] offset 30s))"
+        " / sum(rate(kvrouter_requests_total[10s] offset 30s))",
+        "sum(rate(kvrouter_requests_total[10s]))",
+        "sum(rate(kvrouter_requests_total[10s] offset 30s))",
+        "sum(kvrouter_requests_in_flight)",
+        "max by (worker) (kvrouter_engine_running)",
+    ),
+    "swapped-events": (
+        "kvrouter:wrong_prediction_ratio:rate5m",
+        "min by (worker, instance) (kvrouter_prediction_exact_ratio)",
+        "sum by (worker, result) (rate(kvrouter_predictions_total[10s]))",
+        "kvrouter_worker_problem",
+        "kvrouter:cached_ratio:rate5m",
     ),
     "small-cache": (
         "max by (worker) (kvrouter_target_capacity_blocks)",
@@ -55,13 +75,18 @@ QUERIES = {
         "kvrouter:error_ratio:rate5m",
     ),
 }
+# More flags of the doctor, after a look without them.
+DOCTOR_FLAGS = {"swapped-events": ("--owners",)}
+RUNBOOK = Path(__file__).resolve().parents[3] / "docs" / "runbook.md"
 _MOST_LOG_LINES = 6
+# The access log of a replica, in lines, from about 20 seconds.
+_CLIENT_LINES = 100
 _LOOK_S = 5.0
 _WIDTH, _HEIGHT = 130, 16
 
 
 async def gather(incident: Incident, scene: Scene, prometheus: Prometheus, directory: Path) -> None:
-    """Alerts, PromQL, top, doctor, the dashboard, and the last warnings of the replicas' logs."""
+    """Alerts, PromQL, top, doctor, the dashboard, the last warnings of the logs, the access log by client."""
     own = directory / incident.name
     own.mkdir(exist_ok=True)
     firing = await prometheus.firing()
@@ -81,8 +106,23 @@ async def gather(incident: Incident, scene: Scene, prometheus: Prometheus, direc
         for scheme in SCHEMES:
             wrong = await take(admins[0], own, scheme=scheme)
             (own / f"console-{scheme}.txt").write_text("".join(f"{line}\n" for line in wrong))
-    (own / "doctor.txt").write_text(await _output("doctor", *bus, *admins))
+    (own / "doctor.txt").write_text(await _kvrouter("doctor", *bus, *admins))
+    if more := DOCTOR_FLAGS.get(incident.name):
+        (own / "doctor-more.txt").write_text(await _kvrouter("doctor", *more, *bus, *admins))
     (own / "log.txt").write_text("\n".join(_warnings(scene)) + "\n")
+    (own / "clients.txt").write_text(await _clients(scene))
+
+
+def client_recipe() -> str:
+    """The commands of the runbook that group the access log by client; LINES and FILES are to be replaced."""
+    section = RUNBOOK.read_text().partition("\n## Which client?\n")[2].partition("\n## ")[0]
+    return "\n".join(line[4:] for line in section.splitlines() if line.startswith("    "))
+
+
+async def _clients(scene: Scene) -> str:
+    logs = [str(scene.fleet.processes[name].log) for name in _names("frontend", scene.deployed.replicas)]
+    recipe = client_recipe().replace("LINES", str(_CLIENT_LINES)).replace("FILES", shlex.join(logs))
+    return await _output("sh", "-c", recipe)
 
 
 async def _top(urls: Sequence[str]) -> str:
@@ -97,27 +137,30 @@ async def _top(urls: Sequence[str]) -> str:
     return re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title="kvrouter top"), flags=re.DOTALL)
 
 
-async def _output(*arguments: str) -> str:
+async def _kvrouter(*arguments: str) -> str:
+    return f"$ kvrouter {' '.join(arguments)}\n{await _output(sys.executable, '-m', 'kvrouter', *arguments)}"
+
+
+async def _output(*command: str) -> str:
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "kvrouter",
-        *arguments,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
     output, _ = await process.communicate()
-    return f"$ kvrouter {' '.join(arguments)}\n{output.decode()}(exit code {process.returncode})\n"
+    return f"{output.decode()}(exit code {process.returncode})\n"
 
 
 def _warnings(scene: Scene) -> Sequence[str]:
-    """The last warnings of each replica, without those of single requests."""
+    """The last warnings of each replica and agent, without those of single requests."""
     found = []
-    for number in range(len(scene.deployed.replicas)):
+    for name in (*_names("frontend", scene.deployed.replicas), *_names("agent", scene.deployed.engines)):
         lines = [
             line
-            for line in scene.fleet.processes[f"frontend-{number}"].log.read_text().splitlines()
+            for line in scene.fleet.processes[name].log.read_text().splitlines()
             if '"level":"warning"' in line.replace(" ", "") and '"request.' not in line
         ]
-        found += [f"replica {number}: {line}" for line in lines[-_MOST_LOG_LINES:]]
+        found += [f"{name}: {line}" for line in lines[-_MOST_LOG_LINES:]]
     return found
+
+
+def _names(kind: str, processes: Sequence[object]) -> list[str]:
+    return [f"{kind}-{number}" for number in range(len(processes))]

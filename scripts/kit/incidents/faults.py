@@ -16,7 +16,7 @@ from scripts.kit.chaos.cluster import LEAF, SERVERS, Link
 from scripts.kit.deployment import Deployment, Engine
 from scripts.kit.fleet import Fleet, Process, wait_until_ok
 from scripts.kit.http_client import Client
-from scripts.kit.incidents.traffic import Documents, chat
+from scripts.kit.incidents.traffic import Documents, chat, of_team
 from scripts.kit.steady import SteadyLoad
 
 SLOWED, WRONG, SILENT = 1, 1, 2
@@ -24,8 +24,10 @@ SLOWED, WRONG, SILENT = 1, 1, 2
 SLOWER = 5.0
 MANY_PER_S = 40.0
 CHANGED_PER_S = 8.0
+LONG_PER_S, LONG_TOKENS = 8.0, 500
 SMALL_BLOCKS = 200
 STOOD_STILL_S = 0.6
+_KV_ENDPOINTS = ("--kv-events=", "--kv-replay=")
 # A frontend whose inbox holds 8 messages instead of 524,288: more arrive in this fleet while it stands still.
 _SMALL_INBOX = (
     "import runpy; from kvrouter.replica import inbox; inbox.INBOX_MESSAGES = 8;"
@@ -114,8 +116,45 @@ async def too_many(scene: Scene) -> AsyncIterator[None]:
 async def changed_prompts(scene: Scene) -> AsyncIterator[None]:
     """A new version of an application puts the time in front of its prompts."""
     requests = Documents(count=12, seed=31).chats(2_000, stamped=True)
-    async with SteadyLoad(requests, _urls(scene), rate=CHANGED_PER_S):
+    async with SteadyLoad(of_team(2, requests), _urls(scene), rate=CHANGED_PER_S):
         yield
+
+
+@contextlib.asynccontextmanager
+async def long_answers(scene: Scene) -> AsyncIterator[None]:
+    """One application asks for answers twenty times as long, about the documents that all ask about."""
+    texts = Documents().texts()
+    requests = [
+        chat(texts[n % len(texts)], f"Write a report ({n}).", LONG_TOKENS) for n in range(20 * len(texts))
+    ]
+    async with SteadyLoad(of_team(2, requests), _urls(scene), rate=LONG_PER_S):
+        yield
+
+
+@contextlib.asynccontextmanager
+async def swapped_events(scene: Scene) -> AsyncIterator[None]:
+    """Two agents are started again, each with the KV-event endpoints of the other one's engine.
+
+    More documents are asked about, so that the caches change.
+    """
+    names = [engine.agent.name for engine in scene.deployed.engines[1:3]]
+    right = [list(scene.fleet.processes[name].command) for name in names]
+    own, others = ([word for word in one if word.startswith(_KV_ENDPOINTS)] for one in right)
+    swap = dict(zip(own + others, others + own, strict=True))
+    for name, command in zip(names, right, strict=True):
+        await _restart_agent(scene, name, [swap.get(word, word) for word in command])
+    requests = of_team(2, Documents(count=48, seed=31).chats(2_000))
+    try:
+        async with SteadyLoad(requests, _urls(scene), rate=CHANGED_PER_S):
+            yield
+    finally:
+        for name, command in zip(names, right, strict=True):
+            await _restart_agent(scene, name, command)
+
+
+async def _restart_agent(scene: Scene, name: str, command: list[str]) -> None:
+    await scene.fleet.stop(name)
+    await scene.fleet.start(name, command)
 
 
 @contextlib.asynccontextmanager
@@ -303,6 +342,8 @@ INCIDENTS = (
     Incident("hot-prefix", hot_prefix, ("KvrouterTimeToFirstToken",)),
     Incident("too-many", too_many, ("KvrouterQueue", "KvrouterTimeToFirstToken")),
     Incident("changed-prompts", changed_prompts, ("KvrouterPromptsChanged",)),
+    Incident("long-answers", long_answers, ("KvrouterTimeBetweenTokens",)),
+    Incident("swapped-events", swapped_events, ("KvrouterWrongPredictions",)),
     Incident("small-cache", small_cache, ("KvrouterCapacityFell",)),
     Incident(
         "no-engines", no_engines, ("KvrouterErrorBudgetFast", "KvrouterErrorBudgetSlow", "KvrouterNoWorker")

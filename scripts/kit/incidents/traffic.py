@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pydoc_data.topics import topics
 
@@ -57,3 +58,17 @@ def chat(document: str, question: str, output_tokens: int = 24) -> LoadRequest:
         "stream_options": {"include_usage": True},
     }
     return LoadRequest(0.0, json.dumps(body).encode(), output_tokens, "/v1/chat/completions")
+
+
+def of_team(team: int, requests: Sequence[LoadRequest]) -> list[LoadRequest]:
+    """The requests as they come through a load balancer, from three addresses of a team: 10.0.TEAM.7 to 9."""
+    return [
+        replace(one, headers={"X-Forwarded-For": f"10.0.{team}.{7 + number % 3}"})
+        for number, one in enumerate(requests)
+    ]
+
+
+def of_two_teams(requests: Sequence[LoadRequest]) -> list[LoadRequest]:
+    """Every second request is of team 1, the others are of team 2."""
+    pairs = zip(of_team(1, requests[::2]), of_team(2, requests[1::2]), strict=True)
+    return [one for pair in pairs for one in pair]
