@@ -38,9 +38,9 @@ from kvrouter.core.wire.ops import PrefillSpeed
 CONTEXT_SLOPE = 7.8e-7
 # The last 200 samples or so.
 DECAY = 0.995
-# Tokens that take longer than a step's fixed part, 5 to 20 ms, where a token takes 40 µs or more. With 256 or
-# 1,024 decisions are as good.
-LONG = 512
+# Tokens that take as long as a step's fixed part, 5 to 20 ms, where a token takes 40 µs or more. With more,
+# engines of mixed speed are used a little worse (docs/concepts/decide.md).
+LONG = 256
 # Until FEW samples: 20,000 tokens/s, or what cards state; as one prompt of 6,000 tokens.
 PRIOR_S, PRIOR_TOKENS = 0.3, 6000.0
 # Counted no further: the number travels.

@@ -150,7 +150,7 @@ def test_additional_fields_are_ignored() -> None:
 
 
 def test_a_speed_without_long_prompts_is_read() -> None:
-    """As replicas before 0.2 write it; and what they read of ours are its first four fields."""
+    """As older replicas write it; and what they read of ours are its first four fields."""
     (op,) = decode_frame(frame_of([24, 300_000, 6_000, 20_000, 200])).ops or []
 
     assert PrefillSpeed(300_000, 6_000, 20_000, 200, 0, 0, 0) == op
