@@ -257,6 +257,7 @@ def _prefill(router: Router) -> dict[str, Any]:
     speed = router.tables.speeds.speed
     return {
         "tokens_per_s": round(1 / speed.seconds_per_token),
+        "fixed_s": round(speed.fixed_s, 4),
         "samples": speed.samples,
         "error": round(speed.error, 3),
         "doubt": router.doubt,

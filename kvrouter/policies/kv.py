@@ -101,7 +101,7 @@ class Kv(BuiltInPolicy):
         return ties[int(moment.random() * len(ties))] if ties else None
 
     def _seconds(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> Costs:
-        return candidates.costs_in_seconds(moment.now, moment.speed.seconds_per_token, moment.arrivals_per_s)
+        return candidates.costs_in_seconds(moment.now, moment.speed, moment.arrivals_per_s)
 
     def costs(self, request: RouteRequest, candidates: Candidates, weight: float) -> list[float]:
         """What each candidate costs, in blocks."""

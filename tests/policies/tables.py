@@ -84,7 +84,8 @@ def columns(candidates: Sequence[Candidate]) -> Candidates:
             column(lambda one: one.charged_tokens),
             column(lambda one: one.active_blocks),
             column(lambda one: one.requests),
-            column(lambda one: one.charged_tokens),  # one prefill that has just begun
+            column(lambda one: int(one.charged_tokens > 0)),  # one prefill that has just begun
+            column(lambda one: one.charged_tokens),
             column(lambda _: 0),
             array("d", bytes(8 * len(candidates))),
             beats,

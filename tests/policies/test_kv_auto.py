@@ -244,6 +244,6 @@ def test_the_least_is_that_of_the_eligible() -> None:
     fewer = eligible.at([2, 1])
     assert fewer.predicted_ttft_s(T2) is None
 
-    costs = fewer.costs_in_seconds(0.0, 1e-4, 0.0)
+    costs = fewer.costs_in_seconds(0.0, Speed(1e-4), 0.0)
 
     assert fewer.predicted_ttft_s(T2) == (costs.wait_s[1] + costs.own_s[1], costs.wait_s[0] + costs.own_s[0])

@@ -18,6 +18,8 @@ from kvrouter.tokens.tiny import build_tiny_model
 from scripts.kit.bench.__main__ import main
 from scripts.kit.bench.herding import measure
 from scripts.kit.bench.meter import Usage, cpu_ns, usage
+from scripts.kit.bench.newcomer import FAST, Story, table_of, true_tokens_per_s
+from scripts.kit.bench.newcomer import measure as run_story
 from scripts.kit.bench.sync import make_requests
 from scripts.kit.bench.sync_report import Visibility, median_cost, summary, tables
 from scripts.kit.bench.tokens import Bench, measure_all
@@ -122,6 +124,22 @@ def test_requests_share_nothing() -> None:
 
     assert len(requests) == len({request.body[:400] for request in requests})
     assert b'"stream":true' in requests[0].body
+
+
+# --- newcomer ---
+
+
+def test_newcomer_row() -> None:
+    """The speed that was learnt is that of the engines, and the new one is used."""
+    story = Story("small", FAST, 80, 130, chats=30, grows_at_s=10, comes_at_s=14, turns_s=24)
+
+    seen = run_story(story, 0)
+
+    assert seen.tokens_per_s == pytest.approx(true_tokens_per_s(FAST), rel=0.1)
+    assert seen.until_first_s < 10
+    assert 0 < seen.share < 1
+    assert 0 < seen.p50_s <= seen.p90_s <= seen.p99_s
+    assert 1 == table_of([story], 1).row_count
 
 
 # --- herding ---

@@ -23,12 +23,14 @@ def costs(
 ) -> list[float]: ...
 def cost_s(
     now: float,
+    fixed_s: float,
     seconds_per_token: float,
     arrivals_per_s: float,
     context_slope: float,
     least_left: float,
     most_gamma: float,
     charged_tokens: array[int],
+    unfinished: array[int],
     head_tokens: array[int],
     context_tokens: array[int],
     began_at: array[float],

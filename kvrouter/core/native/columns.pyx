@@ -182,12 +182,14 @@ cdef double median_low(const double *values, Py_ssize_t count) except? -1:
 
 def cost_s(
     double now,
+    double fixed_s,
     double seconds_per_token,
     double arrivals_per_s,
     double context_slope,
     double least_left,
     double most_gamma,
     array.array charged_tokens,
+    array.array unfinished,
     array.array head_tokens,
     array.array context_tokens,
     array.array began_at,
@@ -196,6 +198,7 @@ def cost_s(
     """See core/routing/prefill_times.py. Returns `(cost_s, wait_s, own_s, gamma, earliest_s)`."""
     cdef Py_ssize_t i, count = len(charged_tokens)
     cdef int64_t *charged = column(charged_tokens, count)
+    cdef int64_t *prompts = column(unfinished, count)
     cdef int64_t *heads = column(head_tokens, count)
     cdef int64_t *context = column(context_tokens, count)
     cdef int64_t *own = column(own_tokens, count)
@@ -210,13 +213,14 @@ def cost_s(
         raise ValueError("no target")
     for i in range(count):
         per_token = seconds_per_token * (1 + context_slope * context[i])
-        owns[i] = own[i] * per_token
+        owns[i] = fixed_s + own[i] * per_token
         if charged[i] <= 0:
             waits[i] = 0
             continue
-        expected = heads[i] * per_token
+        expected = fixed_s + heads[i] * per_token
         left = fabs(expected - (now - began[i]))
-        waits[i] = max(left, least_left * expected) + (charged[i] - heads[i]) * per_token
+        left = max(left, least_left * expected)
+        waits[i] = left + (charged[i] - heads[i]) * per_token + (prompts[i] - 1) * fixed_s
     gamma = min(most_gamma, arrivals_per_s / count * median_low(waits, count))
     earliest = waits[0] + owns[0]
     for i in range(count):

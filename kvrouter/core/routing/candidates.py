@@ -93,8 +93,9 @@ class Roster:
 class _Columns(Struct, gc=False):
     """Amounts by place of the roster, named as in `Candidate`.
 
-    `charged_tokens`, `active_blocks` and `requests` do not include the request itself. `head_tokens`,
-    `began`: of the first unfinished prefill; `context_tokens`: of decoding sequences.
+    `charged_tokens`, `active_blocks` and `requests` do not include the request itself. `unfinished`: prompts
+    in prefill, or waiting for it; `head_tokens`, `began`: of the first of them; `context_tokens`: of decoding
+    sequences.
     """
 
     own_prefill_tokens: Column
@@ -105,6 +106,7 @@ class _Columns(Struct, gc=False):
     charged_tokens: Column
     active_blocks: Column
     requests: Column
+    unfinished: Column
     head_tokens: Column
     context_tokens: Column
     began: array[float]
@@ -223,16 +225,20 @@ class Candidates(Sequence[Candidate]):
         # computed for all places, then picked: that keeps it one call in C
         return costs if self._has_all_places() else [costs[place] for place in self._places]
 
-    def costs_in_seconds(self, now: float, seconds_per_token: float, arrivals_per_s: float) -> Costs:
+    def costs_in_seconds(self, now: float, speed: Speed, arrivals_per_s: float) -> Costs:
         """The seconds until each would send the request's first byte (core/routing/prefill_times.py)."""
         columns = self._columns
         charged, own = columns.charged_tokens, columns.own_prefill_tokens
         heads, context, began = columns.head_tokens, columns.context_tokens, columns.began
+        prompts = columns.unfinished
         if not self._has_all_places():
             # picked first: the price of congestion is that of the targets that may be chosen
             charged, own, heads = self._picked(charged), self._picked(own), self._picked(heads)
-            context, began = self._picked(context), self._picked(began)
-        self._compared = cost_s(now, seconds_per_token, arrivals_per_s, charged, heads, context, began, own)
+            context, began, prompts = self._picked(context), self._picked(began), self._picked(prompts)
+        self._compared = cost_s(
+            now, speed.fixed_s, speed.seconds_per_token, arrivals_per_s,
+            charged, prompts, heads, context, began, own,
+        )  # fmt: skip
         return self._compared
 
     def predicted_ttft_s(self, target: Target) -> tuple[float, float] | None:
@@ -256,20 +262,30 @@ class Candidates(Sequence[Candidate]):
 
     def in_time(self, now: float, speed: Speed) -> list[Candidate]:
         """The candidates with the prefill that is left on each, for custom policies."""
-        costs, columns = self.costs_in_seconds(now, speed.seconds_per_token, 0.0), self._columns
+        costs, columns = self.costs_in_seconds(now, speed, 0.0), self._columns
         rows = zip(self._made(), self._places, costs.wait_s, costs.own_s, strict=True)
         return [
             replace(
                 one,
                 wait_s=wait_s,
                 own_s=own_s,
-                left_tokens=wait_s / per_token_s(speed.seconds_per_token, columns.context_tokens[place]),
+                left_tokens=self._left_tokens(wait_s, place, speed),
                 head_tokens=columns.head_tokens[place],
                 head_s=now - columns.began[place] if columns.head_tokens[place] else 0.0,
                 context_tokens=columns.context_tokens[place],
             )
             for one, place, wait_s, own_s in rows
         ]
+
+    def _left_tokens(self, wait_s: float, place: int, speed: Speed) -> float:
+        """The charged tokens less the part of their seconds that has passed."""
+        columns = self._columns
+        charged = columns.charged_tokens[place]
+        if not charged:
+            return 0.0
+        per_token = per_token_s(speed.seconds_per_token, columns.context_tokens[place])
+        whole_s = columns.unfinished[place] * speed.fixed_s + charged * per_token
+        return charged * wait_s / whole_s
 
     def _picked(self, column: array[Number]) -> array[Number]:
         return array(column.typecode, [column[place] for place in self._places])
@@ -365,10 +381,10 @@ def form_candidates(
     # copies, in the order of the roster: bookings that follow do not change this decision's columns
     charged, blocks, requests = active.lined_up()
     none = roster.nothing
-    heads, context, began = active.prefills_lined_up() if with_prefills else (none, none, _NEVER)
+    prefills = active.prefills_lined_up() if with_prefills else (none, none, none, _NEVER)
     if not request.prompts:  # no block is known, so no target differs
         columns = _Columns(
-            none, none, none, none, none, charged, blocks, requests, heads, context, began, roster.beats(),
+            none, none, none, none, none, charged, blocks, requests, *prefills, roster.beats(),
         )  # fmt: skip
         return Candidates(roster, columns, {}, block_size)
     found = [
@@ -382,7 +398,7 @@ def form_candidates(
     own_blocks = _all_blocks(request, block_size) if count else 0
     columns = _Columns(
         array("q", [request.isl]) * count, array("q", [own_blocks]) * count,
-        none[:], none[:], none[:], charged, blocks, requests, heads, context, began, roster.beats(),
+        none[:], none[:], none[:], charged, blocks, requests, *prefills, roster.beats(),
     )  # fmt: skip
     # most fleets have one tier: the general way costs a call per target
     reckon = _reckon_tiers if index.has_wider_tiers else _reckon_device

@@ -56,20 +56,25 @@ def left_s(expected_s: float, elapsed_s: float) -> float:
 
 def cost_s(  # noqa: PLR0917  # on the hot path: keywords cost
     now: float,
+    fixed_s: float,
     seconds_per_token: float,
     arrivals_per_s: float,
     charged: array[int],
+    prompts: array[int],
     heads: array[int],
     context: array[int],
     began: array[float],
     own: array[int],
 ) -> Costs:
-    """The columns are those of `Candidates`; there is at least one target."""
+    """The columns are those of `Candidates`; there is at least one target.
+
+    Each prompt takes `fixed_s` besides its tokens, also those that wait: of nearly cached ones that is most.
+    """
     native = versions.chosen.columns
     if native is not None:
         found = native.cost_s(
-            now, seconds_per_token, arrivals_per_s, CONTEXT_SLOPE, LEAST_LEFT, MOST_GAMMA,
-            charged, heads, context, began, own,
+            now, fixed_s, seconds_per_token, arrivals_per_s, CONTEXT_SLOPE, LEAST_LEFT, MOST_GAMMA,
+            charged, prompts, heads, context, began, own,
         )  # fmt: skip
         return Costs(*found)
     waits, owns = array("d"), array("d")
@@ -77,9 +82,10 @@ def cost_s(  # noqa: PLR0917  # on the hot path: keywords cost
         per_token = per_token_s(seconds_per_token, context[i])
         wait = 0.0
         if charged_tokens > 0:
-            wait = left_s(heads[i] * per_token, now - began[i]) + (charged_tokens - heads[i]) * per_token
+            head_s = left_s(fixed_s + heads[i] * per_token, now - began[i])
+            wait = head_s + (charged_tokens - heads[i]) * per_token + (prompts[i] - 1) * fixed_s
         waits.append(wait)
-        owns.append(own[i] * per_token)
+        owns.append(fixed_s + own[i] * per_token)
     # One more second of work here delays the requests that arrive while it waits. The median, because a mean
     # follows the one target that every request wants.
     gamma = min(MOST_GAMMA, arrivals_per_s / len(waits) * median_low(waits))

@@ -179,9 +179,8 @@ class BookingTable:
         # Charged tokens, active blocks and requests of the roster's targets: candidates are made of copies of
         # these arrays. Written when they are next read, since a load changes several times between decisions.
         self._columns = (array("q"), array("q"), array("q"))
-        # Tokens of the first unfinished prefill, tokens of decoding sequences; when that prefill began. None
-        # until they are first read: most modes never do.
-        self._prefills: tuple[array[int], array[int], array[float]] | None = None
+        # What `prefills_lined_up` copies. None until they are first read: most modes never do.
+        self._prefills: tuple[array[int], array[int], array[int], array[float]] | None = None
         self.block_size = 0
         """The pool's, in which output blocks count."""
         self._outdated: set[_Load] = set()  # loads that have changed since
@@ -357,25 +356,27 @@ class BookingTable:
         charged, blocks, requests = self._columns
         return charged[:], blocks[:], requests[:]
 
-    def prefills_lined_up(self) -> tuple[array[int], array[int], array[float]]:
-        """Copies of: tokens of the first unfinished prefill, tokens of decoding sequences, when it began."""
+    def prefills_lined_up(self) -> tuple[array[int], array[int], array[int], array[float]]:
+        """Copies of: unfinished prefills, tokens of the first, tokens that decode, when the first began."""
         if self._prefills is None:
             nothing = bytes(8 * len(self._places))
-            self._prefills = array("q", nothing), array("q", nothing), array("d", nothing)
+            zeros = array("q", nothing)
+            self._prefills = zeros, zeros[:], zeros[:], array("d", nothing)
             self._outdated.update(self._loads.values())
         if self._outdated:
             self._update_columns()
-        heads, context, began = self._prefills
-        return heads[:], context[:], began[:]
+        prompts, heads, context, began = self._prefills
+        return prompts[:], heads[:], context[:], began[:]
 
-    def prefills(self, target: Target) -> tuple[int, int, float]:
+    def prefills(self, target: Target) -> tuple[int, int, int, float]:
         """What `prefills_lined_up` has of one target."""
         load = self._loads.get(target)
-        return self._prefills_of(load) if load else (0, 0, 0.0)
+        return self._prefills_of(load) if load else (0, 0, 0, 0.0)
 
-    def _prefills_of(self, load: _Load) -> tuple[int, int, float]:
+    def _prefills_of(self, load: _Load) -> tuple[int, int, int, float]:
         head = next(iter(load.unfinished.values())).prefill_tokens if load.unfinished else 0
-        return head, load.prompt_tokens + load.output_blocks * self.block_size, load.began
+        context = load.prompt_tokens + load.output_blocks * self.block_size
+        return len(load.unfinished), head, context, load.began
 
     def load(self, target: Target) -> tuple[int, int, int]:
         """`(charged tokens, active blocks, requests)` of the target."""
@@ -461,11 +462,12 @@ class BookingTable:
                 blocks[place] = load.held.count + load.nameless_blocks
                 requests[place] = load.requests
         if self._prefills is not None:
-            heads, context, began = self._prefills
+            prompts, heads, context, began = self._prefills
             for load in self._outdated:
                 place = load.place
                 if place is not None:
-                    heads[place], context[place], began[place] = self._prefills_of(load)
+                    of_load = self._prefills_of(load)
+                    prompts[place], heads[place], context[place], began[place] = of_load
         self._outdated.clear()
 
     def _disown(self, key: BookingKey) -> Booking | None:

@@ -1,8 +1,17 @@
-"""How fast targets compute prompts: one decayed ratio over all targets, for `--kv-overlap-score-weight auto`.
+"""How fast targets compute prompts: a line over all targets, for `--kv-overlap-score-weight auto`.
 
     first byte ──> Service: tokens, seconds since max(sent, the target's previous first byte), context
-                      │
-    seconds per token = Σ seconds / Σ tokens · (1 + CONTEXT_SLOPE · context)        each sample fades: DECAY
+                      │       tokens count as tokens · (1 + CONTEXT_SLOPE · context)
+                      ├── all ──────────────────> Σ seconds, Σ tokens
+                      └── LONG ones ────────────> Σ seconds, Σ tokens        each sample fades its sums: DECAY
+
+    seconds per token = the lesser Σ seconds / Σ tokens of the two
+    fixed seconds     = what all took beyond their tokens, per prompt
+
+A prompt that is nearly all cached takes a step of the engine, however few its tokens are. While all prompts
+are such ones, the ratio over all is many times the time of a token. Long prompts keep their own sums, so that
+what they taught is still known then. The line goes through the mean of all: so a queue takes as long as such
+prompts took.
 
 Sums, and not a mean of ratios: two first bytes in one engine step share their seconds unevenly, and their sum
 is still right. All replicas learn from all first bytes, since a booking's first byte travels (op FirstByte).
@@ -29,11 +38,14 @@ from kvrouter.core.wire.ops import PrefillSpeed
 CONTEXT_SLOPE = 7.8e-7
 # The last 200 samples or so.
 DECAY = 0.995
+# Tokens that take as long as a step's fixed part, 5 to 20 ms, where a token takes 40 µs or more. With more,
+# engines of mixed speed are used a little worse (docs/concepts/decide.md).
+LONG = 256
 # Until FEW samples: 20,000 tokens/s, or what cards state; as one prompt of 6,000 tokens.
 PRIOR_S, PRIOR_TOKENS = 0.3, 6000.0
 # Counted no further: the number travels.
 MOST_SAMPLES = 1 << 40
-# Samples until predictions are trusted.
+# Samples until predictions are trusted; long ones, until the time of a token is theirs.
 FEW = 8
 # What a peer may have learnt: a second or 0.1 µs for a token. Beyond these it is not from an engine.
 SLOWEST_S, FASTEST_S = 1.0, 1e-7
@@ -56,6 +68,8 @@ class Speed(Struct, frozen=True):
     """The mean error of predicted prefill times, as a share of the measured ones."""
     is_stated: bool = False
     """Whether it began with what cards state."""
+    fixed_s: float = 0.0
+    """What a prompt takes besides its tokens; 0 until FEW long prompts were measured."""
 
     @property
     def doubt(self) -> str:
@@ -67,6 +81,21 @@ class Speed(Struct, frozen=True):
         return ""
 
 
+@dataclass(slots=True)
+class _Sums:
+    """Seconds and tokens of prefills, each sample fading the earlier ones."""
+
+    seconds: float = 0.0
+    tokens: float = 0.0
+
+    def add(self, seconds: float, tokens: float) -> None:
+        self.seconds = DECAY * self.seconds + seconds
+        self.tokens = DECAY * self.tokens + tokens
+
+    def per_token_s(self, prior_s: float = 0.0, prior_tokens: float = 0.0) -> float:
+        return (self.seconds + prior_s) / (self.tokens + prior_tokens)
+
+
 class PrefillSpeeds:
     """Learns `speed` from measured prefills."""
 
@@ -75,7 +104,9 @@ class PrefillSpeeds:
         self.doubt = self.speed.doubt
         self._prior_s = PRIOR_S
         self._is_stated = False
-        self._seconds = self._tokens = self._off_s = 0.0
+        self._all, self._long = _Sums(), _Sums()
+        self._long_samples = 0
+        self._off_s = 0.0
 
     def assume(self, tokens_per_s: Sequence[int]) -> None:
         """Begin with what the cards of the targets state, if anything. It counts until FEW samples."""
@@ -88,34 +119,62 @@ class PrefillSpeeds:
     def learn(self, service: Service) -> None:
         """A prefill has ended."""
         tokens = service.tokens * (1 + CONTEXT_SLOPE * service.context_tokens)
-        # the error of what was measured: that of a first guess says nothing about later predictions
-        predicted_s = tokens * self._seconds / self._tokens if self._tokens else service.seconds
-        self._off_s = DECAY * self._off_s + abs(service.seconds - predicted_s)
-        self._seconds = DECAY * self._seconds + service.seconds
-        self._tokens = DECAY * self._tokens + tokens
+        self._off_s = DECAY * self._off_s + abs(service.seconds - self._predicted_s(service, tokens))
+        self._all.add(service.seconds, tokens)
+        if service.tokens >= LONG:
+            self._long.add(service.seconds, tokens)
+            self._long_samples = min(self._long_samples + 1, MOST_SAMPLES)
         self._settle(self.speed.samples + 1)
 
     def op(self) -> PrefillSpeed | None:
         """For a snapshot: what a joiner begins with; None if nothing was measured."""
         if not self.speed.samples:
             return None
-        us, off_us = round(self._seconds * 1e6), round(self._off_s * 1e6)
-        return PrefillSpeed(us, round(self._tokens), off_us, self.speed.samples)
+        return PrefillSpeed(
+            *_rounded(self._all),
+            round(self._off_s * 1e6),
+            self.speed.samples,
+            *_rounded(self._long),
+            self._long_samples,
+        )
 
     def adopt(self, op: PrefillSpeed) -> None:
         """Begin with what a peer has learnt, unless more is known here."""
-        if op.samples <= self.speed.samples or not op.tokens:
+        if op.samples <= self.speed.samples or not _is_plausible(op.us, op.tokens):
             return
-        if FASTEST_S <= op.us / 1e6 / op.tokens <= SLOWEST_S:
-            self._seconds, self._tokens, self._off_s = op.us / 1e6, float(op.tokens), op.off_us / 1e6
-            self._settle(op.samples)
+        self._all, self._off_s = _Sums(op.us / 1e6, float(op.tokens)), op.off_us / 1e6
+        if op.long_samples > self._long_samples and _is_plausible(op.long_us, op.long_tokens):
+            self._long = _Sums(op.long_us / 1e6, float(op.long_tokens))
+            self._long_samples = min(op.long_samples, MOST_SAMPLES)
+        self._settle(op.samples)
+
+    def _predicted_s(self, service: Service, tokens: float) -> float:
+        """Of what was measured: the error of a first guess says nothing about later predictions."""
+        if self.speed.samples >= FEW:
+            return self.speed.fixed_s + tokens * self.speed.seconds_per_token
+        return tokens * self._all.per_token_s() if self._all.tokens else service.seconds
 
     def _settle(self, samples: int) -> None:
-        error = self._off_s / self._seconds if self._seconds else 0.0
-        prior_s, prior_tokens = (self._prior_s, PRIOR_TOKENS) if samples < FEW else (0.0, 0.0)
-        seconds_per_token = (self._seconds + prior_s) / (self._tokens + prior_tokens)
-        self.speed = Speed(seconds_per_token, min(samples, MOST_SAMPLES), error, is_stated=self._is_stated)
+        error = self._off_s / self._all.seconds if self._all.seconds else 0.0
+        prior = (self._prior_s, PRIOR_TOKENS) if samples < FEW else (0.0, 0.0)
+        per_token_s, fixed_s = self._all.per_token_s(*prior), 0.0
+        if self._long_samples >= FEW:
+            # the lesser: engines may have become faster since the last long prompts
+            per_token_s = min(per_token_s, max(self._long.per_token_s(), FASTEST_S))
+            weight = (1 - DECAY**samples) / (1 - DECAY)
+            fixed_s = max(0.0, self._all.seconds - per_token_s * self._all.tokens) / weight
+        self.speed = Speed(per_token_s, min(samples, MOST_SAMPLES), error, self._is_stated, fixed_s)
         self.doubt = self.speed.doubt  # each decision asks for it
+
+
+def _rounded(sums: _Sums) -> tuple[int, int]:
+    """In whole microseconds and tokens."""
+    return round(sums.seconds * 1e6), round(sums.tokens)
+
+
+def _is_plausible(us: int, tokens: int) -> bool:
+    """Whether an engine may need this long for a token."""
+    return bool(tokens) and FASTEST_S <= us / 1e6 / tokens <= SLOWEST_S
 
 
 @dataclass(slots=True)

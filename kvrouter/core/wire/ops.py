@@ -167,13 +167,17 @@ class FirstByte(Struct, frozen=True, array_like=True, tag=23):
 class PrefillSpeed(Struct, frozen=True, array_like=True, tag=24):
     """What the source has learnt: `tokens` were computed in `us`, both faded sums. In snapshots only.
 
-    `off_us`: the faded sum of the errors of its predictions.
+    `off_us`: the faded sum of the errors of its predictions. `long_…`: the same of long prompts alone; 0 from
+    older replicas, which do not tell them apart.
     """
 
     us: Amount
     tokens: Amount
     off_us: Amount
     samples: Amount
+    long_us: Amount = 0
+    long_tokens: Amount = 0
+    long_samples: Amount = 0
 
 
 Op: TypeAlias = (

@@ -12,6 +12,7 @@ usage: scripts/bench SUBCOMMAND [flags]
 
   policies   cost of a decision, for each mode and 8, 64, 512 targets
   decisions  how far each mode's decisions are from an oracle's, in simulated fleets
+  newcomer   requests to an engine without a cache, while the others hold nearly everything
   sync       cost of replica sync, and delay until a booking is visible at the other replicas
   herding    number of requests of a burst that all replicas send to the one idle worker
   lag        delay of the event loop while a large fleet publishes KV events
@@ -37,9 +38,9 @@ usage: scripts/bench SUBCOMMAND [flags]
 """
 
 _COMMANDS = (
-    "policies", "decisions", "sync", "herding", "lag", "tokens", "hashes", "index", "ghosts", "churn",
-    "growth", "long", "request", "relay", "instructions", "overload", "live", "simulator", "simulating",
-    "walks", "peers", "nats",
+    "policies", "decisions", "newcomer", "sync", "herding", "lag", "tokens", "hashes", "index", "ghosts",
+    "churn", "growth", "long", "request", "relay", "instructions", "overload", "live", "simulator",
+    "simulating", "walks", "peers", "nats",
 )  # fmt: skip
 
 

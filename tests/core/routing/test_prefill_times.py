@@ -13,28 +13,30 @@ from kvrouter.core.routing.prefill_times import MOST_GAMMA, Costs, cost_s, left_
 
 amounts = st.integers(0, 2**40)
 moments = st.floats(0, 1e6)
-rows = st.tuples(amounts, amounts, amounts, moments, amounts)
+rows = st.tuples(amounts, amounts, amounts, amounts, moments, amounts)
+Row = tuple[int, int, int, int, float, int]
 
 
 def costs_of(
-    *targets: tuple[int, int, int, float, int], now: float = 10.0, speed: float = 1e-4, arrivals: float = 0.0
+    *targets: Row, now: float = 10.0, fixed: float = 0.0, speed: float = 1e-4, arrivals: float = 0.0
 ) -> Costs:
-    """Each target: charged, head, context, began, own."""
-    charged, heads, context, began, own = zip(*targets, strict=True)
+    """Each target: charged, prompts, head, context, began, own."""
+    charged, prompts, heads, context, began, own = zip(*targets, strict=True)
     columns = (
         array("q", charged),
+        array("q", prompts),
         array("q", heads),
         array("q", context),
         array("d", began),
         array("q", own),
     )
-    return cost_s(now, speed, arrivals, *columns)
+    return cost_s(now, fixed, speed, arrivals, *columns)
 
 
 @pytest.mark.usefixtures("core")
 def test_progress_is_taken_off() -> None:
     """Of a head of 1,000 tokens 60 ms are done; 500 tokens wait behind it; 200 are the request's own."""
-    found = costs_of((1500, 1000, 0, 9.94, 200), (0, 0, 0, 0.0, 900))
+    found = costs_of((1500, 2, 1000, 0, 9.94, 200), (0, 0, 0, 0, 0.0, 900))
 
     assert [pytest.approx(0.09), 0.0] == list(found.wait_s)
     assert [pytest.approx(0.02), pytest.approx(0.09)] == list(found.own_s)
@@ -42,9 +44,18 @@ def test_progress_is_taken_off() -> None:
 
 
 @pytest.mark.usefixtures("core")
+def test_each_prompt_takes_its_fixed_part() -> None:
+    """The request's own, the head's, of which 6 ms are done, and those of the two that wait."""
+    found = costs_of((100, 3, 40, 0, 9.994, 20), (0, 0, 0, 0, 0.0, 6000), fixed=0.01)
+
+    assert [pytest.approx(0.008 + 2 * 0.01 + 0.006), 0.0] == list(found.wait_s)
+    assert [pytest.approx(0.012), pytest.approx(0.61)] == list(found.own_s)
+
+
+@pytest.mark.usefixtures("core")
 def test_context_slows_what_is_left() -> None:
     """A held block adds nothing to an idle target's wait, and makes each token slower."""
-    idle, busy = costs_of((0, 0, 0, 0.0, 1000), (0, 0, 1_000_000, 0.0, 1000)).cost_s
+    idle, busy = costs_of((0, 0, 0, 0, 0.0, 1000), (0, 0, 0, 1_000_000, 0.0, 1000)).cost_s
 
     assert busy == pytest.approx(1.78 * idle)
 
@@ -52,7 +63,7 @@ def test_context_slows_what_is_left() -> None:
 @pytest.mark.usefixtures("core")
 def test_congestion_has_a_price() -> None:
     """Requests that arrive, per target, during the median wait; it weighs only on the request's own work."""
-    quiet, busy = (1000, 1000, 0, 10.0, 100), (3000, 3000, 0, 10.0, 100)
+    quiet, busy = (1000, 1, 1000, 0, 10.0, 100), (3000, 1, 3000, 0, 10.0, 100)
 
     found = costs_of(quiet, busy, busy, arrivals=15.0)
 
@@ -83,13 +94,15 @@ def test_next_copies() -> None:
 @given(
     st.lists(rows, min_size=1, max_size=40),
     moments,
+    st.floats(0, 1),
     st.floats(1e-6, 1e-2),
     st.floats(0, 1e4),
     st.lists(st.integers(0, 3), min_size=40, max_size=40),
 )
 def test_both_versions_agree(
-    targets: list[tuple[int, int, int, float, int]],
+    targets: list[Row],
     now: float,
+    fixed: float,
     speed: float,
     arrivals: float,
     overlap: list[int],
@@ -99,7 +112,7 @@ def test_both_versions_agree(
     for core in versions.CORES:
         try:
             versions.choose(core)
-            costs = costs_of(*targets, now=now, speed=speed, arrivals=arrivals)
+            costs = costs_of(*targets, now=now, fixed=fixed, speed=speed, arrivals=arrivals)
             blocks = array("q", overlap[: len(targets)])
             found.append((costs, next_copies(blocks, costs.wait_s, costs.own_s, 3.5)))
         finally:
@@ -114,14 +127,15 @@ def test_native_columns_are_checked() -> None:
     native = pytest.importorskip("kvrouter.core.native.columns")
 
     def call(*columns: array[int] | array[float]) -> None:
-        native.cost_s(0.0, 1e-4, 0.0, 0.0, 0.02, 8.0, *columns)
+        native.cost_s(0.0, 0.0, 1e-4, 0.0, 0.0, 0.02, 8.0, *columns)
 
-    call(whole, whole, whole, seconds, whole)
-    for wrong in ((whole, whole, whole, whole, whole), (whole, array("q"), whole, seconds, whole)):
+    call(whole, whole, whole, whole, seconds, whole)
+    wholes = (whole, whole, whole)
+    for wrong in ((*wholes, whole, whole, whole), (whole, array("q"), whole, whole, seconds, whole)):
         with pytest.raises(ValueError, match="a column must be"):
             call(*wrong)
     nothing, none = array("q"), array("d")
     with pytest.raises(ValueError, match="a column must be"):
         native.next_copies(whole, seconds, array("d"), 1.0, 0.0)
     with pytest.raises(ValueError, match="no target"):
-        call(nothing, nothing, nothing, none, nothing)
+        call(nothing, nothing, nothing, nothing, none, nothing)

@@ -61,7 +61,7 @@ OPS: list[Op] = [
     ApproxEntry("w1", 0, HASHES, 119_000),
     SentText("w1", 0, "héllo"),
     FirstByte(7, 312_000),
-    PrefillSpeed(300_000, 6_000, 20_000, 200),
+    PrefillSpeed(300_000, 6_000, 20_000, 200, 250_000, 5_500, 90),
 ]
 REAL = [
     encode(Frame(VERSION, 1_700_000_000_000_000, 5, OPS)),
@@ -91,7 +91,7 @@ ops = st.one_of(
     st.builds(ApproxEntry, names, tiers, packed, amounts),
     st.builds(SentText, names, tiers, names),
     st.builds(FirstByte, amounts, amounts),
-    st.builds(PrefillSpeed, amounts, amounts, amounts, amounts),
+    st.builds(PrefillSpeed, *[amounts] * 7),
 )
 
 
@@ -147,6 +147,14 @@ def test_additional_fields_are_ignored() -> None:
     data = msgpack.packb([VERSION, 1, 1, [[18, 7, "new", [1]], [3, {}]], "new"])
 
     assert [Free(7), Cleared()] == decode_frame(data).ops
+
+
+def test_a_speed_without_long_prompts_is_read() -> None:
+    """As older replicas write it; and what they read of ours are its first four fields."""
+    (op,) = decode_frame(frame_of([24, 300_000, 6_000, 20_000, 200])).ops or []
+
+    assert PrefillSpeed(300_000, 6_000, 20_000, 200, 0, 0, 0) == op
+    assert [24, 300_000, 6_000, 20_000, 200] == msgpack.unpackb(encode(OPS[-1]))[:5]
 
 
 def test_unknown_version_is_not_read() -> None:
