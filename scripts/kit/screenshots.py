@@ -88,14 +88,14 @@ async def take(
     """Write VIEW-SCHEME.png of each view; returns what the browser's console said that is wrong."""
     async with open_page(scheme) as (page, wrong):
         await page.goto(f"{admin_url}/")
-        await page.wait_for_selector("#targets td")
+        await page.wait_for_selector("#figures dd")
         await page.wait_for_timeout(wait_ms)
         for view in VIEWS:
             await page.click(f"#tab-{view}")
-            if view == "decisions":
-                await page.click("#list td button")
-                await page.wait_for_selector("#candidates td")
             await page.wait_for_timeout(500)
+            if view == "decisions" and (newest := await page.query_selector("#list td button")):
+                await newest.click()
+                await page.wait_for_selector("#candidates td")
             await page.screenshot(path=directory / f"{view}-{scheme}.png")
     return wrong
 

@@ -10,6 +10,8 @@ const MINUTE_S = 60;
 // Of the last minute the counters of targets are kept, each 5 s: what happened since is their difference.
 const KEPT_EACH_S = 5;
 const LEVELS = 5;
+// Engines report what was predicted, to the token (docs/results.md): below this share something is wrong.
+const FEW_REPORTED = 0.95;
 
 let fleet = null;
 let sorted = { by: "Target", descending: false };
@@ -27,6 +29,8 @@ function grown(row, field) {
   return row[field] - (before?.[field] ?? 0);
 }
 
+const reported = (row) => ratio(grown(row, "reported_tokens"), grown(row, "predicted_tokens"));
+
 // Each column: its title, its value to sort by, and how to write it.
 const TARGETS = [
   ["Target", name, String],
@@ -39,7 +43,7 @@ const TARGETS = [
   ["Waiting", (row) => row.waiting, number],
   ["KV usage", (row) => row.kv_usage, share],
   ["Prompt cached", (row) => ratio(grown(row, "overlap_tokens"), grown(row, "prompt_tokens")), share],
-  ["Of these reported", (row) => ratio(grown(row, "reported_tokens"), grown(row, "predicted_tokens")), share],
+  ["Of these reported", reported, share, (row) => (reported(row) !== null && reported(row) < FEW_REPORTED ? "bad" : "")],
   ["Mean TTFT", (row) => ratio(grown(row, "ttft_sum_s"), grown(row, "ttft_count")), seconds],
   ["Errors", (row) => row.errors, number],
   ["Lag", (row) => row.lag_frames, number],
