@@ -19,12 +19,15 @@ from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.tables.ghosts import Reuse
 from kvrouter.core.wire.heartbeats import Times, Traffic
 from kvrouter.core.wire.ids import RouterId
-from kvrouter.core.wire.values import MOST_FINITE, MOST_NUMBER
+from kvrouter.core.wire.values import MOST_NUMBER
 from kvrouter.telemetry.metrics import RequestMetrics, Spread
 
 LOOK_EACH_S = 1.0
 KEPT_EACH_S = 10.0
 MOST_KEPT = 360
+MOST_KNOWN = 4_096
+# What no replica serves between two looks, in requests, tokens or seconds: it is not counted.
+MOST_GROWN = 1_000_000_000
 # Outcomes of requests (docs/metrics.md) that are a failure of the fleet, not of the client.
 FAILED = ("failed", "broken")
 
@@ -38,10 +41,11 @@ class Sample(Struct, frozen=True):
 
 
 class FleetTraffic:
-    """Adds up what the replicas count. A peer counts from the first of its heartbeats that arrives here.
+    """Adds up what the replicas count, from this replica's start on.
 
-    `own` returns what this replica has served. The total grows from this replica's start, so a peer that
-    leaves takes nothing away from it.
+    `own` returns what this replica has served. A peer that started later counts from its start, another one
+    from the first look on that finds it. One that leaves takes nothing away; what it serves while it is not
+    heard does not count.
     """
 
     def __init__(self, replica: Replica, own: Callable[[], Traffic]) -> None:
@@ -50,6 +54,7 @@ class FleetTraffic:
         self._replica = replica
         self._total = own()
         self._last: dict[RouterId, Traffic] = {replica.router_id: self._total}
+        self._known: dict[RouterId, None] = {}  # all that were ever found: the newest MOST_KNOWN
         self._kept: deque[bytes] = deque(maxlen=MOST_KEPT)
 
     def total(self) -> Traffic:
@@ -57,10 +62,23 @@ class FleetTraffic:
         now = {one: beat.traffic for one, beat in self._replica.peers.items() if beat.traffic is not None}
         now[self._replica.router_id] = self.own()
         for router_id, traffic in now.items():
-            self._total = _grown(self._total, traffic, self._last.get(router_id, traffic))
+            before = self._last.get(router_id)
+            if before is None:
+                before = self._begun(router_id, traffic)
+            if before is not traffic:  # as it is between two heartbeats
+                self._total = _grown(self._total, traffic, before)
         self._last = now
         queued = sum([one.queued for one in now.values()])
         return replace(self._total, queued=min(MOST_NUMBER, queued))
+
+    def _begun(self, router_id: RouterId, traffic: Traffic) -> Traffic:
+        """What a peer that was not heard at the last look counts from."""
+        is_new = router_id not in self._known
+        self._known[router_id] = None
+        if len(self._known) > MOST_KNOWN:
+            del self._known[next(iter(self._known))]
+        started_later = self._replica.peers[router_id].incarnation > self._replica.incarnation
+        return _nothing_like(traffic) if is_new and started_later else traffic
 
     def history(self) -> bytes:
         """The samples of the last hour, oldest first, as JSON."""
@@ -77,7 +95,7 @@ class FleetTraffic:
             self.keep()
             for _ in range(round(KEPT_EACH_S / LOOK_EACH_S)):
                 await asyncio.sleep(LOOK_EACH_S)
-                self.total()  # what a new peer serves counts from the first look on
+                self.total()
 
 
 def served(replica: Replica, metrics: RequestMetrics, queued: int) -> Traffic:
@@ -100,6 +118,7 @@ def served(replica: Replica, metrics: RequestMetrics, queued: int) -> Traffic:
         uncached_tokens=uncached,
         ttft_decisions=sum([router.calibration.decisions for router in routers]),
         later_s=round(sum([router.calibration.later_s for router in routers]), 6),
+        refused=sum([count for labels, count in requests.items() if labels[-1] == "refused"]),
     )
 
 
@@ -113,6 +132,7 @@ def _grown(total: Traffic, now: Traffic, before: Traffic) -> Traffic:
     def grown(name: str) -> int:
         return _added(getattr(total, name), getattr(now, name), getattr(before, name))
 
+    later_s = now.later_s - before.later_s
     return Traffic(
         requests=grown("requests"),
         failed=grown("failed"),
@@ -127,13 +147,23 @@ def _grown(total: Traffic, now: Traffic, before: Traffic) -> Traffic:
             for cache, tokens in total.uncached_tokens.items()
         },
         ttft_decisions=grown("ttft_decisions"),
-        later_s=min(MOST_FINITE, total.later_s + max(0.0, now.later_s - before.later_s)),
+        later_s=total.later_s + later_s if 0 < later_s <= MOST_GROWN else total.later_s,
+        refused=grown("refused"),
     )
 
 
 def _added(base: int, now: int, before: int) -> int:
-    # bounded: heartbeats that count up and down again would make a number that no JSON encoder takes
-    return min(MOST_NUMBER, base + max(0, now - before))
+    grown = now - before
+    return min(MOST_NUMBER, base + grown) if 0 < grown <= MOST_GROWN else base
+
+
+def _nothing_like(traffic: Traffic) -> Traffic:
+    """The totals of a start, with the bounds of this one."""
+    return Traffic(0, 0, 0, 0, 0, _no_times(traffic.ttft), _no_times(traffic.inter_token))
+
+
+def _no_times(times: Times) -> Times:
+    return Times(times.bounds_s, [0] * len(times.counts))
 
 
 def _grown_times(total: Times, now: Times, before: Times) -> Times:

@@ -34,7 +34,7 @@ from kvrouter.frontend.admission_queue import WaitingRoom
 from kvrouter.frontend.bodies import apis, responses
 from kvrouter.frontend.bodies.apis import Api
 from kvrouter.frontend.bodies.edits import with_report_mode
-from kvrouter.frontend.client_totals import ClientTotals
+from kvrouter.frontend.client_totals import ClientTotals, Totals
 from kvrouter.frontend.decision_views import DecisionViews
 from kvrouter.frontend.hung_engines import HungEngines, Probe, Running
 from kvrouter.frontend.kept_responses import session_of
@@ -160,9 +160,10 @@ class Completions:
             rejection = self._in_flight.take_rejection(request)
             if rejection is None:  # the client left; else cut_off cancelled the request
                 self._metrics.cancelled.inc()
-                lasted_s = self._now() - received_at
+                now = self._now()
+                lasted_s = now - received_at
                 self._count(request, work, CLIENT_LEFT, "left")
-                self._count_client(request, work, tried, "left", lasted_s)
+                _add(self.clients.of(request, now), tried, "left", lasted_s)
                 placed = [one.placement for one in tried]
                 self.access.end(request, request_id, None, lasted_s, notes=notes, work=work, tried=placed)
                 raise
@@ -175,10 +176,11 @@ class Completions:
             self._in_flight.end(request)
         # nearly all: not worth a call
         is_well = served.status < 400 and not served.failure and not served.needs_reset
-        lasted_s = self._now() - received_at
+        now = self._now()
+        lasted_s = now - received_at
         outcome = "ok" if is_well else outcome_of(served)
         model = self._count(request, work, served.status, outcome)
-        self._count_client(request, work, tried, outcome, lasted_s)
+        _add(self.clients.of(request, now), tried, outcome, lasted_s)
         self._metrics.duration.observe(lasted_s, model)
         if not is_well or notes is not None or wrong is not None:
             placed = [one.placement for one in tried]
@@ -196,22 +198,6 @@ class Completions:
         # Only its own routes lead here, so the path is not the client's choice.
         self._metrics.requests.values[model, request.head.route, mode, status, outcome] += 1
         return model
-
-    def _count_client(
-        self, request: Request, work: Work | None, tried: list[Running], outcome: str, lasted_s: float
-    ) -> None:
-        totals = self.clients.of(request, self._now())
-        totals.requests += 1
-        totals.seconds += lasted_s
-        if outcome != "ok":
-            totals.failed += outcome in {"failed", "broken"}
-            totals.refused += outcome == "refused"
-        if work is not None:
-            totals.prompt_tokens += work.route.isl
-        if tried:
-            last = tried[-1]
-            totals.overlap_tokens += last.placement.choice.overlap_blocks * last.placement.block_size
-            totals.output_tokens += last.output_tokens or 0
 
     def refused(
         self, request: Request | None, request_id: str, error: KvRouterError, client: str = ""
@@ -311,6 +297,7 @@ class Completions:
     def _count_placed(self, running: Running) -> None:
         work, counts, tokens = running.work, running.counts, running.work.route.isl
         overlap_tokens = running.placement.choice.overlap_blocks * work.router.pool.block_size
+        running.overlap_tokens = overlap_tokens
         self._metrics.prompt_tokens.inc(running.model, tokens)
         self._metrics.overlap_tokens.inc(running.model, overlap_tokens)
         counts.prompt_tokens += tokens
@@ -421,8 +408,8 @@ class Completions:
             running.notes.got_first_byte()
         self._publishing.flush_soon()
 
-    def _running_requests(self) -> list[Request]:
-        return [one.work.request for one in self._running.values()]
+    def _running_requests(self) -> list[tuple[Request, float]]:
+        return [(one.work.request, one.work.received_at) for one in self._running.values()]
 
     @property
     def requests_in_flight(self) -> int:
@@ -480,6 +467,21 @@ class Completions:
                 raise WorkerDiedError(reason)
             case None:
                 raise NoWorkersError("no worker was tried")
+
+
+def _add(totals: Totals, tried: list[Running], outcome: str, lasted_s: float) -> None:
+    """Count a request that has ended with those of its client."""
+    totals.requests += 1
+    totals.seconds += lasted_s
+    if tried:
+        last = tried[-1]
+        totals.prompt_tokens += last.work.route.isl
+        totals.overlap_tokens += last.overlap_tokens
+        totals.output_tokens += last.output_tokens or 0
+    if outcome != "ok":
+        totals.failed += outcome in {"failed", "broken"}
+        totals.refused += outcome == "refused"
+        totals.left += outcome == "left"
 
 
 def _bytes_for(work: Work, placement: Placement) -> bytes:

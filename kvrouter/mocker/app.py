@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import secrets
 import time
@@ -352,10 +353,11 @@ async def _errors_as_vllm(request: web.Request, handler: Handler) -> web.StreamR
 async def _write_stream(http: web.Request, parts: AsyncIterator[bytes]) -> web.StreamResponse:
     response = web.StreamResponse(headers=_SSE_HEADERS)
     await response.prepare(http)
-    await response.write(b"")  # sends the head before the first token, as vLLM does
-    async for part in parts:
-        await response.write(part)
-    await response.write_eof()
+    with contextlib.suppress(ConnectionResetError):  # the client has left, and its task is not cancelled yet
+        await response.write(b"")  # sends the head before the first token, as vLLM does
+        async for part in parts:
+            await response.write(part)
+        await response.write_eof()
     return response
 
 

@@ -47,6 +47,8 @@ _WIDTH_OF_A_COLUMN = 13
 # Of the terminal's lines, so that targets are left to see.
 _MOST_OF_HEAD = 3
 _MOST_OF_DETAIL = 2
+# Facts of the fleet on a line of `--once`: 80 columns have room for them.
+_ON_A_LINE = 4
 # Does not break a line.
 _JOINED = "\u00a0"
 
@@ -78,7 +80,9 @@ def draw(view: View, choices: Choices, *, width: int, height: int) -> Renderable
     choices.rows = arranged(view.rows, choices.sort, choices.text, is_reversed=choices.is_reversed)
     _select(choices)
     problems = [(f"! {text}", "bold red") for text in view.problems]
-    head = _wrapped([(_facts(view.facts), "bold"), *problems], width, max(1, height // _MOST_OF_HEAD))
+    head = _wrapped(
+        [("   ".join(_facts(view.facts)), "bold"), *problems], width, max(1, height // _MOST_OF_HEAD)
+    )
     foot = _foot(choices, len(view.rows), width, height)
     room = height - len(head) - len(foot) - 2  # of the table's head
     first = max(0, min(choices.selected - room // 2, len(choices.rows) - room))
@@ -113,10 +117,13 @@ def _wrapped(texts: Sequence[tuple[str, str]], width: int, most: int) -> list[Te
 
 def plain(view: View, sort: Column, text: str) -> RenderableType:
     """Everything, without a screen."""
-    rows, choices = arranged(view.rows, sort, text), Choices(sort)
+    rows, choices, facts = arranged(view.rows, sort, text), Choices(sort), _facts(view.facts)
     problems = [Text(_printable(f"! {one}")) for one in view.problems]
     return Group(
-        Text(_facts(view.facts).replace(_JOINED, " "), "bold"),
+        *[
+            Text("   ".join(facts[at : at + _ON_A_LINE]).replace(_JOINED, " "), "bold")
+            for at in (0, _ON_A_LINE)
+        ],
         *problems,
         _table(rows, choices, None, -1),
         *_marks(rows),
@@ -128,7 +135,7 @@ def _marks(rows: Sequence[Row]) -> list[Text]:
     return [Text(_printable(f"! {name}: {text}")) for name, text in texts]
 
 
-def _facts(facts: Facts) -> str:
+def _facts(facts: Facts) -> list[str]:
     parts = [
         f"requests/s {_number(facts.requests_per_s)}",
         f"tokens/s {_number(facts.tokens_per_s)}",
@@ -139,7 +146,7 @@ def _facts(facts: Facts) -> str:
         f"regret {_seconds(facts.later_s)}",
         f"failed {'-' if facts.failed is None else facts.failed}",
     ]
-    return "   ".join(part.replace(" ", _JOINED) for part in parts)
+    return [part.replace(" ", _JOINED) for part in parts]
 
 
 def _table(rows: Sequence[Row], choices: Choices, width: int | None, selected: int) -> Table:

@@ -182,11 +182,13 @@ def _traffic(fleet: Fleet) -> Traffic:
 def _between(before: Traffic, now: Traffic, seconds: float) -> Facts:
     prompt = now.reusable_tokens - before.reusable_tokens
     decisions = now.ttft_decisions - before.ttft_decisions
-    cached = {}
+    cached: dict[str, float] = {}
     for cache in ("chosen", "best", "pooled") if prompt > 0 else ():
         uncached = now.uncached_tokens.get(cache, 0) - before.uncached_tokens.get(cache, 0)
-        cached[cache] = min(1.0, max(0.0, 1 - uncached / prompt))
+        # estimated from a sample, and empty after a replica's start: a larger cache has no less
+        cached[cache] = min(1.0, max(0.0, 1 - uncached / prompt, *cached.values()))
     requests = max(0, now.requests - before.requests)
+    answered = requests - max(0, now.refused - before.refused)
     tokens = max(0, now.output_tokens - before.output_tokens)
     ttft = _counted(before.ttft, now.ttft)
     return Facts(
@@ -195,7 +197,7 @@ def _between(before: Traffic, now: Traffic, seconds: float) -> Facts:
         quantile(0.5, now.ttft.bounds_s, ttft),
         quantile(0.9, now.ttft.bounds_s, ttft),
         quantile(0.9, now.inter_token.bounds_s, _counted(before.inter_token, now.inter_token)),
-        tokens / requests if requests else None,
+        tokens / answered if answered > 0 else None,
         cached,
         (now.later_s - before.later_s) / decisions if decisions > 0 else None,
         max(0, now.failed - before.failed),

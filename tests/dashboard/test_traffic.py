@@ -8,10 +8,9 @@ import json
 import pytest
 from msgspec.structs import replace
 
-from kvrouter.core.wire.heartbeats import RouterBeat, Times, Traffic, encode
+from kvrouter.core.wire.heartbeats import RouterBeat, State, Times, Traffic, encode
 from kvrouter.core.wire.ids import RouterId
 from kvrouter.core.wire.ops import VERSION
-from kvrouter.core.wire.values import MOST_NUMBER
 from kvrouter.dashboard import traffic as module
 from kvrouter.dashboard.traffic import FleetTraffic
 from tests.core.replicas import new_replica
@@ -21,6 +20,8 @@ from tests.frontend.workers import says, stream, until
 
 PEER, OTHER = RouterId("peer"), RouterId("other")
 BOUNDS = (0.1, 1.0)
+MOST = 1 << 53  # of a total
+LATER = 1 << 61  # an incarnation
 NOTHING = Traffic(
     0, 0, 0, 0, 0, Times(BOUNDS, [0, 0, 0]), Times(BOUNDS, [0, 0, 0]), uncached_tokens={"chosen": 0}
 )
@@ -35,9 +36,11 @@ class _Fleet:
         self.traffic = FleetTraffic(self.replica, lambda: self.served)
         self._round = 0
 
-    def hear(self, router_id: RouterId, traffic: Traffic | None, state: str = "up") -> None:
+    def hear(
+        self, router_id: RouterId, traffic: Traffic | None, state: State = "up", incarnation: int = 1
+    ) -> None:
         self._round += 1
-        beat = RouterBeat(VERSION, 1, state, "", {}, self._round, traffic=traffic)  # type: ignore[arg-type]
+        beat = RouterBeat(VERSION, incarnation, state, "", {}, self._round, traffic=traffic)
         self.replica.router_heartbeat(router_id, encode(beat), 0.0)
 
     def requests(self) -> int:
@@ -50,7 +53,7 @@ def fleet() -> _Fleet:
 
 
 def test_own_and_those_of_peers(fleet: _Fleet) -> None:
-    """A peer counts from its first heartbeat on: what it served before is not of this replica's time."""
+    """An older peer counts from the first look on: what it served before is not of this replica's time."""
     fleet.hear(PEER, replace(NOTHING, requests=100))
     assert 0 == fleet.requests()
     fleet.hear(PEER, replace(NOTHING, requests=103, queued=2))
@@ -58,6 +61,33 @@ def test_own_and_those_of_peers(fleet: _Fleet) -> None:
 
     assert (7, 3) == (fleet.requests(), fleet.traffic.total().queued)
     assert 7 == fleet.requests()  # another look counts nothing again
+
+
+def test_a_peer_that_started_later(fleet: _Fleet) -> None:
+    """All that it has served is of this replica's time, also what came before the first look."""
+    fleet.hear(PEER, replace(NOTHING, requests=9, failed=7), incarnation=LATER)
+    total = fleet.traffic.total()
+
+    assert (9, 7) == (total.requests, total.failed)
+
+
+def test_a_later_peer_that_was_silent(fleet: _Fleet) -> None:
+    """When it is heard again its whole life does not count a second time."""
+    states: tuple[State, ...] = ("up", "leave", "up")
+    for state in states:
+        fleet.hear(PEER, replace(NOTHING, requests=9), state, LATER)
+        fleet.requests()
+
+    assert 9 == fleet.requests()
+
+
+def test_growth_that_no_replica_serves(fleet: _Fleet) -> None:
+    """It is not counted, and what follows is."""
+    for requests in (0, 1 << 52, (1 << 52) + 3):
+        fleet.hear(PEER, replace(NOTHING, requests=requests))
+        total = fleet.requests()
+
+    assert 3 == total
 
 
 def test_a_peer_that_leaves(fleet: _Fleet) -> None:
@@ -112,7 +142,7 @@ def test_a_version_without_totals_or_with_other_bounds(fleet: _Fleet) -> None:
 def test_hostile_totals(fleet: _Fleet) -> None:
     """Totals that go up and down, unknown caches and uneven counts: the sum stays bounded, and is JSON."""
     for number in range(64):
-        most = MOST_NUMBER * (number % 2)
+        most = MOST * (number % 2)
         uneven = Times(BOUNDS, [most] * (number % 5))
         forged = Traffic(
             most,
@@ -126,17 +156,18 @@ def test_hostile_totals(fleet: _Fleet) -> None:
             most,
             {f"cache{number}": most},
             most,
-            1e300 * most,
+            1e300 * (number % 2),
         )
-        fleet.hear(PEER, replace(forged, later_s=1e300 * (number % 2)))
+        fleet.hear(PEER, forged)
         fleet.traffic.keep()
     last = json.loads(fleet.traffic.history())[-1]["fleet_traffic"]
 
-    assert (MOST_NUMBER, {"chosen": 0}) == (last["requests"], last["uncached_tokens"])
-    assert last["later_s"] <= 1e300
+    assert (0, {"chosen": 0}, 0.0) == (last["requests"], last["uncached_tokens"], last["later_s"])
 
 
-@pytest.mark.parametrize("broken", [{"requests": -1}, {"later_s": float("nan")}, {"ttft": None}])
+@pytest.mark.parametrize(
+    "broken", [{"requests": -1}, {"requests": MOST + 1}, {"later_s": float("nan")}, {"ttft": None}]
+)
 def test_malformed_totals(fleet: _Fleet, broken: dict[str, object]) -> None:
     """The heartbeat is ignored as any malformed one; what was counted stays."""
     fleet.hear(PEER, NOTHING)

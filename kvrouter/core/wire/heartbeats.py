@@ -29,6 +29,7 @@ from kvrouter.core.wire.values import (
     Share,
     ShortText,
     Text,
+    Total,
     Url,
     url_error,
 )
@@ -153,7 +154,7 @@ class Times(Struct, frozen=True):
     """A histogram: the count up to each bound, and above the last."""
 
     bounds_s: Annotated[tuple[Seconds, ...], Meta(max_length=64)]
-    counts: Annotated[list[Number], Meta(max_length=65)]
+    counts: Annotated[list[Total], Meta(max_length=65)]
 
 
 class Traffic(Struct, frozen=True):
@@ -161,21 +162,22 @@ class Traffic(Struct, frozen=True):
 
     `prompt_tokens` and `overlap_tokens` (predicted) are those of all placed requests, `reusable_tokens` those
     of which each cache of `uncached_tokens` did not have so many. `later_s`: by how much the chosen targets
-    were predicted to be later than the earliest ones, over `ttft_decisions`.
+    were predicted to be later than the earliest ones, over `ttft_decisions`. `refused`: ended with 4xx.
     """
 
-    requests: Number
-    failed: Number
-    prompt_tokens: Number
-    overlap_tokens: Number
-    output_tokens: Number
+    requests: Total
+    failed: Total
+    prompt_tokens: Total
+    overlap_tokens: Total
+    output_tokens: Total
     ttft: Times
     inter_token: Times
-    queued: Number = 0
-    reusable_tokens: Number = 0
-    uncached_tokens: Annotated[dict[ShortText, Number], Meta(max_length=16)] = {}
-    ttft_decisions: Number = 0
+    queued: Total = 0
+    reusable_tokens: Total = 0
+    uncached_tokens: Annotated[dict[ShortText, Total], Meta(max_length=16)] = {}
+    ttft_decisions: Total = 0
     later_s: Seconds = 0.0
+    refused: Total = 0
 
 
 class RouterBeat(Struct, frozen=True, array_like=True):

@@ -4,31 +4,33 @@ import { fill, find, number, share } from "./table.js";
 
 let spans = { now_s: 0, before_s: 0 };
 
-const decimal = (value) => (value === null ? "–" : value.toFixed(value < 10 ? 1 : 0));
+const decimal = (value) => (value === null ? "–" : value.toFixed(value < 1 ? 2 : value < 10 ? 1 : 0));
 const ratio = (part, whole) => (whole > 0 ? part / whole : null);
-const twice = (now, before, write) => `${write(now)} (${write(before)})`;
+const answered = (part) => part.requests - part.refused;
 const both = (of) => (row) => [of(row.now, spans.now_s), of(row.before, spans.before_s)];
-const write = (one) => ([now, before]) => twice(now, before, one);
+const write = (one) => ([now, before]) => (spans.before_s ? `${one(now)} (${one(before)})` : one(now));
 
-// Each with the figure of the ten minutes before in brackets.
+// Each with the figure of the ten minutes before in brackets. Refused requests have no prompt that was placed.
 const COLUMNS = [
   ["Client", (row) => row.client, String],
   ["In flight", (row) => row.in_flight, number],
   ["Requests a second", both((part, seconds) => ratio(part.requests, seconds)), write(decimal)],
-  ["Prompt tokens each", both((part) => ratio(part.prompt_tokens, part.requests)), write(decimal)],
-  ["Prompt cached", both((part) => ratio(part.overlap_tokens, part.prompt_tokens)), write(share)],
-  ["Output tokens each", both((part) => ratio(part.output_tokens, part.requests)), write(decimal)],
+  ["Prompt tokens each", both((part) => ratio(part.prompt_tokens, answered(part))), write(decimal)],
+  ["Predicted cached", both((part) => ratio(part.overlap_tokens, part.prompt_tokens)), write(share)],
+  ["Output tokens each", both((part) => ratio(part.output_tokens, answered(part))), write(decimal)],
   ["Seconds each", both((part) => ratio(part.seconds, part.requests)), write(decimal)],
   ["Failed", both((part) => part.failed), write(number)],
   ["Refused", both((part) => part.refused), write(number)],
+  ["Left early", both((part) => part.left), write(number)],
 ];
 
 export async function draw(ask) {
   const answer = await ask("clients");
   spans = answer;
+  const before = spans.before_s ? `; in brackets the ${Math.round(spans.before_s)} seconds before` : "";
   find("asking").textContent =
-    `The requests that this replica has ended in the last ${Math.round(spans.now_s)} seconds; in brackets the ` +
-    `${Math.round(spans.before_s / 60)} minutes before. At most 100 clients are shown, those with most requests in ` +
-    "flight first. Behind a load balancer, --trusted-proxies makes their own addresses known.";
+    `The requests that this replica has ended in the last ${Math.round(spans.now_s)} seconds${before}. First the clients ` +
+    "whose requests took most time, those in flight included; beyond 100, the others are one row. Behind a load balancer, " +
+    "--trusted-proxies makes their own addresses known.";
   fill(find("asked-by"), COLUMNS, answer.clients);
 }

@@ -4,7 +4,7 @@ import { fill, find, number } from "./table.js";
 
 const LIST = [
   ["Request", (row) => row.request_id, String],
-  ["Time", (row) => row.time, (value) => new Date(value * 1000).toLocaleTimeString()],
+  ["Time", (row) => row.time, (value) => new Date(value * 1000).toLocaleTimeString("en-GB")],
   ["Model", (row) => row.model, String],
   ["Mode", (row) => row.mode, String],
   ["Prompt tokens", (row) => row.isl, number],

@@ -78,11 +78,12 @@ export function draw() {
 function drawFigures() {
   const minute = lastMinute();
   const ttft = (wanted) => (minute ? seconds(quantile(wanted, minute.times("ttft"))) : "–");
-  const cached = (cache) => {
-    const part = minute?.cached(cache) ?? null;
-    return share(part === null ? null : Math.max(0, part)); // estimated from a sample
+  // Estimated from a sample, and empty after a replica's start: never less than the chosen targets had.
+  const cached = (...caches) => {
+    const parts = caches.map((cache) => minute?.cached(cache) ?? null);
+    return share(parts.includes(null) ? null : Math.max(0, ...parts));
   };
-  const each = minute && ratio(minute.grown("output_tokens"), minute.grown("requests"));
+  const each = minute && ratio(minute.grown("output_tokens"), minute.grown("requests") - minute.grown("refused"));
   const figures = {
     "Eligible targets": `${sum(fleet.pools, (pool) => pool.eligible)} of ${fleet.targets.length}`,
     "Requests in flight": number(sum(fleet.targets, (row) => row.requests)),
@@ -94,7 +95,7 @@ function drawFigures() {
     "Between tokens, 90 %": minute ? seconds(quantile(0.9, minute.times("inter_token"))) : "–",
     "Output tokens each": each === null ? "–" : number(Math.round(each)),
     "Prompt tokens cached": cached("chosen"),
-    "In one shared cache": cached("pooled"),
+    "In one shared cache": cached("pooled", "chosen"),
   };
   find("figures").replaceChildren(...Object.entries(figures).map(([title, text]) => {
     const one = document.createElement("div");
@@ -103,10 +104,10 @@ function drawFigures() {
   }));
   const counted = fleet.replicas.filter((row) => row.requests !== null).length;
   const all = fleet.replicas.length;
-  const whose = counted === all ? `all ${all} replicas` : `${counted} of ${all} replicas; the others do not report theirs`;
   find("counted").textContent =
-    `These figures are of the requests of ${whose}. Rates, times and shares are of the last minute. In the table, load is ` +
-    "that of all replicas; cached prompt tokens, TTFT, errors and answers are those of this replica's requests.";
+    `These figures count the requests of ${counted} of ${all} replicas; rates, times and shares are of the last minute. In ` +
+    "the table, load is that of all replicas; cached and reported tokens, TTFT, errors and answers are of this replica's " +
+    "requests, the first three of the last minute, and since the page was opened.";
 }
 
 // Of a large fleet, one square for each target: the darker, the more requests it has in flight.

@@ -56,7 +56,9 @@ export function begin(history) {
 }
 
 export function remember(sample) {
-  if (samples.length && newest().started_s !== sample.started_s) samples.length = 0; // totals begin at 0 again
+  // Totals begin at 0 again, or the clock was set back.
+  if (samples.length && (newest().started_s !== sample.started_s || newest().time > sample.time)) samples.length = 0;
+  while (points.length && points.at(-1)[0] > sample.time) points.pop();
   samples.push(sample);
   while (samples.length > 1 && sample.time - samples[1].time >= MINUTE_S) samples.shift();
   if (samples.length < 2) return;
