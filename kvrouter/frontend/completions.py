@@ -297,7 +297,7 @@ class Completions:
     def _count_placed(self, running: Running) -> None:
         work, counts, tokens = running.work, running.counts, running.work.route.isl
         overlap_tokens = running.placement.choice.overlap_blocks * work.router.pool.block_size
-        running.overlap_tokens = overlap_tokens
+        running.prompt_tokens, running.overlap_tokens = tokens, overlap_tokens
         self._metrics.prompt_tokens.inc(running.model, tokens)
         self._metrics.overlap_tokens.inc(running.model, overlap_tokens)
         counts.prompt_tokens += tokens
@@ -475,7 +475,7 @@ def _add(totals: Totals, tried: list[Running], outcome: str, lasted_s: float) ->
     totals.seconds += lasted_s
     if tried:
         last = tried[-1]
-        totals.prompt_tokens += last.work.route.isl
+        totals.prompt_tokens += last.prompt_tokens
         totals.overlap_tokens += last.overlap_tokens
         totals.output_tokens += last.output_tokens or 0
     if outcome != "ok":

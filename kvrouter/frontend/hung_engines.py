@@ -71,6 +71,8 @@ class Running(Struct):
     """None: it is neither logged nor traced."""
     # The length of the answer, once it has ended; None: not known.
     output_tokens: int | None = None
+    prompt_tokens: int = 0
+    """0: its tokens are not known."""
     overlap_tokens: int = 0
     """Predicted to be cached."""
     first_at: float = 0.0
