@@ -196,7 +196,7 @@ class FleetView:
             rows.append(row)
             if not number % SLICE:
                 await asyncio.sleep(0)
-        readiness = self._readiness()
+        readiness, served = self._readiness(), self._traffic.own()
         return Fleet(
             time=round(time.time(), 3),
             router_id=replica.router_id,
@@ -209,8 +209,8 @@ class FleetView:
             reasons=readiness.get("reasons", []),
             pools=pools,
             targets=rows,
-            replicas=self._replicas(),
-            traffic=self._traffic.own(),
+            replicas=self._replicas(served),
+            traffic=served,
             replicas_lost=replica.counters.replicas_lost,
             workers_lost=replica.counters.workers_lost,
             fleet_traffic=self._traffic.total(),
@@ -258,7 +258,7 @@ class FleetView:
                         now=now,
                     )
 
-    def _replicas(self) -> list[ReplicaRow]:
+    def _replicas(self, served: Traffic) -> list[ReplicaRow]:
         caches, bookings = self._replica.feeds.heard()
         peers = [
             self._peer(router_id, bookings.get(router_id, UNFOLLOWED))
@@ -269,7 +269,6 @@ class FleetView:
         }
         me = self._replica.router_id
         revision = self._replica.routing.revision if self._replica.routing is not None else 0
-        served = self._traffic.own()
         own = ReplicaRow(
             me,
             self._address,
