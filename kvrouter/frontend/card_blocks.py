@@ -81,6 +81,11 @@ class CardTokenizers:
         trial = self._trials.get(pool.id)
         return trial.encoder if trial is not None and trial.encoder is not None else _NO_TOKENIZER
 
+    def serves(self, pool: Pool, kind: Kind) -> bool:
+        """Whether its ids of such a prompt were equal: not while it is being compared."""
+        trial = self._trials.get(pool.id)
+        return trial is not None and kind in trial.equal
+
     def why_not(self, pool: Pool, kind: Kind) -> str:
         if self._root is None:
             return "--tokenizer-root is not given"

@@ -11,7 +11,7 @@ import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
@@ -20,7 +20,7 @@ from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.wire.ids import PoolId
 from kvrouter.errors import BadRequestError
-from kvrouter.frontend.prompt_blocks import EncoderOf, Naming, kind_of
+from kvrouter.frontend.prompt_blocks import EncoderOf, Kind, Naming, kind_of
 from kvrouter.telemetry.metrics import Sample
 from kvrouter.tokens.id_comparison import PROBES, Difference, find_difference
 from kvrouter.tokens.prefix_tokens import Encoded
@@ -75,13 +75,19 @@ class PoolCheck:
         }
 
 
+class ServingEncoders(EncoderOf, Protocol):
+    def serves(self, pool: Pool, kind: Kind) -> bool:
+        """Whether such prompts are tokenized by the encoder of the pool."""
+        ...
+
+
 class TokenChecks:
     """Compares, one pool after the other, in the task `run`."""
 
     def __init__(
         self,
         replica: Replica,
-        encoders: EncoderOf,
+        encoders: ServingEncoders,
         engines: EngineTokenizer,
         dropped: Callable[[Pool, str], bool] = lambda *_: False,
     ) -> None:
@@ -109,8 +115,8 @@ class TokenChecks:
         """Probe new pools, and compare the prompts that `seen` kept. Never returns."""
         while True:
             for router in list(self._replica.routers.values()):
-                has_tokenizer = self._encoders.of(router.pool).can_encode_text
-                if router.pool.targets and router.needs_tokens and has_tokenizer:
+                is_served = self._encoders.serves(router.pool, "text")
+                if router.pool.targets and router.needs_tokens and is_served:
                     await self._look_at(router.pool)
             await asyncio.sleep(LOOK_EVERY_S)
 
@@ -129,8 +135,8 @@ class TokenChecks:
     async def _probe(self, pool: Pool, check: PoolCheck) -> None:
         encoder = self._encoders.of(pool)
         for kind, probe in PROBES.items():
-            if kind == "chat" and not encoder.can_encode_chats:
-                continue
+            if not self._encoders.serves(pool, kind):
+                continue  # a card's tokenizer may have the ids of texts and not those of chats
             try:
                 encoded = await encoder.encode(probe)
             except BadRequestError:

@@ -20,7 +20,7 @@ from kvrouter.core.wire.ids import PoolId
 from kvrouter.frontend.card_blocks import CardBlocks, CardTokenizers
 from kvrouter.frontend.engine_blocks import EngineBlocks
 from kvrouter.frontend.image_counts import ImageCounts
-from kvrouter.frontend.prompt_blocks import Encoders, LocalBlocks, PromptWays, TextBlocks, Way
+from kvrouter.frontend.prompt_blocks import Encoders, Kind, LocalBlocks, PromptWays, TextBlocks, Way
 from kvrouter.frontend.settings import TokenOptions
 from kvrouter.frontend.token_checks import TokenChecks
 from kvrouter.frontend.way_reports import WayReports
@@ -170,6 +170,12 @@ class _Local:
     def of(self, pool: Pool) -> PromptEncoder:
         given = self.given.of(pool)
         return given if given.can_encode_text else self.cards.of(pool)
+
+    def serves(self, pool: Pool, kind: Kind) -> bool:
+        given = self.given.of(pool)
+        if given.can_encode_text:
+            return kind == "text" or given.can_encode_chats
+        return self.cards.serves(pool, kind)
 
 
 def _read(
