@@ -172,6 +172,16 @@ class WorkerDiedError(KvRouterError):
     type = "BadGatewayError"
 
 
+class WorkerRejectedError(KvRouterError):
+    """The worker rejected a request whose stream had begun: its answer becomes an error event."""
+
+    def __init__(self, status: int, message: str, kind: str = "") -> None:
+        """`kind`: the type that the worker's own error names."""
+        super().__init__(message or f"the worker answered {status}")
+        self.status = status
+        self.type = kind or ("BadRequestError" if status < 500 else "InternalServerError")
+
+
 class WorkerSilentError(KvRouterError):
     """The worker sent nothing for too long."""
 

@@ -15,6 +15,7 @@ from kvrouter.errors import BadRequestError, KvRouterError
 from kvrouter.frontend.bodies.openai import error_answer
 from kvrouter.relay.answer import Served
 from kvrouter.relay.arriving import too_large
+from kvrouter.relay.begun import Begun
 from kvrouter.relay.connection import Refused
 from kvrouter.relay.request import END, Request, RequestHead, host_error, request_id_of
 from kvrouter.relay.request_parser import unknown_version, unreadable
@@ -96,6 +97,7 @@ class AdminClient:
 
     def __init__(self, http: web.Request) -> None:
         self.has_begun = False
+        self.begun: Begun | None = None
         self.address = http.remote or ""
         self.response = web.StreamResponse()
         self._http = http

@@ -18,13 +18,14 @@ import structlog
 
 from kvrouter.core.audit.findings import Audit
 from kvrouter.core.fleet.replica import Replica
-from kvrouter.core.fleet.router import Placement
+from kvrouter.core.fleet.router import Placement, Router
 from kvrouter.core.wire.ids import Target
 from kvrouter.errors import (
     KvRouterError,
     NoWorkersError,
     ShuttingDownError,
     WorkerDiedError,
+    WorkerRejectedError,
     WorkerSilentError,
 )
 from kvrouter.frontend import passthrough
@@ -44,7 +45,9 @@ from kvrouter.frontend.prediction_checks import check_answer
 from kvrouter.frontend.rules import record_outcome
 from kvrouter.frontend.state_metrics import target_samples
 from kvrouter.relay.answer import Answer, Served, internal_error, rejected_answer
-from kvrouter.relay.engine_answers import UNKNOWN_MODEL
+from kvrouter.relay.begun import KeepAlive, begin_unplaced
+from kvrouter.relay.engine_answers import UNKNOWN_MODEL, rest_s
+from kvrouter.relay.events import message_in
 from kvrouter.relay.exchange import (
     Attempt,
     Done,
@@ -75,6 +78,8 @@ DECISION_TIMED_EVERY = 16
 # share code, and what Python remembers there of one class is of no use for the other. An event of a stream
 # took 3 % more instructions when one attempt in 16 was measured.
 RELAY_TIMED_EVERY = 128
+# With these a worker may say how long it wants to be left alone (Retry-After).
+_BUSY = frozenset({429, 503})
 # Paths that the label `route` of kvrouter_requests_total may have.
 ROUTES = frozenset((*apis.BY_PATH, *passthrough.POST_ROUTES, *passthrough.GET_ROUTES))
 
@@ -152,10 +157,10 @@ class Completions:
                 gate("a dry run", request.headers)
                 served = self._reply(request, self._decisions.preview(work))
             else:
-                served = self._finish(work, await self._try_workers(work, tried, notes))
+                served = self._finish(work, await self._kept_alive(work, tried, notes))
         except KvRouterError as error:
             wrong = error
-            served = self._reply(request, api.error_answer(error, request_id), closes=error.is_body_left)
+            served = self._reply_error(api, request, request_id, error)
         except asyncio.CancelledError:
             rejection = self._in_flight.take_rejection(request)
             if rejection is None:  # the client left; else cut_off cancelled the request
@@ -168,7 +173,7 @@ class Completions:
                 self.access.end(request, request_id, None, lasted_s, notes=notes, work=work, tried=placed)
                 raise
             wrong = rejection
-            served = self._reply(request, api.error_answer(rejection, request_id))
+            served = self._reply_error(api, request, request_id, rejection)
         except Exception as error:
             wrong = error
             served = self._fail(api, request, request_id)
@@ -212,11 +217,37 @@ class Completions:
         """Write an answer that no worker made."""
         return request.reply(answer, closes=closes or self._is_draining)
 
+    def _reply_error(self, api: Api, request: Request, request_id: str, error: KvRouterError) -> Served:
+        """Reply with an error: as an event, if the stream has begun."""
+        client, begun = request.client, request.client.begun
+        if begun is None:
+            return self._reply(request, api.error_answer(error, request_id), closes=error.is_body_left)
+        if begun.has_output or not begun.ends_event:
+            return Served(error.status, keeps_alive=False, needs_reset=True)
+        client.write(begun.frame(api.error_event(error)) + begun.end)
+        keeps_alive = begun.keeps_alive and not self._is_draining
+        return Served(200, keeps_alive, failure=str(error))
+
     def _fail(self, api: Api, request: Request, request_id: str) -> Served:
         """Reply to a request that raised an unexpected error. The access log has its traceback."""
-        if request.client.has_begun:
+        if request.client.has_begun and request.client.begun is None:
             return Served(KvRouterError.status, keeps_alive=False, needs_reset=True)
-        return self._reply(request, api.error_answer(internal_error(), request_id))
+        return self._reply_error(api, request, request_id, internal_error())
+
+    async def _kept_alive(self, work: Work, tried: list[Running], notes: Notes | None) -> Outcome | None:
+        """`_try_workers`, with comments for a client that waits for its stream (--sse-keep-alive-s)."""
+        every_s = self._limits.keep_alive_s
+        if not every_s or not work.stream or not work.api.has_end:
+            return await self._try_workers(work, tried, notes)
+        request = work.request
+        headers = f"x-request-id: {work.id}\r\nx-kvrouter-router: {self._replica.router_id}\r\n".encode()
+        may_stay = request.head.wants_keep_alive and not self._is_draining
+        start = partial(begin_unplaced, request.client, headers, may_stay=may_stay)
+        keep_alive = KeepAlive(request.client, start, every_s)
+        try:
+            return await self._try_workers(work, tried, notes)
+        finally:
+            keep_alive.stop()
 
     async def _try_workers(self, work: Work, tried: list[Running], notes: Notes | None) -> Outcome | None:
         """Route and relay. If a worker fails before the first byte, try another, `retries` times at most."""
@@ -320,8 +351,17 @@ class Completions:
             answers[_ending_of(outcome)] += 1
             if outcome is not None:
                 router.answered(placement.key, _status_of(outcome))
+            if isinstance(outcome, Rejected) and outcome.status in _BUSY:
+                self._let_rest(router, placement.target, outcome, now)
         router.free(placement.key, now, running.output_tokens)
         self._publishing.flush_soon()
+
+    def _let_rest(self, router: Router, target: Target, refusal: Rejected, now: float) -> None:
+        """Leave a busy worker alone for as long as it asks for."""
+        seconds = rest_s(dict(refusal.advice), time.time())
+        if seconds:
+            router.tables.rests.ask(target, now + seconds)
+            log.info("worker.rests", worker=str(target), status=refusal.status, seconds=round(seconds, 3))
 
     async def _exchange(self, running: Running, *, fresh: bool = False) -> Outcome:
         """Send the request to the placement's worker, and its answer to the client."""
@@ -346,11 +386,10 @@ class Completions:
             request.client,
             connection,
             self._limits,
-            work.api.error_event,
+            work.api,
             _response_headers(work, placement, self._replica.router_id),
-            partial(self._first_data, running),
+            partial(self._first_output, running),
             request.head.wants_keep_alive and not self._is_draining,
-            work.api.is_native,
             work.response is not None,
         )
         self._running[attempt] = running
@@ -396,7 +435,7 @@ class Completions:
                 work.router, work.route, placement, work.traits, audit=self._audit, usage=usage, now=now
             )
 
-    def _first_data(self, running: Running) -> None:
+    def _first_output(self, running: Running) -> None:
         work, now = running.work, self._now()
         ttft_s = work.router.first_byte(running.placement.key, now)
         running.first_at = now
@@ -459,10 +498,12 @@ class Completions:
                 self._metrics.broken.inc()
             return Served(outcome.status, outcome.keeps_alive, outcome.needs_reset, outcome.failure)
         match outcome:
+            case Rejected() if work.request.client.begun is not None:
+                raise WorkerRejectedError(outcome.status, *message_in(outcome.body))
             case Rejected():
                 return self._reply(work.request, rejected_answer(work.id, outcome))
             case TimedOut(silent_s):
-                raise WorkerSilentError(f"the worker sent nothing for {silent_s:g} s")
+                raise WorkerSilentError(f"the worker sent no output for {silent_s:g} s")
             case Lost(reason) | Retried(reason):
                 raise WorkerDiedError(reason)
             case None:

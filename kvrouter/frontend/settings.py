@@ -432,16 +432,23 @@ class FrontendOptions(CommonOptions):
     )
     first_byte_timeout_s: float = setting(
         _LIMITS.first_byte_s,
-        "seconds until a worker's first byte; then the client gets 504",
+        "seconds until a worker's first output; then the client gets 504",
         above=0,
         old=("--first-byte-timeout",),
         reloadable=True,
     )
     idle_timeout_s: float = setting(
         _LIMITS.idle_s,
-        "seconds without a byte of a running answer, or without its client reading; then it is aborted",
+        "seconds without data of a running answer, or without its client reading; then it is aborted",
         above=0,
         old=("--idle-timeout",),
+        reloadable=True,
+    )
+    sse_keep_alive_s: float = setting(
+        _LIMITS.keep_alive_s,
+        "seconds between comments for a client that waits for its stream, so that proxies stay connected; "
+        "the first one sends status 200, and an error becomes an event; 0: none",
+        least=0,
         reloadable=True,
     )
     max_body_bytes: int = setting(
@@ -517,7 +524,7 @@ class FrontendOptions(CommonOptions):
 
     @property
     def limits(self) -> Limits:
-        return Limits(self.first_byte_timeout_s, self.idle_timeout_s)
+        return Limits(self.first_byte_timeout_s, self.idle_timeout_s, self.sse_keep_alive_s)
 
 
 REMOVED = {

@@ -81,10 +81,10 @@ def rejected_answer(request_id: str, rejected: Rejected) -> Answer:
         "x-request-id": request_id,
         "content-type": rejected.content_type.decode("utf-8", "surrogateescape"),
     }
-    if rejected.retry_after or rejected.status == 503:
-        headers["retry-after"] = rejected.retry_after.decode("utf-8", "surrogateescape") or str(
-            KvRouterError.retry_after_s
-        )
+    for name, value in rejected.advice:
+        headers[name.decode("latin-1")] = value.decode("utf-8", "surrogateescape")
+    if rejected.status == 503:
+        headers.setdefault("retry-after", str(KvRouterError.retry_after_s))
     return Answer(rejected.status, rejected.body, headers)
 
 

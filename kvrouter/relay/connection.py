@@ -29,6 +29,7 @@ from kvrouter.errors import (
 )
 from kvrouter.relay.answer import Answer, Served
 from kvrouter.relay.arriving import ArrivingBody, coding_of, too_large, unpacked
+from kvrouter.relay.begun import Begun
 from kvrouter.relay.request import (
     END,
     MAX_LINE_BYTES,
@@ -122,6 +123,7 @@ class ClientConnection(asyncio.Protocol):
         self.is_http_10 = False
         self.is_slow = False
         self.has_begun = False
+        self.begun: Begun | None = None
         self.address = ""
         self._connections = connections
         self._loop = asyncio.get_running_loop()
@@ -220,6 +222,7 @@ class ClientConnection(asyncio.Protocol):
                     body_end = body_at + length
                     self._unread = data[body_end:]
                     self.has_begun = self.is_http_10 = False
+                    self.begun = None
                     request = self._request(head, data[body_at:body_end], length)
                     self._task = self._loop.create_task(self._serve(serve, request))
                     return
@@ -268,7 +271,7 @@ class ClientConnection(asyncio.Protocol):
             serve = self._connections.routes.find(head.method, head.route)
         except (NoRouteError, WrongMethodError) as error:
             serve = partial(self._connections.reject, error)
-        self.has_begun, self.is_http_10 = False, read.is_http_10
+        self.has_begun, self.is_http_10, self.begun = False, read.is_http_10, None
         body = self._arriving(ChunkFraming() if read.length is None else LengthFraming(read.length))
         self._unread = body.feed(self._unread)
         self._body = None if body.is_whole else body

@@ -1,4 +1,4 @@
-"""What an engine's answer says, found without reading all of it: a refusal, an error event, the usage.
+"""What an engine's answer says, found without reading all of it: a refusal and its advice, the usage.
 
 Engines write the usage last: in the event before `[DONE]`, or near the end of the JSON body. The text that a
 model generates stands in JSON strings, where a quote is escaped, so it never matches the names searched here.
@@ -7,8 +7,8 @@ model generates stands in JSON strings, where a quote is escaped, so it never ma
 from __future__ import annotations
 
 import re
-
-import msgspec
+from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
 
 from kvrouter.core.tables.predictions import Usage
 
@@ -22,10 +22,11 @@ TAIL_READS = 4
 # As much is kept of an answer whose text is read later (/v1/responses, for `previous_response_id`).
 ANSWER_BYTES = 256 * 1024
 ANSWER_READS = 64
-# vLLM ends a request with status 200 and this reason if its KV cache could not be loaded, for example.
-_FAILED = re.compile(rb'"finish_reason": ?"error"')
-# Any output: a text that is not empty, whatever the API calls it.
-_OUTPUT = re.compile(rb'"(?:text|content|reasoning|reasoning_content|arguments)": ?"[^"]')
+# The longest time that a worker may ask to be left alone for.
+MOST_REST_S = 300.0
+_ADVICE = frozenset({b"retry-after", b"retry-after-ms", b"x-should-retry"})
+_RATE_LIMITS = (b"x-ratelimit-", b"anthropic-ratelimit-")
+_DECIMAL = re.compile(rb"\d{1,12}(?:\.\d{1,6})?")
 _COMPLETION = b'"completion_tokens":'
 # A whole number: the delimiter shows that no chunk boundary cuts it.
 _NUMBER = re.compile(rb" ?(\d{1,12})[,} \n]")
@@ -39,45 +40,35 @@ def is_rejection(status: int, *, serves_model: bool = False) -> bool:
     return status >= 500 or status in _RETRIABLE or (serves_model and status == UNKNOWN_MODEL)
 
 
-def first_line(text: bytes) -> tuple[bytes, bool]:
-    """The first line of a stream that is not an `event:` line, and whether the line is complete."""
-    line, newline, rest = text.lstrip().partition(b"\n")
-    if newline and line.startswith(b"event:"):
-        line, newline, _ = rest.partition(b"\n")
-    return line, bool(newline)
+def advice_in(headers: Mapping[bytes, bytes]) -> tuple[tuple[bytes, bytes], ...]:
+    """The headers of a refusal that tell when to ask again, for the client. The SDKs read them."""
+    return tuple(
+        [field for field in headers.items() if field[0] in _ADVICE or field[0].startswith(_RATE_LIMITS)]
+    )
 
 
-def error_status_in(event: bytes) -> int:
-    """The status in an event `data: {"error": …}`; 0 if the event is not an error.
+def rest_s(advice: Mapping[bytes, bytes], now: float) -> float:
+    """How long the worker asks to be left alone, in seconds; 0 if it does not ask for it.
 
-    An overloaded vLLM reports it in the first event of a stream that began with 200.
+    `now`: seconds since 1970. At most MOST_REST_S: a wrong number or clock must not take a worker away.
     """
-    if b'"error"' not in event:  # nearly always: no need to parse the JSON
-        return 0
+    given = advice.get(b"retry-after-ms")
+    seconds = _number(given) / 1000 if given is not None else 0.0
+    if not seconds and (given := advice.get(b"retry-after")) is not None:
+        seconds = _number(given) or _seconds_until(given, now)
+    return min(max(seconds, 0.0), MOST_REST_S)
+
+
+def _number(text: bytes) -> float:
+    return float(text) if _DECIMAL.fullmatch(text) else 0.0
+
+
+def _seconds_until(date: bytes, now: float) -> float:
+    """Until a date of HTTP; 0 if it is none."""
     try:
-        body = msgspec.json.decode(event.removeprefix(b"data:").strip())
-    except (ValueError, RecursionError):
-        return 0  # invalid JSON, invalid UTF-8, or nested too deeply
-    error = body.get("error") if isinstance(body, dict) else None
-    if not error:
-        return 0
-    code = error.get("code") if isinstance(error, dict) else None
-    return code if isinstance(code, int) and 400 <= code < 600 else 500
-
-
-def has_failed(text: bytes) -> bool:
-    """Whether an answer, or the beginning of one, ends with an error before any output.
-
-    An answer with output is the client's: another worker would say something else.
-    """
-    if text.find(b'"error"') < 0:  # nearly always
-        return False
-    return _FAILED.search(text) is not None and _OUTPUT.search(text) is None
-
-
-def is_role_only(text: bytes) -> bool:
-    """Whether a stream so far is the one event that names the role of a chat's answer, without output."""
-    return text.count(b"data:") == 1 and text.find(b'"role"') >= 0 and _OUTPUT.search(text) is None
+        return parsedate_to_datetime(date.decode("ascii")).timestamp() - now
+    except (ValueError, OverflowError):
+        return 0.0
 
 
 def find_usage(tail: bytes) -> Usage:

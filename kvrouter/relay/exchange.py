@@ -1,63 +1,91 @@
 """One attempt to have a worker answer a client: inspect the beginning, then pass the bytes on.
 
     holding ──the answer is good──> relaying ──body complete──> Done
-       │ 5xx, 408, 429, error event     │ worker dies: error event, or a reset of the connection
+       │ 5xx, 408, 429, error event     │ worker dies, no good end: error event, or a reset of the connection
        └──> Rejected                    └──> Done
-       │ connection lost, or aborted ──> Lost
+       │ connection lost, aborted, nothing in it ──> Lost
        │ the engine hangs            ──> Retried
-       │ silent for too long         ──> TimedOut (while relaying: error event, Done)
+       │ no output for too long      ──> TimedOut (while relaying: error event, Done)
 
-While an attempt is holding, nothing has reached the client, so another worker can be tried. A stream is good
-from its first event that is neither an error nor the role alone, audio and images from their first byte, and
-any other answer when it is complete: engines send those in one piece.
-While relaying, each read from the worker's socket is one write to the client's, chunk framing included. (A
-client that speaks HTTP/1.0 does not understand chunks and gets their content.)
+While an attempt is holding, no output has reached the client, so another worker can be tried. A stream is
+good from its first output (events.py), audio and images from their first byte, and any other answer when it
+is complete: engines send those in one piece. Openings, comments and pings of a stream are passed on while it
+is held, as they keep connections open (begun.py); the next worker then goes on with the same answer.
+
+While relaying, each read from the worker's socket is one write to the client's, chunk framing included, and
+no event is parsed before the last read, which shows how the stream ended. (A client that speaks HTTP/1.0 does
+not understand chunks and gets their content.)
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol, TypeAlias
 
 from msgspec import Struct
 
-from kvrouter.errors import KvRouterError, WorkerDiedError, WorkerSilentError
+from kvrouter.errors import KvRouterError, WorkerDiedError, WorkerRejectedError, WorkerSilentError
+from kvrouter.relay.begun import UNBUFFERED, Begun, begin
 from kvrouter.relay.engine_answers import (
     ANSWER_BYTES,
     ANSWER_READS,
     TAIL_BYTES,
     TAIL_READS,
-    error_status_in,
+    advice_in,
     find_output_tokens,
-    first_line,
-    has_failed,
     is_rejection,
-    is_role_only,
 )
-from kvrouter.relay.framing import LAST_CHUNK, Body, ChunkContent, ResponseHead, chunk, content_of
+from kvrouter.relay.events import (
+    MOST_EVENT_BYTES,
+    EngineError,
+    Event,
+    EventReader,
+    Kind,
+    error_in_whole,
+    events_at_the_end,
+    message_in,
+)
+from kvrouter.relay.framing import (
+    LAST_CHUNK,
+    Body,
+    ChunkContent,
+    ResponseHead,
+    UntilCloseBody,
+    chunk,
+    content_of,
+)
 from kvrouter.relay.upstream import WorkerConnection
 
 # A longer answer is passed on before it is complete: this bounds the memory that one request holds here.
 HELD_BYTES = 1024 * 1024
-# The bound for the first event of a stream. It is smaller, and looks are counted, since each read is
-# inspected together with all reads before it: a worker that sends a byte at a time costs their square.
-STREAM_HELD_BYTES = 64 * 1024
-MOST_LOOKS = 64
 # Searched with `find`, not `in`: bytes' `in` first tries its operand as a number, and the exception that this
 # raises inside makes it half as slow again (CPython 3.11).
 _ABORT = b'"abort"'
-_ERROR = b'"error"'
-# vLLM ends requests that it aborts with status 200 and this reason.
-_ABORTED = re.compile(rb'"finish_reason": ?"abort"')
-_ABORTED_REASON = "the worker aborted the request"
-_FAILED_REASON = "the worker ended the request with an error, before any output"
+# Of each of the last reads at least this much is kept: an error event has its place in it.
+_KEPT_READ_BYTES = 4096
+_DATA = b"data:"
+# In JSON a line end is escaped, so this is always the beginning of a line.
 _DATA_LINE = b"\ndata:"
-_EVENT_END = b"\n\n"
-# nginx buffers a proxied stream unless the response has this header.
-_UNBUFFERED = b"x-accel-buffering: no\r\n"
+_BLANK_LINES = b"\n\n"
+_EVENT_ENDS = (b"\n\n", b"\n\r\n", b"\r\r", b"\n\n\r\n", b"\n\r\n\r\n")
+"""As a read may end that ends an event; the last two have the line end of a chunk behind it."""
+_EMPTY = "the worker answered 200 with nothing in it"
+_NO_END = "the worker's stream ended without a finish reason"
+_NO_STREAM = "the worker did not answer with a stream"
+
+
+class _Trouble(Struct, frozen=True):
+    """Why an answer that was passed on to its end is not a good one."""
+
+    reason: str
+    spares_worker: bool = False
+    is_unsaid: bool = False
+    """Whether nothing in the answer tells the client."""
+
+
+_GOOD = _Trouble("")
 
 
 class Done(Struct, frozen=True):
@@ -73,16 +101,17 @@ class Done(Struct, frozen=True):
 
 
 class Rejected(Struct, frozen=True):
-    """The worker rejected the request, with this answer. Nothing has reached the client."""
+    """The worker rejected the request, with this answer. No output has reached the client."""
 
     status: int
     content_type: bytes
-    retry_after: bytes
+    advice: tuple[tuple[bytes, bytes], ...]
+    """Headers that tell the client when to ask again."""
     body: bytes
 
 
 class Lost(Struct, frozen=True):
-    """The connection broke before the first body byte. Nothing has reached the client."""
+    """The connection broke, or the answer ended, before any output. No output has reached the client."""
 
     reason: str
     # The connection had served before, and broke before a byte of this answer arrived: most likely the worker
@@ -91,13 +120,13 @@ class Lost(Struct, frozen=True):
 
 
 class Retried(Struct, frozen=True):
-    """The engine hangs, so another worker should be tried. Nothing has reached the client."""
+    """The engine hangs, so another worker should be tried. No output has reached the client."""
 
     reason: str
 
 
 class TimedOut(Struct, frozen=True):
-    """The worker was silent for too long. Nothing has reached the client."""
+    """The worker sent no output for too long. No output has reached the client."""
 
     silent_s: float
 
@@ -110,6 +139,7 @@ class ClientSide(Protocol):
 
     is_http_10: bool  # it does not understand chunks
     has_begun: bool  # a part of the answer has been written
+    begun: Begun | None  # set if that part has no output
     address: str  # of the other end of the connection; empty: not known
 
     def write(self, data: bytes) -> None:
@@ -126,21 +156,42 @@ class ClientSide(Protocol):
         ...
 
 
+class AnswerForm(Protocol):
+    """What an attempt needs to know of the API (frontend/bodies/apis.py)."""
+
+    @property
+    def error_event(self) -> Callable[[KvRouterError], bytes]:
+        """Encodes an error as the last event of a stream that has begun."""
+        ...
+
+    @property
+    def is_native(self) -> bool:
+        """Whether every engine has the route, so that a 404 is about the model (see is_rejection)."""
+        ...
+
+    @property
+    def has_end(self) -> bool:
+        """Whether a good stream has a finish reason or a last event. Of other APIs any end is good."""
+        ...
+
+
 class Limits(Struct, frozen=True):
-    """How long a worker may stay silent, in seconds."""
+    """How long a worker may send no output, in seconds, and what its client gets meanwhile."""
 
     first_byte_s: float = 600.0
     idle_s: float = 300.0
+    keep_alive_s: float = 0.0
+    """After this long without output, and again, the client of a stream gets a comment; 0: it gets none."""
 
 
 class Attempt:
     """The Receiver of one request (upstream.py). Await `outcome`; cancel with `cancel`."""
 
     __slots__ = (
-        "_active_at", "_added_headers", "_body", "_client", "_connection", "_content", "_error_event",
-        "_head", "_held", "_is_flowing", "_is_holding", "_is_paused", "_keeps_alive", "_last_bytes",
-        "_last_reads", "_limits", "_looks", "_loop", "_most_tail_bytes", "_on_first_data", "_serves_model",
-        "_was_at_boundary", "events", "outcome",
+        "_active_at", "_added_headers", "_begun", "_body", "_client", "_connection", "_content", "_events",
+        "_form", "_head", "_held", "_is_flowing", "_is_holding", "_is_in_data", "_is_paused",
+        "_keeps_alive", "_last_reads", "_limits", "_loop", "_most_tail_bytes", "_on_first_output",
+        "_reader", "_trouble", "_was_at_boundary", "events", "outcome",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0917  (passing them by keyword takes 0.4 µs a request)
@@ -148,41 +199,41 @@ class Attempt:
         client: ClientSide,
         connection: WorkerConnection,
         limits: Limits,
-        error_event: Callable[[KvRouterError], bytes],
+        form: AnswerForm,
         added_headers: bytes,
-        on_first_data: Callable[[], None],
+        on_first_output: Callable[[], None],
         may_stay: bool,
-        serves_model: bool,
         keeps_answer: bool = False,
     ) -> None:
-        """`error_event` encodes an error as the last event of a stream that has begun.
+        """`added_headers` go to the client after the worker's. `on_first_output` is called for streams.
 
-        `added_headers` go to the client after the worker's. `may_stay`: the client's connection may serve
-        another request. `serves_model`: see is_rejection. `keeps_answer`: `tail` is all of a
+        `may_stay`: the client's connection may serve another request. `keeps_answer`: `tail` is all of a
         short answer, and of a stream its last event.
         """
         self.outcome: asyncio.Future[Outcome] = connection.loop.create_future()
-        self.events = 0  # server-sent events relayed so far: an estimate of the tokens produced
+        self.events = 0  # server-sent events with data relayed so far: an estimate of the tokens produced
         self._loop = connection.loop
         self._client = client
         self._connection = connection
         self._limits = limits
-        self._error_event = error_event
+        self._form = form
         self._added_headers = added_headers
-        self._on_first_data = on_first_data
+        self._on_first_output = on_first_output
         self._head: ResponseHead | None = None
         self._body: Body | None = None
         self._held = bytearray()
-        self._content: ChunkContent | None = None  # set for an HTTP/1.0 client, which gets no chunks
+        # Set where the content is needed without chunks: to read events, or for a client that gets no chunks.
+        self._content: ChunkContent | None = None
+        self._reader: EventReader | None = None  # set while a stream is held
+        self._events: list[Event] = []  # complete ones that are held
         self._is_holding = True
         # A whole chunk can pass as it is: nothing is held, unpacked or searched for.
         self._is_flowing = False
-        # The end of what was relayed, to find a line that two reads share; None: data has been seen.
-        self._last_bytes: bytes | None = b"\n"
+        self._begun: Begun | None = None  # set where the client has the head from elsewhere
+        self._trouble: _Trouble | None = None
         self._was_at_boundary = True
+        self._is_in_data = False  # whether the last read had a data line, which the next one may continue
         self._keeps_alive = may_stay
-        self._serves_model = serves_model
-        self._looks = 0
         self._active_at = 0.0
         self._is_paused = False
         self._most_tail_bytes = ANSWER_BYTES if keeps_answer else TAIL_BYTES
@@ -212,7 +263,7 @@ class Attempt:
 
     @property
     def is_committed(self) -> bool:
-        """Whether a part of the answer has been sent to the client: no other worker can be tried."""
+        """Whether output has been sent to the client: no other worker can be tried."""
         return not self._is_holding
 
     def cut_off(self, error: KvRouterError) -> None:
@@ -221,7 +272,7 @@ class Attempt:
             self._break_off(str(error), error, spares_worker=True)
 
     def move(self, reason: str) -> None:
-        """Give up an answer that has not begun, so that another worker is tried."""
+        """Give up an answer that has no output yet, so that another worker is tried."""
         if self._is_holding:
             self._finish(Retried(reason))
 
@@ -236,25 +287,32 @@ class Attempt:
     def answered(self, head: ResponseHead, data: bytes) -> None:
         """The whole answer arrived in one read."""
         self._head = head
-        if not self.outcome.done():
-            self._judge_whole(head, data)
+        if self.outcome.done():
+            return
+        if head.is_event_stream:
+            self._events = EventReader().feed(data + _BLANK_LINES)
+        self._judge_whole(head, data)
 
     def opened(self, head: ResponseHead, body: Body) -> None:
         """The head has arrived. It is held until the body's beginning shows whether to pass it on."""
-        self._active_at = self._loop.time()
         self._head, self._body = head, body
+        if head.is_event_stream and head.status < 300:  # a head is no output: the time goes on
+            self._reader = EventReader()
+            self._content = ChunkContent() if head.is_chunked else None
+        else:
+            self._active_at = self._loop.time()
 
     def received(self, data: bytes) -> None:
         """Bytes of the body: inspected while holding, relayed after that."""
-        self._active_at = self._loop.time()
+        body = self._body
         if self._is_holding:
-            self._held += data
-            self._judge()
-            return
-        if self._was_at_boundary and _has_aborted(data):
-            self._break_off(_ABORTED_REASON)
-            return
-        self._pass_on(data)
+            self._hold(data)
+        elif body is not None and body.is_over:
+            self._pass_last(data)
+        elif self._was_at_boundary and data.find(_ABORT) >= 0 and (error := _last_error(data)) is not None:
+            self._break_off(error.message)
+        else:
+            self._pass_on(data)
 
     def received_chunk(self, data: bytes) -> None:
         """`received` for an event amid a stream, without the steps that cannot apply to it.
@@ -264,10 +322,12 @@ class Attempt:
         if not self._is_flowing or data.find(_ABORT) >= 0:
             self.received(data)
             return
-        self._active_at = self._loop.time()
+        lines = data.count(_DATA_LINE)
+        if lines:  # else a comment, which shows only that the connection is open
+            self.events += lines
+            self._active_at = self._loop.time()
         self._client.write(data)
         self._last_reads.append(data)
-        self.events += data.count(_EVENT_END)
         if self._client.is_slow:
             self._hold_up()
 
@@ -277,9 +337,17 @@ class Attempt:
         if head is None or self.outcome.done():
             return
         if self._is_holding:
+            if self._reader is not None and self._reader.rest.strip():  # an event without its empty line
+                self._events += self._reader.feed(_BLANK_LINES)
             self._judge_whole(head, bytes(self._held))
-        else:
-            self._finish(Done(head.status, self._keeps_alive))
+            return
+        if isinstance(self._body, UntilCloseBody):
+            self._pass_last(b"")
+        if not self.outcome.done():
+            self._client.write(self._begun.end if self._begun is not None else b"")
+            trouble = self._trouble or _GOOD
+            done = Done(head.status, self._keeps_alive, trouble.reason, spares_worker=trouble.spares_worker)
+            self._finish(done)
 
     def lost(self, reason: str) -> None:
         """The connection ended before the body did."""
@@ -292,71 +360,131 @@ class Attempt:
 
     # Holding
 
-    def _judge(self) -> None:
+    def _hold(self, data: bytes) -> None:
         """Decide, once enough has arrived, whether the client should get the answer."""
-        head = self._head
+        head, reader, body = self._head, self._reader, self._body
         assert head is not None
-        is_much = len(self._held) > (STREAM_HELD_BYTES if head.is_event_stream else HELD_BYTES)
-        if is_rejection(head.status, serves_model=self._serves_model):
+        self._held += data
+        if reader is not None:
+            events = reader.feed(data if self._content is None else self._content.feed(data))
+            self._events += events
+            if body is not None and not body.is_over:  # else `ended` follows, and judges it as a whole
+                self._judge_stream(head, events)
+            return
+        self._active_at = self._loop.time()
+        is_much = len(self._held) > HELD_BYTES
+        if is_rejection(head.status, serves_model=self._form.is_native):
             if is_much:
                 self._reject(head.status, _content(head, bytes(self._held)))
         elif is_much or head.status >= 300 or head.is_media:
-            self._commit(head, bytes(self._held))
-        elif head.is_event_stream:
-            self._judge_stream(head, bytes(self._held))
+            self._commit(head)
 
-    def _judge_stream(self, head: ResponseHead, held: bytes) -> None:
-        text = _content(head, held)
-        event, is_whole = first_line(text)
-        self._looks += 1
-        if (
-            not is_whole
-            and self._looks < MOST_LOOKS
-            and any(name.startswith(event[: len(name)]) for name in (b"data:", b"event:"))
-        ):
-            return  # only the beginning of the first event is here
-        # A chat begins with its role. If an error follows, another worker can still be tried.
-        if not self._is_bad(event, text) and not (self._looks < MOST_LOOKS and is_role_only(text)):
-            self._commit(head, held)
+    def _judge_stream(self, head: ResponseHead, events: list[Event]) -> None:
+        """Judge a stream by its newest events."""
+        error = _error_of(events)
+        if error is not None and self._is_failure(error):
+            self._fail(error)
+        elif any(event.commits for event in events) or len(self._held) > MOST_EVENT_BYTES:
+            self._commit(head)
+        elif head.length is None and any(event.passes_early for event in events):
+            self._pass_early(head)
 
     def _judge_whole(self, head: ResponseHead, held: bytes) -> None:
-        text = _content(head, held)
-        if head.status < 300:
-            if self._is_bad(first_line(text)[0] if head.is_event_stream else b"", text):
-                return
-        elif is_rejection(head.status, serves_model=self._serves_model):
-            self._reject(head.status, text)
+        """Judge a complete answer, and pass it on unless another worker should be tried."""
+        if is_rejection(head.status, serves_model=self._form.is_native):
+            self._reject(head.status, _content(head, held))
             return
-        self._commit(head, held)
-        self._finish(Done(head.status, self._keeps_alive))
+        if head.status == 200:
+            self._judge_good(head, held)
+        if self.outcome.done():
+            return
+        self._held = bytearray(held)
+        self._commit(head, is_whole=True)
+        if not self.outcome.done():
+            self.ended()
 
-    def _is_bad(self, event: bytes, text: bytes) -> bool:
-        """Whether a 200 response carries an error in its first event. The attempt is over then."""
-        if text.find(_ERROR) < 0 and text.find(_ABORT) < 0:  # nearly always
-            return False
-        error_status = error_status_in(event) if event else 0
-        if error_status and is_rejection(error_status, serves_model=self._serves_model):
-            self._reject(error_status, event.removeprefix(b"data:").strip())
-        elif _has_aborted(text):
-            self._finish(Lost(_ABORTED_REASON))
-        elif has_failed(text):
-            self._finish(Lost(_FAILED_REASON))
-        return self.outcome.done()
+    def _judge_good(self, head: ResponseHead, held: bytes) -> None:
+        """Look for an error, or for nothing, in a complete answer with status 200."""
+        text = _content(head, held)
+        if head.is_event_stream:
+            error, is_empty = _error_of(self._events), not any(event.commits for event in self._events)
+        else:
+            error, is_empty = error_in_whole(text), not text.strip()
+        if error is not None and self._is_failure(error):
+            self._fail(error)
+        elif is_empty:
+            self._finish(Lost(_EMPTY))
 
-    def _commit(self, head: ResponseHead, held: bytes) -> None:
-        self._held.clear()
-        self._is_holding = False
-        if self._client.is_http_10 and head.is_chunked:
-            self._content = ChunkContent()
-        if not head.is_event_stream:
-            self._last_bytes = None  # only event streams have data lines
-        passes_chunks = head.is_chunked and self._content is None
-        self._keeps_alive = self._keeps_alive and (passes_chunks or head.length is not None)
-        self._pass_on(held, self._client_head(head, passes_chunks=passes_chunks))
+    def _is_failure(self, error: EngineError) -> bool:
+        """Whether another worker may do better. An error of the client is passed on as it is."""
+        return not error.body or is_rejection(error.status, serves_model=self._form.is_native)
+
+    def _fail(self, error: EngineError) -> None:
+        if error.body:
+            self._reject(error.status, error.body)
+        else:
+            self._finish(Lost(error.message))
+
+    def _pass_early(self, head: ResponseHead) -> None:
+        """Pass on the events so far, which have no output, so that the client's connection stays open."""
+        client, begun = self._client, self._client.begun
+        if begun is None:
+            self._keeps_alive = self._keeps_alive and not client.is_http_10
+            own = self._client_head(head, passes_chunks=not client.is_http_10)
+            begun = begin(client, own, keeps_alive=self._keeps_alive)
+        if text := self._unsent(begun):
+            client.write(begun.frame(text))
+
+    def _unsent(self, begun: Begun) -> bytes:
+        """The text of the held events, without openings that the client has from another worker."""
+        sent = begun.openings.copy()
+        kept = [event for event in self._events if event.kind is not Kind.OPENING or event.name not in sent]
+        begun.openings.update(event.name for event in kept if event.kind is Kind.OPENING)
+        self._events, self._held = [], bytearray()
+        return b"".join([event.text for event in kept])
+
+    def _commit(self, head: ResponseHead, *, is_whole: bool = False) -> None:
+        """Choose this worker for good, and pass on what is held. `is_whole`: that is all of the answer."""
+        client, held, events = self._client, bytes(self._held), self._events
+        self._is_holding, self._active_at = False, self._loop.time()
+        if client.begun is not None:
+            self._go_on(head, client.begun, is_whole=is_whole)
+        else:
+            self._held, self._events = bytearray(), []
+            passes_chunks = head.is_chunked and not client.is_http_10
+            self._content = ChunkContent() if head.is_chunked and client.is_http_10 else None
+            self._keeps_alive = self._keeps_alive and (passes_chunks or head.length is not None)
+            self._is_flowing = self._reader is not None and passes_chunks
+            relay = self._pass_last if is_whole else self._pass_on
+            relay(held, self._client_head(head, passes_chunks=passes_chunks))
+        self._reader = None
+        if self._is_stream:
+            self.events = sum(event.kind is not Kind.COMMENT for event in events)
+            if any(event.shows_output for event in events) or len(held) > MOST_EVENT_BYTES:
+                self._on_first_output()
+
+    def _go_on(self, head: ResponseHead, begun: Begun, *, is_whole: bool) -> None:
+        """Pass on what is held of a stream whose client has its head already."""
+        begun.has_output, self._begun, self._keeps_alive = True, begun, begun.keeps_alive
+        reader, body = self._reader, self._body
+        if head.is_event_stream and head.status < 300:
+            rest = reader.rest if reader is not None else b""
+            text, content, self._content = self._unsent(begun) + rest, self._content, None  # has no chunks
+            (self._pass_last if is_whole else self._pass_on)(text)
+            self._content = content
+            if head.is_chunked and begun.is_chunked and body is not None and body.is_at_boundary and not rest:
+                # From here on the worker's own chunks can follow.
+                self._content, self._begun, self._is_flowing = None, None, True
+            return
+        error: KvRouterError = WorkerDiedError(_NO_STREAM)
+        if head.status >= 300:
+            error = WorkerRejectedError(head.status, *message_in(_content(head, bytes(self._held))))
+        self._client.write(begun.frame(self._form.error_event(error)) + begun.end)
+        self._finish(Done(200, self._keeps_alive, str(error), spares_worker=300 <= head.status < 500))
 
     def _client_head(self, head: ResponseHead, *, passes_chunks: bool) -> bytes:
         framing = b"transfer-encoding: chunked\r\n" if passes_chunks else b""
-        buffering = _UNBUFFERED if head.is_event_stream else b""
+        buffering = UNBUFFERED if head.is_event_stream else b""
         connection = b"connection: keep-alive\r\n" if self._keeps_alive else b"connection: close\r\n"
         return b"".join((head.forwarded, framing, buffering, connection, self._added_headers, b"\r\n"))
 
@@ -364,15 +492,48 @@ class Attempt:
 
     def _pass_on(self, data: bytes, head: bytes = b"") -> None:
         client, body = self._client, self._body
-        client.write(head + (data if self._content is None else self._content.feed(data)))
-        self._last_reads.append(data[-self._most_tail_bytes :])
-        self.events += data.count(_EVENT_END)
-        if self._last_bytes is not None:
-            self._look_for_data(self._last_bytes + data)
+        content = data if self._content is None else self._content.feed(data)
+        if self._begun is not None:
+            content = self._begun.frame(content) if content else b""
+        client.write(head + content)
+        self._last_reads.append(data[-max(self._most_tail_bytes, _KEPT_READ_BYTES) :])
+        lines = data.count(_DATA_LINE) + data.startswith(_DATA)
+        self.events += lines
+        # A read within an event may have no data line of its own.
+        if lines or self._is_in_data or not self._is_stream:
+            self._active_at = self._loop.time()
+            self._is_in_data = not data.endswith(_EVENT_ENDS)
         self._was_at_boundary = body is not None and body.is_at_boundary
-        self._is_flowing = self._last_bytes is None and self._content is None
         if client.is_slow:
             self._hold_up()
+
+    def _pass_last(self, data: bytes, head: bytes = b"") -> None:
+        """Pass on the last read. A stream that must not look complete ends with an error event instead."""
+        trouble = self._trouble_in(b"".join((*self._last_reads, data))) if self._is_stream else self._trouble
+        if trouble is not None and trouble.is_unsaid and (rest := self._without_end(data)) is not None:
+            self._pass_on(rest, head)
+            self._was_at_boundary = True
+            self._break_off(trouble.reason)
+        else:
+            self._pass_on(data, head)
+            self._trouble = trouble
+
+    def _without_end(self, data: bytes) -> bytes | None:
+        """The last read of a body, without what ends it; None if the body cannot be made longer."""
+        if self._content is not None or self._begun is not None or isinstance(self._body, UntilCloseBody):
+            return data
+        return data[: -len(LAST_CHUNK)] if data.endswith(LAST_CHUNK) else None
+
+    def _trouble_in(self, tail: bytes) -> _Trouble | None:
+        """What is wrong with a stream that ends with these bytes."""
+        events = list(events_at_the_end(tail))
+        error = _error_of(events)
+        if error is not None:
+            return _Trouble(
+                f"the worker's stream has an error: {error.message}", spares_worker=error.is_clients
+            )
+        is_good = any(event.finishes or event.kind is Kind.END for event in events)
+        return None if is_good or not self._form.has_end else _Trouble(_NO_END, is_unsaid=True)
 
     def _hold_up(self) -> None:
         """The client reads more slowly than its worker writes: pause the worker."""
@@ -380,16 +541,6 @@ class Attempt:
             self._is_paused = True
             self._connection.pause(self)
             self._client.when_drained(self._resume)
-
-    def _look_for_data(self, text: bytes) -> None:
-        """Report the first data line, which marks the end of prefill.
-
-        A comment does not: servers send `: ping` to keep the connection open while nothing is generated.
-        """
-        self._last_bytes = text[1 - len(_DATA_LINE) :]
-        if text.find(_DATA_LINE) >= 0:
-            self._last_bytes = None
-            self._on_first_data()
 
     def _resume(self) -> None:
         self._is_paused = False
@@ -400,15 +551,21 @@ class Attempt:
         self, reason: str, error: KvRouterError | None = None, *, spares_worker: bool = False
     ) -> None:
         """End an answer that has begun, with an error event where the framing allows one."""
-        head = self._head
+        head, begun = self._head, self._begun
         assert head is not None
-        takes_event = head.is_event_stream and self._was_at_boundary
+        takes_event = head.is_event_stream and (self._was_at_boundary if begun is None else begun.ends_event)
         if takes_event:
-            event = self._error_event(error or WorkerDiedError(reason))
-            self._client.write(chunk(event) + LAST_CHUNK if self._content is None else event)
+            event = self._form.error_event(error or WorkerDiedError(reason))
+            self._client.write(self._framed_end(head, event))
         self._finish(
             Done(head.status, False, reason, needs_reset=not takes_event, spares_worker=spares_worker)
         )
+
+    def _framed_end(self, head: ResponseHead, event: bytes) -> bytes:
+        """The last event of a stream, and the end of its body."""
+        if self._begun is not None:
+            return self._begun.frame(event) + self._begun.end
+        return chunk(event) + LAST_CHUNK if head.is_chunked and self._content is None else event
 
     # Ends
 
@@ -425,7 +582,7 @@ class Attempt:
             reason = f"the client read nothing for {limit:g} s"
             self._finish(Done(200, False, reason, needs_reset=True, spares_worker=True))
         else:
-            reason = f"the worker sent nothing for {limit:g} s"
+            reason = f"the worker sent no output for {limit:g} s"
             self._break_off(reason, WorkerSilentError(reason))
         return 0
 
@@ -434,7 +591,7 @@ class Attempt:
         content_type = headers.get(b"content-type", b"application/json")
         if b"event-stream" in content_type:
             content_type = b"application/json"
-        self._finish(Rejected(status, content_type, headers.get(b"retry-after", b""), body))
+        self._finish(Rejected(status, content_type, advice_in(headers), body))
 
     def _finish(self, outcome: Outcome) -> None:
         # Does nothing if the answer is complete: the connection may already serve another request.
@@ -442,10 +599,20 @@ class Attempt:
         if not self.outcome.done():
             self.outcome.set_result(outcome)
 
+    @property
+    def _is_stream(self) -> bool:
+        head = self._head
+        return head is not None and head.is_event_stream and head.status < 300
+
 
 def _content(head: ResponseHead, data: bytes) -> bytes:
     return content_of(data) if head.is_chunked else data
 
 
-def _has_aborted(text: bytes) -> bool:
-    return text.find(_ABORT) >= 0 and _ABORTED.search(text) is not None
+def _error_of(events: Iterable[Event]) -> EngineError | None:
+    """The first error; None if there is none."""
+    return next((event.error for event in events if event.error is not None), None)
+
+
+def _last_error(data: bytes) -> EngineError | None:
+    return _error_of(events_at_the_end(data))

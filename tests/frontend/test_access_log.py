@@ -37,7 +37,7 @@ from tests.frontend.workers import (
 from tests.relay.rig import FakeClient
 
 DIES = says_and_resets()
-STREAMED = says(SSE_HEAD, chunk(event("a")), LAST_CHUNK)
+STREAMED = says(SSE_HEAD, chunk(event("a", "stop")), LAST_CHUNK)
 
 TRACE = "traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

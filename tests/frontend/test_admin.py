@@ -349,7 +349,7 @@ async def test_metrics(fleet_of: FleetOf) -> None:
 
 async def test_inter_token_time(fleet_of: FleetOf) -> None:
     """One count for each streamed answer of two events or more; none for one in a piece."""
-    streamed = says(SSE_HEAD, chunk(event("a")), chunk(event("b")), chunk(event("c")), LAST_CHUNK)
+    streamed = says(SSE_HEAD, chunk(event("a")), chunk(event("b")), chunk(event("c", "stop")), LAST_CHUNK)
     async with fleet_of(scripts=(streamed,)) as fleet:
         await fleet.ask(STREAM)
         metrics = (await fleet.get("/metrics")).body.decode()

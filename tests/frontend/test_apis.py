@@ -16,6 +16,7 @@ from tests.frontend.workers import LAST_CHUNK, OK, SSE_HEAD, answer, chunk, says
 MESSAGES = "/v1/messages"
 LONG = "Tell me about the cache of a transformer, block by block. " * 8
 BODY: dict[str, Any] = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": LONG}]}
+STOP = b'event: message_stop\ndata: {"type": "message_stop"}\n\n'
 START = b'event: message_start\ndata: {"type": "message_start"}\n\n'
 
 KV = ("--router-mode", "kv", "--no-use-kv-events")
@@ -87,7 +88,7 @@ async def test_engine_without_the_route(fleet_of: FleetOf) -> None:
 async def test_prediction(fleet_of: FleetOf, model_path: Path) -> None:
     """The usage of an answer is compared with the prediction."""
     usage = b'event: message_delta\ndata: {"usage":{"input_tokens":3,"cache_read_input_tokens":4}}\n\n'
-    script = says(SSE_HEAD, chunk(START), chunk(usage) + LAST_CHUNK)
+    script = says(SSE_HEAD, chunk(START), chunk(usage), chunk(STOP) + LAST_CHUNK)
     async with fleet_of("--model-path", str(model_path), *KV, scripts=(script,)) as fleet:
         for _ in range(LEAST):
             await fleet.ask({**BODY, "stream": True}, path=MESSAGES)

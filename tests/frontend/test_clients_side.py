@@ -15,6 +15,7 @@ from kvrouter.tokens.tiny import build_tiny_model
 from tests.frontend.clients import connected
 from tests.frontend.fleet import BODY, STREAM, FleetOf
 from tests.frontend.workers import (
+    END,
     LAST_CHUNK,
     OK,
     OK_BODY,
@@ -103,14 +104,15 @@ async def test_http_10_streams(fleet_of: FleetOf) -> None:
     async def script(_received: Received, wire: Wire) -> None:
         await wire.send(SSE_HEAD + b"%x\r\n" % len(event("a")), event("a"), b"\r\n")
         await go_on.wait()
-        await wire.send(chunk(event("b"))[:20], chunk(event("b"))[20:], LAST_CHUNK)
+        end = chunk(event("b", "stop"))
+        await wire.send(end[:20], end[20:], LAST_CHUNK)
 
     async with fleet_of(scripts=(script,)) as fleet, fleet.connected() as client:
         client.send(STREAM, version="HTTP/1.0")
         await client.read_until(b"\r\n\r\n" + event("a"))
         go_on.set()
 
-        assert event("b") == await client.reader.read()
+        assert event("b", "stop") == await client.reader.read()
 
 
 async def test_http_10_worker_dies(fleet_of: FleetOf) -> None:
@@ -236,7 +238,7 @@ async def test_many_come_and_go(fleet_of: FleetOf) -> None:
         await wire.send(SSE_HEAD)
         for number in range(20):
             await wire.send(chunk(event(str(number))))
-        await wire.send(LAST_CHUNK)
+        await wire.send(END)
 
     flags = ("--router-mode", "kv", "--router-replica-sync", "--heartbeat-s", "0.1", "--lease-s", "60")
     async with fleet_of(*flags, scripts=(script,) * 3, replicas=2) as fleet:

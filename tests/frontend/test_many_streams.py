@@ -25,7 +25,7 @@ from kvrouter.core.wire.ids import PoolId, WorkerId
 from kvrouter.core.wire.ops import VERSION
 from kvrouter.frontend.sockets import raise_limit
 from tests.frontend.clients import get
-from tests.frontend.workers import LAST_CHUNK, SSE_HEAD, chunk, event, until
+from tests.frontend.workers import END, LAST_CHUNK, SSE_HEAD, chunk, event, until
 
 STREAMS = 9_000 if os.environ.get("KVROUTER_TEST_LONG") else 400
 MOST_BYTES_PER_STREAM = 32 * 1024
@@ -152,7 +152,7 @@ async def test_many_slow_streams(nats_url: str, free_port: Callable[[], int]) ->
             stream.say(chunk(event("second")))
         await until(lambda: all(reader.events == 2 for _, reader in clients), "second events", WITHIN_S)
         for stream in list(SlowWorker.streams):
-            stream.say(LAST_CHUNK)
+            stream.say(END)
         await until(lambda: all(reader.is_over for _, reader in clients), "the ends", WITHIN_S)
         for transport, _ in clients:
             transport.close()

@@ -253,7 +253,7 @@ async def test_drain(nats_url: str) -> None:
     async def script(_received: Received, wire: Wire) -> None:
         await wire.send(ONE)
         await go_on.wait()
-        await wire.send(chunk(event("b")) + LAST_CHUNK)
+        await wire.send(chunk(event("b", "stop")) + LAST_CHUNK)
 
     async with running(nats_url, script, "--drain-grace-s", "0.5") as parent:
         pids = parent.children()
@@ -270,7 +270,7 @@ async def test_drain(nats_url: str) -> None:
             assert (await in_grace).is_whole
         code, said = await parent.ended()
 
-    assert [chunk(event("b")) + LAST_CHUNK] * 2 == rests
+    assert [chunk(event("b", "stop")) + LAST_CHUNK] * 2 == rests
     assert 0 == code
     assert 3 == said.count("frontend.stopped")
     assert not [line for line in said.splitlines() if not line.startswith(("process-", "parent "))]

@@ -121,7 +121,7 @@ async def test_drain(nats_url: str, free_port: Callable[[], int]) -> None:
     async def script(_received: Received, wire: Wire) -> None:
         await wire.send(ONE)
         await go_on.wait()
-        await wire.send(chunk(event("b")) + LAST_CHUNK)
+        await wire.send(chunk(event("b", "stop")) + LAST_CHUNK)
 
     async with running(nats_url, free_port(), script, "--drain-grace-s", "0.3") as frontend:
         async with streaming(frontend) as client:
@@ -135,7 +135,7 @@ async def test_drain(nats_url: str, free_port: Callable[[], int]) -> None:
             rest = await client.reader.read()
 
             assert (503, "draining") == (ready.status, ready.json["status"])
-            assert chunk(event("b")) + LAST_CHUNK == rest
+            assert chunk(event("b", "stop")) + LAST_CHUNK == rest
             assert (await in_grace).is_whole
         code, said = await frontend.ended()
 

@@ -59,10 +59,13 @@ def event(text: str, finish_reason: str | None = None) -> bytes:
     return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
 
 
+END = chunk(b"data: [DONE]\n\n") + LAST_CHUNK
+"""The end of a good stream."""
+
+
 def stream(*texts: str) -> bytes:
     """A whole stream: an event a chunk."""
-    chunks = [chunk(event(text)) for text in texts]
-    return SSE_HEAD + b"".join(chunks) + chunk(b"data: [DONE]\n\n") + LAST_CHUNK
+    return SSE_HEAD + b"".join(chunk(event(text)) for text in texts) + END
 
 
 @dataclass(frozen=True)

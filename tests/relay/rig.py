@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from kvrouter.frontend.bodies.openai import error_event
+from kvrouter.frontend.bodies.apis import COMPLETION
+from kvrouter.relay.begun import Begun
 from kvrouter.relay.exchange import Attempt, Limits, Outcome
 from kvrouter.relay.upstream import WorkerConnection
 
@@ -43,6 +44,7 @@ class FakeClient:
     def __init__(self, *, is_http_10: bool = False) -> None:
         self.is_http_10 = is_http_10
         self.has_begun = False
+        self.begun: Begun | None = None
         self.address = "127.0.0.1"
         self.is_slow = False
         self.got = b""
@@ -67,7 +69,7 @@ def attempt_on(
     mark: Callable[[], None] = lambda: None,
 ) -> Attempt:
     """An attempt whose client's connection may stay open."""
-    return Attempt(client, connection, Limits(), error_event, headers, mark, True, False)
+    return Attempt(client, connection, Limits(), COMPLETION, headers, mark, True)
 
 
 class Rig:

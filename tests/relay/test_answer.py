@@ -8,7 +8,7 @@ from kvrouter.relay.exchange import Rejected
 
 def test_rejection_is_passed_on_byte_for_byte() -> None:
     """A worker's headers pass in any encoding."""
-    rejected = Rejected(429, "text/plain; x=é".encode() + b"\xe9", b"7 \xc3\xa9", b"no")
+    rejected = Rejected(429, "text/plain; x=é".encode() + b"\xe9", ((b"retry-after", b"7 \xc3\xa9"),), b"no")
 
     answer = rejected_answer("r", rejected).encode(keeps_alive=True)
 

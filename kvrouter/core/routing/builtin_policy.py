@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from kvrouter.core.routing.candidates import Candidates
 from kvrouter.core.routing.policy import Candidate, OverlapWeight, PolicyHooks, RouteRequest
+from kvrouter.core.routing.rests import Rests
 from kvrouter.core.tables.arrivals import Arrivals, PrefixShares
 from kvrouter.core.tables.no_hit_lru import NoHitLru
 from kvrouter.core.tables.prefill_speeds import PrefillSpeeds, Speed
@@ -36,6 +37,7 @@ class RoutingTables:
     speeds: PrefillSpeeds = field(default_factory=PrefillSpeeds)
     arrivals: Arrivals = field(default_factory=Arrivals)
     shares: PrefixShares = field(default_factory=PrefixShares)
+    rests: Rests = field(default_factory=Rests)
 
     def forget(self, target: Target) -> None:
         """Remove a target that is gone from every table."""
@@ -43,6 +45,7 @@ class RoutingTables:
         self.texts.remove(target)
         self.no_hit.forget(target)
         self.sessions.drop(target)
+        self.rests.forget(target)
 
 
 class Moment(Struct, frozen=True, gc=False):

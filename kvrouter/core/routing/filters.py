@@ -1,7 +1,7 @@
 """Filters: which candidates a policy may pick from. Each filter is a value and changes nothing.
 
-    requirements   Breaker, Busy, MaxOngoing        may leave no candidate: the request waits, or gets a 503
-    preferences    Session, Multiplex, Locality     narrow the candidates, but always leave one
+    requirements   Breaker, Busy, MaxOngoing          may leave no candidate: the request waits, or gets a 503
+    preferences    Rest, Session, Multiplex, Locality narrow the candidates, but always leave one
 
 Requirements come first: a preferred worker that is full is out before the preference applies. Preferences do
 not apply to a request that names its target (mode direct). Workers that drain, are down or do not serve the
@@ -108,6 +108,21 @@ class Breaker(Filter):
         return candidates.kept(
             [self.circuits.is_closed(target, moment.now) for target in candidates.targets()]
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Rest(Filter):
+    """Leaves targets alone that asked for it (rests.py), while another one can take the request."""
+
+    name = "retry-after"
+    is_preference = True
+
+    def keep(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> Candidates:
+        rests = moment.tables.rests
+        if not rests or request.wanted is not None:  # nearly always
+            return candidates
+        awake = [rests.is_awake(target, moment.now) for target in candidates.targets()]
+        return candidates.kept(awake) or candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +285,7 @@ def new_filters(settings: FilterSettings, circuits: CircuitBreakers | None = Non
     if settings.max_ongoing_requests:
         filters.append(MaxOngoing(settings.max_ongoing_requests))
     # From here on preferences: they must not see targets that a requirement removes.
+    filters.append(Rest())
     if settings.session_affinity == "soft":
         filters.append(Session())
     if settings.agent_sessions:

@@ -31,6 +31,11 @@ class Api(Struct, frozen=True):
     """Whether every engine has the route and takes the prompt as it is. Then a 404 means that the engine does
     not serve the model, and the engine, too, rejects what the chat template rejects."""
 
+    @property
+    def has_end(self) -> bool:
+        """Whether a good stream of this API has a finish reason or a last event."""
+        return self.parse is not None
+
     def error_answer(self, error: KvRouterError, request_id: str) -> Answer:
         return Answer(error.status, self.error_body(error), error_headers(error, request_id))
 

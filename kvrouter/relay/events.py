@@ -1,0 +1,346 @@
+r"""Server-sent events of an engine's stream: where each ends, and what it says.
+
+    comment   `: keep-alive`, which servers send while nothing is generated
+    field     `id`, `retry` or `event` without data
+    ping      Anthropic's `ping`, or an event whose data is empty
+    opening   the answer begins, without output: a chat's role, `message_start`, `response.created`
+    output    what the engine has generated, its finish reason included
+    error     the engine gives up: an error object, `event: error`, `response.failed`, finish_reason "error"
+    end       the API's last event: `[DONE]`, `message_stop`, `response.completed`
+
+Only output and a finish reason show that a prompt was computed. Engines send all other events also while
+they hang (vLLM 0.32 with --sse-keep-alive-interval), or before they fail.
+
+The text that a model generates stands in JSON strings, where quotes and line ends are escaped. So raw bytes
+may be searched for `\ndata:` or `"type":"response.completed"` without parsing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from enum import Enum
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+# A longer event is taken for output before it is complete: no opening, ping or error has this size.
+MOST_EVENT_BYTES = 64 * 1024
+
+_BOM = b"\xef\xbb\xbf"
+_BLANK_LINE = re.compile(rb"\r?\n\r?\n|\r\r")
+_MOST_BLANK_BYTES = len(b"\r\n\r")  # of an empty line whose last byte is still to come
+_LINE_END = re.compile(rb"\r\n?|\n")
+# The line between two chunks of a body with transfer-encoding: chunked.
+_CHUNK_LINE = re.compile(rb"(?:\A|\r\n)[0-9a-fA-F]{1,16}(?:;[^\r\n]*)?\r\n")
+_ERRORS = frozenset({"error", "response.failed"})
+# vLLM and SGLang end a request with these reasons if it failed; its output, if any, is not complete.
+_FAILED_REASONS = frozenset({"error", "abort", "ERROR"})
+# The status of an error that states none, by what it does state (Anthropic, OpenAI's Responses).
+_STATUS_OF_TYPE = {
+    "invalid_request_error": 400,
+    "invalid_prompt": 400,
+    "authentication_error": 401,
+    "permission_error": 403,
+    "not_found_error": 404,
+    "request_too_large": 413,
+    "rate_limit_error": 429,
+    "rate_limit_exceeded": 429,
+    "overloaded_error": 503,
+    "timeout_error": 504,
+}
+# Of an engine's text, in the message of an error.
+_MOST_REASON_CHARACTERS = 300
+# Of an event that is too long to be kept whole: its type or reason, wherever the JSON has it.
+_TYPE = re.compile(rb'"type": ?"([a-z_.-]+)"\s*}?\s*\Z|\A\s*{"type": ?"([a-z_.-]+)"')
+_REASON = re.compile(rb'"(?:finish_reason|stop_reason)": ?"(\w+)"')
+# The end of `{"error": {…, "code": 500}}`.
+_ERROR_END = re.compile(rb'"code": ?[45]\d\d\s*}\s*}\s*\Z')
+# A body without these has no error in it. `"error":null`, which each Responses object has, is none.
+_SUSPICIOUS = re.compile(rb'"error"\s*:\s*[^\sn]|:\s*"(?:error|abort)"')
+
+
+class Kind(Enum):
+    COMMENT = "comment"
+    FIELD = "field"
+    PING = "ping"
+    OPENING = "opening"
+    OUTPUT = "output"
+    ERROR = "error"
+    END = "end"
+
+
+# By the type of an event, of all APIs.
+_KINDS = {
+    "message_start": Kind.OPENING,
+    "message-start": Kind.OPENING,  # Cohere
+    "response.created": Kind.OPENING,
+    "response.in_progress": Kind.OPENING,
+    "response.queued": Kind.OPENING,
+    "ping": Kind.PING,
+    "keepalive": Kind.PING,
+    "message_stop": Kind.END,
+    "message-end": Kind.END,  # Cohere
+    "response.completed": Kind.END,
+    "response.incomplete": Kind.END,
+    "response.cancelled": Kind.END,
+    "speech.audio.done": Kind.END,
+    "transcript.text.done": Kind.END,
+}
+
+
+class EngineError(Struct, frozen=True):
+    """An error that an engine reports inside an answer with status 200."""
+
+    message: str
+    status: int = 500
+    """The status that it states; 500 if it states none."""
+    body: bytes = b""
+    """The error as the body of a whole answer; empty: a finish reason is all there is."""
+
+    @property
+    def is_clients(self) -> bool:
+        """Whether the request is to blame."""
+        return self.status < 500
+
+
+class Event(Struct, frozen=True):
+    kind: Kind
+    text: bytes = b""
+    """Its bytes, the empty line at its end included."""
+    name: str = ""
+    """Of an opening: which one it is."""
+    finishes: bool = False
+    """Whether it has a finish reason, or is the last event of an API whose last event tells how it ended."""
+    error: EngineError | None = None
+
+    @property
+    def shows_output(self) -> bool:
+        """Whether the prompt was computed."""
+        return self.kind is Kind.OUTPUT or self.finishes
+
+    @property
+    def passes_early(self) -> bool:
+        """Whether a client gets it at once, output or not. A chat's role comes with its first output."""
+        return self.kind in {Kind.COMMENT, Kind.PING} or (self.kind is Kind.OPENING and self.name in _KINDS)
+
+    @property
+    def commits(self) -> bool:
+        """Whether a client should get the stream: an error among these is not the worker's fault."""
+        return self.kind in {Kind.OUTPUT, Kind.ERROR} or self.finishes
+
+
+class EventReader:
+    """Splits the content of a stream into events. `rest`: the beginning of one that is not complete."""
+
+    __slots__ = ("_has_begun", "rest")
+
+    def __init__(self) -> None:
+        self.rest = b""
+        self._has_begun = False
+
+    def feed(self, content: bytes) -> list[Event]:
+        """The events that are complete now. A comment needs only the end of its line."""
+        searched = max(0, len(self.rest) - _MOST_BLANK_BYTES)
+        data = self.rest + content
+        if not self._has_begun and len(data) >= len(_BOM):
+            self._has_begun = True
+            data = data.removeprefix(_BOM)
+        events, at = [], 0
+        while (end := _end_of_event(data, at, searched)) > 0:
+            events.append(event_of(data[at:end]))
+            at = end
+        self.rest = data[at:]
+        return events
+
+
+def _end_of_event(data: bytes, at: int, searched: int = 0) -> int:
+    """Where the event that begins at `at` ends, its empty line included; 0 if that has not arrived.
+
+    `searched`: no empty line ends before this place.
+    """
+    start = at
+    while data[start : start + 1] in {b"\r", b"\n"}:  # empty lines before it belong to it
+        start += 1
+    if data[start : start + 1] == b":":
+        line = _LINE_END.search(data, start)
+        return _after_blank(data, line.end()) if line is not None else 0
+    blank = _BLANK_LINE.search(data, max(start, searched))
+    return blank.end() if blank is not None else 0
+
+
+def _after_blank(data: bytes, at: int) -> int:
+    """Where the empty line that begins at `at` ends; `at` itself if there is none."""
+    line = _LINE_END.match(data, at)
+    return line.end() if line is not None else at
+
+
+def event_of(text: bytes) -> Event:
+    """What a block of lines says."""
+    name, data, has_comment = "", [], False
+    for line in text.splitlines():
+        field, _, value = line.partition(b":")
+        if field == b"data":
+            data.append(value.removeprefix(b" "))
+        elif field == b"event":
+            name = value.strip().decode("utf-8", "replace")
+        elif line.startswith(b":"):
+            has_comment = True
+    if data:
+        return _with_data(text, name, b"\n".join(data).strip())
+    return Event(Kind.COMMENT if has_comment and not name else Kind.FIELD, text)
+
+
+def _with_data(text: bytes, name: str, data: bytes) -> Event:
+    if not data or data == b"[DONE]":
+        return Event(Kind.END if data else Kind.PING, text)
+    try:
+        value = msgspec.json.decode(data)
+    except (ValueError, RecursionError):
+        return _of_pattern(text, name, data)
+    if not isinstance(value, dict):
+        return Event(Kind.ERROR, text, error=EngineError(_shown(data))) if name == "error" else _output(text)
+    of_type = value.get("type")
+    name = of_type if isinstance(of_type, str) and of_type else name
+    error = error_in(value, name)
+    if error is not None:
+        return Event(Kind.ERROR, text, name, error=error)
+    kind = _KINDS.get(name)
+    if kind is not None:
+        return Event(kind, text, name, finishes=kind is Kind.END)
+    return _of_choices(text, value)
+
+
+def _output(text: bytes) -> Event:
+    return Event(Kind.OUTPUT, text)
+
+
+def _of_pattern(text: bytes, name: str, data: bytes) -> Event:
+    """Of data that is not JSON, or of which the beginning or the end is missing."""
+    found = _TYPE.search(data)
+    name = name or ((found[1] or found[2]).decode() if found is not None else "")
+    reasons = {reason.decode() for reason in _REASON.findall(data)}
+    if name in _ERRORS or reasons & _FAILED_REASONS or _ERROR_END.search(data):
+        return Event(Kind.ERROR, text, name, error=EngineError(_shown(data)))
+    if _KINDS.get(name) is Kind.END:
+        return Event(Kind.END, text, finishes=True)
+    return Event(Kind.OUTPUT, text, finishes=bool(reasons))
+
+
+def _of_choices(text: bytes, value: dict[str, Any]) -> Event:
+    if _reasons(value):
+        return Event(Kind.OUTPUT, text, finishes=True)
+    choices = value.get("choices")
+    if not isinstance(choices, list):
+        return _output(text)
+    if not choices:  # usage, or Azure's results of filters: nothing was generated
+        return Event(Kind.OPENING, text, "no choices")
+    return Event(Kind.OPENING, text, "role") if all(map(_is_opening, choices)) else _output(text)
+
+
+def _is_opening(choice: object) -> bool:
+    """Whether a choice has a role at most. A delta with an empty text and no role is a token without text."""
+    delta = choice.get("delta") if isinstance(choice, dict) else None
+    if not isinstance(delta, dict):
+        return False
+    is_silent = not any(value for name, value in delta.items() if name != "role")
+    return is_silent and ("role" in delta or not delta)
+
+
+def _reasons(value: dict[str, Any]) -> set[str]:
+    """The finish reasons in a part of an answer, or in a whole one."""
+    choices = value.get("choices")
+    holders = choices if isinstance(choices, list) else []
+    found = [each.get("finish_reason") for each in holders if isinstance(each, dict)]
+    for name in ("delta", "meta_info"):  # Anthropic's and Cohere's deltas; SGLang's /generate
+        holder = value.get(name)
+        if isinstance(holder, dict):
+            found += [holder.get("stop_reason"), holder.get("finish_reason")]
+    return {_reason(each) for each in found if each}
+
+
+def _reason(given: object) -> str:
+    """SGLang's /generate has an object with a `type`."""
+    return str(given.get("type") if isinstance(given, dict) else given)
+
+
+def error_in(value: dict[str, Any], name: str = "") -> EngineError | None:
+    """The error that an event or a whole answer reports; None: it reports none.
+
+    `name`: the type of the event.
+    """
+    if name == "response.failed" or (value.get("object") == "response" and value.get("status") == "failed"):
+        response = value.get("response")
+        return _engine_error(response.get("error") if isinstance(response, dict) else value.get("error"))
+    error = value.get("error")
+    if error:
+        return _engine_error(error, value if name == "error" else None)
+    if name == "error" or value.get("object") == "error":
+        return _engine_error({each: value[each] for each in value if each != "object"})
+    failed = _reasons(value) & _FAILED_REASONS
+    if failed:
+        return EngineError(f"the worker ended the request with finish_reason {min(failed)!r}")
+    return None
+
+
+def _engine_error(error: object, whole: object = None) -> EngineError:
+    details = error if isinstance(error, dict) else {"message": str(error or "no reason given")}
+    status = _status(details.get("code")) or _status(details.get("status_code"))
+    known = _STATUS_OF_TYPE.get(str(details.get("code"))) or _STATUS_OF_TYPE.get(str(details.get("type")))
+    body = msgspec.json.encode(whole if whole is not None else {"error": details})
+    return EngineError(_shown(str(details.get("message", details)).encode()), status or known or 500, body)
+
+
+def _status(code: object) -> int:
+    """An HTTP status of an error; 0 if it is none."""
+    number = int(code) if isinstance(code, str) and code.isdecimal() and len(code) == 3 else code
+    return number if isinstance(number, int) and 400 <= number < 600 else 0
+
+
+def _shown(data: bytes) -> str:
+    return data[:_MOST_REASON_CHARACTERS].decode("utf-8", "replace")
+
+
+def events_at_the_end(tail: bytes) -> Iterable[Event]:
+    """The events in the last bytes of a body, chunk framing included; the first may lack its beginning."""
+    content, at = _CHUNK_LINE.sub(b"", tail), 0
+    while (end := _end_of_event(content, at)) > 0:
+        yield _maybe_cut(content[at:end], is_first=not at, is_last=not content[end:].strip())
+        at = end
+    if content[at:].strip():
+        yield event_of(content[at:])
+
+
+def _maybe_cut(text: bytes, *, is_first: bool, is_last: bool = False) -> Event:
+    event = event_of(text)
+    if not is_first or event.kind is not Kind.FIELD:
+        return event
+    found = _of_pattern(text, "", text.strip())  # its `data:` may be missing
+    # The only event, and so long that its beginning is missing: the last one of /v1/responses has all output.
+    return replace(found, finishes=True) if is_last and found.error is None else found
+
+
+def error_in_whole(body: bytes) -> EngineError | None:
+    """The error in a whole JSON answer with status 200; None: there is none."""
+    if not _SUSPICIOUS.search(body):  # nearly always: no need to parse the JSON
+        return None
+    try:
+        value = msgspec.json.decode(body)
+    except (ValueError, RecursionError):
+        return None
+    return error_in(value) if isinstance(value, dict) else None
+
+
+def message_in(body: bytes) -> tuple[str, str]:
+    """Message and type of the error in the body of an answer; of any other text its beginning."""
+    try:
+        value = msgspec.json.decode(body)
+    except (ValueError, RecursionError):
+        value = None
+    error = value.get("error", value) if isinstance(value, dict) else None
+    if not isinstance(error, dict) or not isinstance(error.get("message"), str):
+        return _shown(body), ""
+    kind = error.get("type")
+    return error["message"], kind if isinstance(kind, str) else ""
