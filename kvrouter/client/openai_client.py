@@ -34,6 +34,7 @@ from kvrouter.errors import (
     WorkerSilentError,
 )
 from kvrouter.frontend.settings import TokenOptions
+from kvrouter.relay.events import Event, EventReader, Kind
 from kvrouter.tls import trusting
 
 Answers = AsyncIterator[dict[str, Any]]
@@ -155,11 +156,14 @@ class Client:
                     return
                 chunks = 0
                 async for event in self._events(response):
-                    if not chunks % _PROGRESS_CHUNKS:
-                        placed.mark_prefill_completed()  # the first call counts
-                        placed.progress(chunks)
-                    chunks += 1
-                    yield _checked(event, placed.worker_id)
+                    if event.error is not None:
+                        raise WorkerRefusedError(placed.worker_id, event.error.status, event.data.decode())
+                    if event.shows_output:
+                        if not chunks % _PROGRESS_CHUNKS:
+                            placed.mark_prefill_completed()  # the first call counts
+                            placed.progress(chunks)
+                        chunks += 1
+                    yield msgspec.json.decode(event.data)
 
     def _post(
         self, placed: PlacedRequest, path: str, body: Mapping[str, Any]
@@ -168,21 +172,23 @@ class Client:
         headers = {**self._headers, "content-type": "application/json", **placed.headers}
         return self._http.post(placed.url + path, data=msgspec.json.encode(body), headers=headers)
 
-    async def _events(self, response: aiohttp.ClientResponse) -> Answers:
-        """The `data:` lines as JSON, until `[DONE]`."""
-        rest = b""
+    async def _events(self, response: aiohttp.ClientResponse) -> AsyncIterator[Event]:
+        """The events with data, until `[DONE]`. Only output puts off the limit for the next output."""
+        loop, reader = asyncio.get_running_loop(), EventReader()
+        limit_at = loop.time() + self._first_byte_timeout_s
         while True:
-            async with asyncio.timeout(self._idle_timeout_s):
+            async with asyncio.timeout_at(limit_at):
                 piece = await response.content.readany()
             if not piece:
                 raise aiohttp.ClientPayloadError("the stream has ended without [DONE]")
-            *lines, rest = (rest + piece).split(b"\n")
-            for line in lines:
-                if line.startswith(b"data:"):
-                    data = line[5:].strip()
-                    if data == b"[DONE]":
-                        return
-                    yield msgspec.json.decode(data)
+            events = reader.feed(piece)
+            for event in events:
+                if event.kind is Kind.END and not event.finishes:
+                    return
+                if event.data:
+                    yield event
+            if any(event.shows_output for event in events):
+                limit_at = loop.time() + self._idle_timeout_s
 
     def _opened(self) -> KvRouter:
         if self._router is None:
@@ -196,16 +202,6 @@ def _path_of(request: Mapping[str, Any]) -> str:
     if "prompt" in request:
         return "/v1/completions"
     raise BadRequestError("a request has `messages` (chat) or a `prompt`")
-
-
-def _checked(event: dict[str, Any], worker_id: str) -> dict[str, Any]:
-    # An engine that fails in the middle of a stream reports it in an event: the status was sent before.
-    error = event.get("error")
-    if not error:
-        return event
-    code = error.get("code") if isinstance(error, dict) else None
-    status = code if isinstance(code, int) else WorkerDiedError.status
-    raise WorkerRefusedError(worker_id, status, msgspec.json.encode(event).decode())
 
 
 @contextlib.contextmanager

@@ -42,7 +42,8 @@ class Begun(Struct):
 
     def frame(self, content: bytes) -> bytes:
         """A piece of the stream, as the client gets it."""
-        self.ends_event = content.endswith((b"\n\n", b"\r\n\r\n", b"\r\r"))
+        is_comment = self.ends_event and content.startswith(b":") and content.endswith((b"\n", b"\r"))
+        self.ends_event = is_comment or content.endswith((b"\n\n", b"\n\r\n", b"\r\r"))
         return chunk(content) if self.is_chunked else content
 
     @property

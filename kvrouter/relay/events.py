@@ -110,6 +110,8 @@ class Event(Struct, frozen=True):
     kind: Kind
     text: bytes = b""
     """Its bytes, the empty line at its end included."""
+    data: bytes = b""
+    """What its `data` lines say."""
     name: str = ""
     """Of an opening: which one it is."""
     finishes: bool = False
@@ -195,26 +197,25 @@ def event_of(text: bytes) -> Event:
 
 def _with_data(text: bytes, name: str, data: bytes) -> Event:
     if not data or data == b"[DONE]":
-        return Event(Kind.END if data else Kind.PING, text)
+        return Event(Kind.END if data else Kind.PING, text, data)
     try:
         value = msgspec.json.decode(data)
     except (ValueError, RecursionError):
         return _of_pattern(text, name, data)
     if not isinstance(value, dict):
-        return Event(Kind.ERROR, text, error=EngineError(_shown(data))) if name == "error" else _output(text)
+        error = EngineError(_shown(data)) if name == "error" else None
+        return Event(Kind.ERROR if error else Kind.OUTPUT, text, data, error=error)
     of_type = value.get("type")
     name = of_type if isinstance(of_type, str) and of_type else name
     error = error_in(value, name)
     if error is not None:
-        return Event(Kind.ERROR, text, name, error=error)
+        return Event(Kind.ERROR, text, data, name, error=error)
     kind = _KINDS.get(name)
     if kind is not None:
-        return Event(kind, text, name, finishes=kind is Kind.END)
-    return _of_choices(text, value)
-
-
-def _output(text: bytes) -> Event:
-    return Event(Kind.OUTPUT, text)
+        return Event(kind, text, data, name, finishes=kind is Kind.END)
+    opening = _opening_of(value)
+    kind = Kind.OPENING if opening else Kind.OUTPUT
+    return Event(kind, text, data, opening, finishes=bool(_reasons(value)))
 
 
 def _of_pattern(text: bytes, name: str, data: bytes) -> Event:
@@ -223,21 +224,20 @@ def _of_pattern(text: bytes, name: str, data: bytes) -> Event:
     name = name or ((found[1] or found[2]).decode() if found is not None else "")
     reasons = {reason.decode() for reason in _REASON.findall(data)}
     if name in _ERRORS or reasons & _FAILED_REASONS or _ERROR_END.search(data):
-        return Event(Kind.ERROR, text, name, error=EngineError(_shown(data)))
+        return Event(Kind.ERROR, text, data, name, error=EngineError(_shown(data)))
     if _KINDS.get(name) is Kind.END:
-        return Event(Kind.END, text, finishes=True)
-    return Event(Kind.OUTPUT, text, finishes=bool(reasons))
+        return Event(Kind.END, text, data, finishes=True)
+    return Event(Kind.OUTPUT, text, data, finishes=bool(reasons))
 
 
-def _of_choices(text: bytes, value: dict[str, Any]) -> Event:
-    if _reasons(value):
-        return Event(Kind.OUTPUT, text, finishes=True)
+def _opening_of(value: dict[str, Any]) -> str:
+    """Which opening a part of a chat is; empty: none."""
     choices = value.get("choices")
-    if not isinstance(choices, list):
-        return _output(text)
+    if not isinstance(choices, list) or _reasons(value):
+        return ""
     if not choices:  # usage, or Azure's results of filters: nothing was generated
-        return Event(Kind.OPENING, text, "no choices")
-    return Event(Kind.OPENING, text, "role") if all(map(_is_opening, choices)) else _output(text)
+        return "no choices"
+    return "role" if all(map(_is_opening, choices)) else ""
 
 
 def _is_opening(choice: object) -> bool:

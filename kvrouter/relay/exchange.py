@@ -307,10 +307,10 @@ class Attempt:
         body = self._body
         if self._is_holding:
             self._hold(data)
-        elif body is not None and body.is_over:
-            self._pass_last(data)
         elif self._was_at_boundary and data.find(_ABORT) >= 0 and (error := _last_error(data)) is not None:
             self._break_off(error.message)
+        elif body is not None and body.is_over:
+            self._pass_last(data)
         else:
             self._pass_on(data)
 
@@ -529,9 +529,8 @@ class Attempt:
         events = list(events_at_the_end(tail))
         error = _error_of(events)
         if error is not None:
-            return _Trouble(
-                f"the worker's stream has an error: {error.message}", spares_worker=error.is_clients
-            )
+            reason = f"the worker's stream has an error: {error.message}"
+            return _Trouble(reason, spares_worker=error.is_clients, is_unsaid=not error.body)
         is_good = any(event.finishes or event.kind is Kind.END for event in events)
         return None if is_good or not self._form.has_end else _Trouble(_NO_END, is_unsaid=True)
 

@@ -116,7 +116,7 @@ async def test_stream(fleet_of: FleetOf, nats_url: str) -> None:
         (says(answer(b'{"error": "full"}', 503)), WorkerRefusedError, 503, "w0 answered 503.*full"),
         (says(answer(b"no such", 404)), WorkerRefusedError, 404, "no such"),
         (says(SSE_HEAD + chunk(b'data: {"error": {"code": 400}}\n\n')), WorkerRefusedError, 400, "error"),
-        (says(SSE_HEAD + chunk(b'data: {"error": "oh"}\n\n')), WorkerRefusedError, 502, "oh"),
+        (says(SSE_HEAD + chunk(b'data: {"error": "oh"}\n\n')), WorkerRefusedError, 500, "oh"),
         (says_and_resets(), WorkerDiedError, 502, "w0"),
         (says_and_resets(SSE_HEAD + chunk(event("a"))), WorkerDiedError, 502, "w0"),
         (says(SSE_HEAD + chunk(event("a")) + b"0\r\n\r\n"), WorkerDiedError, 502, "without .DONE."),

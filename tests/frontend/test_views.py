@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 from kvrouter.frontend.operators import open_gate
 from kvrouter.frontend.views import answering
 from kvrouter.relay.answer import Lines
+from kvrouter.relay.begun import Begun
 from kvrouter.relay.request import Request, RequestHead
 
 
@@ -24,6 +25,7 @@ class SlowClient:
     def __init__(self) -> None:
         self.written: list[bytes] = []
         self.waiting: list[Callable[[], None]] = []
+        self.begun: Begun | None = None
 
     def write(self, data: bytes) -> None:
         self.written.append(data)

@@ -1,4 +1,4 @@
-"""The usage at the end of an answer."""
+"""The usage at the end of an answer, and the advice of a refusal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvrouter.core.tables.predictions import Usage
-from kvrouter.relay.engine_answers import TAIL_BYTES, find_usage, has_failed, is_role_only
+from kvrouter.relay.engine_answers import MOST_REST_S, TAIL_BYTES, advice_in, find_usage, rest_s
 from tests.frontend.workers import LAST_CHUNK, chunk
 
 VLLM = {
@@ -59,32 +59,38 @@ def test_usage(case: str) -> None:
     assert usage == find_usage(tail[-TAIL_BYTES:])
 
 
-ROLE = b'data: {"choices":[{"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
-FAILED = b'data: {"choices":[{"delta":{},"finish_reason":"error"}]}\n\n'
-OUTPUT = b'data: {"choices":[{"delta":{"content":"a"},"finish_reason":null}]}\n\n'
-
-
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("advice", "expected"),
     [
-        (FAILED, True),
-        (ROLE + FAILED, True),
-        (b'{"choices":[{"message":{"content":null},"finish_reason": "error"}]}', True),
-        (b'{"choices":[{"text":"","finish_reason":"error"}]}', True),
-        (ROLE + OUTPUT + FAILED, False),
-        (b'{"choices":[{"text":"","finish_reason":"error"},{"text":"a","finish_reason":"stop"}]}', False),
-        (b'{"choices":[{"text":"\\"finish_reason\\":\\"error\\"","finish_reason":"stop"}]}', False),
-        (OUTPUT, False),
+        ({"retry-after": "20"}, 20.0),
+        ({"retry-after": "1.5"}, 1.5),
+        ({"retry-after": "20", "retry-after-ms": "250"}, 0.25),
+        ({"retry-after": "Thu, 01 Jan 1970 00:16:50 GMT"}, 10.0),
+        ({"retry-after": "Thu, 01 Jan 1970 00:16:30 GMT"}, 0.0),
+        ({"retry-after": "999999999999"}, MOST_REST_S),
+        ({"retry-after": "Fri, 31 Dec 9999 23:59:59 GMT"}, MOST_REST_S),
+        ({"retry-after": "-5"}, 0.0),
+        ({"retry-after": "nan"}, 0.0),
+        ({"retry-after": "soon"}, 0.0),
+        ({"retry-after": "\xff"}, 0.0),
+        ({"retry-after-ms": ""}, 0.0),
+        ({}, 0.0),
     ],
 )
-def test_has_failed(text: bytes, expected: bool) -> None:
-    """An error as the reason to finish is a failure, unless there is output in any choice."""
-    assert expected is has_failed(text)
+def test_rests(advice: dict[str, str], expected: float) -> None:
+    """A worker rests for as long as it asks, in any form that clients know, within a limit."""
+    fields = {name.encode(): value.encode("latin-1") for name, value in advice.items()}
+
+    assert expected == rest_s(fields, now=1000.0)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [(ROLE, True), (ROLE + OUTPUT, False), (ROLE + FAILED, False), (OUTPUT, False), (b": ping\n\n", False)],
-)
-def test_is_role_only(text: bytes, expected: bool) -> None:
-    assert expected is is_role_only(text)
+def test_advice() -> None:
+    """What tells a client when to ask again reaches it, and nothing else of a refusal's head."""
+    headers = {
+        b"retry-after": b"7",
+        b"x-should-retry": b"false",
+        b"x-ratelimit-remaining-tokens": b"0",
+        b"server": b"x",
+    }
+
+    assert tuple(headers.items())[:3] == advice_in(headers)

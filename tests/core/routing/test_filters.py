@@ -15,6 +15,7 @@ from kvrouter.core.routing.filters import (
     Locality,
     MaxOngoing,
     Multiplex,
+    Rest,
     Session,
     new_filters,
 )
@@ -173,8 +174,8 @@ def test_circuit_breaker() -> None:
 
 
 def test_no_settings_no_filters() -> None:
-    """Without agents' sessions, the default settings need no filter."""
-    assert () == new_filters(FilterSettings(agent_sessions=False))
+    """Without agents' sessions, the default settings need only the filter of workers that ask for a rest."""
+    assert (Rest(),) == new_filters(FilterSettings(agent_sessions=False))
 
 
 def test_order_of_filters() -> None:
@@ -185,6 +186,7 @@ def test_order_of_filters() -> None:
         "circuit-breaker",
         "busy",
         "max-ongoing-requests",
+        "retry-after",
         "session",
         "agent-session",
         "multiplex",
