@@ -62,6 +62,12 @@ class HeadTooLargeError(BadRequestError):
     status = 431
 
 
+class UnsupportedCodingError(BadRequestError):
+    """The body is packed in a way that is not supported (`content-encoding`)."""
+
+    status = 415
+
+
 class ExpectationError(BadRequestError):
     """The request expects (`Expect`) something else than 100-continue."""
 

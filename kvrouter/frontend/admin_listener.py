@@ -14,8 +14,8 @@ from aiohttp import HttpVersion10, web
 from kvrouter.errors import BadRequestError, KvRouterError
 from kvrouter.frontend.bodies.openai import error_answer
 from kvrouter.relay.answer import Served
-from kvrouter.relay.arriving import too_large
 from kvrouter.relay.begun import Begun
+from kvrouter.relay.codings import codings_of, too_large, unpack
 from kvrouter.relay.connection import Refused
 from kvrouter.relay.request import END, Request, RequestHead, host_error, request_id_of
 from kvrouter.relay.request_parser import unknown_version, unreadable
@@ -79,8 +79,12 @@ async def _read(http: web.Request) -> bytes:
     """The whole body, unpacked. Raises BadRequestError or RequestTooLargeError."""
     if (http.content_length or 0) > http.client_max_size:
         raise too_large(http.client_max_size)
+    codings = codings_of(",".join(http.headers.getall("content-encoding", [])))
     try:
-        return await http.read()
+        packed = await http.read()
+        if not codings or not packed:
+            return packed
+        return await asyncio.to_thread(unpack, packed, codings, http.client_max_size)
     except web.HTTPRequestEntityTooLarge:
         raise too_large(http.client_max_size) from None
     except web.RequestPayloadError as error:

@@ -143,6 +143,7 @@ async def _admin_listener(
             site.routes(open_gate, site.admin.metrics), site.max_body_bytes, site.completions.refused
         ),
         handler_cancellation=True,
+        auto_decompress=False,
         access_log=None,
         keepalive_timeout=KEEP_ALIVE_S,
         shutdown_timeout=CUT_OFF_S,

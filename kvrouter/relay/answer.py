@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from kvrouter.errors import KvRouterError, WrongMethodError
+from kvrouter.errors import KvRouterError, UnsupportedCodingError, WrongMethodError
+from kvrouter.relay.codings import ACCEPTED
 from kvrouter.relay.exchange import Rejected
 
 
@@ -70,6 +71,8 @@ def error_headers(error: KvRouterError, request_id: str) -> dict[str, str]:
     if error.status == 401:
         # Browsers ask for a password; Chromium would not if Bearer, which is also taken, were named too.
         headers["www-authenticate"] = 'Basic realm="kvrouter"'
+    if isinstance(error, UnsupportedCodingError):
+        headers["accept-encoding"] = ACCEPTED
     if isinstance(error, WrongMethodError):
         headers["allow"] = error.allowed
     return headers

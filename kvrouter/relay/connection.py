@@ -28,8 +28,9 @@ from kvrouter.errors import (
     WrongMethodError,
 )
 from kvrouter.relay.answer import Answer, Served
-from kvrouter.relay.arriving import ArrivingBody, coding_of, too_large, unpacked
+from kvrouter.relay.arriving import ArrivingBody
 from kvrouter.relay.begun import Begun
+from kvrouter.relay.codings import codings_of, too_large, unpacked
 from kvrouter.relay.request import (
     END,
     MAX_LINE_BYTES,
@@ -38,6 +39,7 @@ from kvrouter.relay.request import (
     Request,
     RequestHead,
     Serve,
+    content_encoding,
     may_be_plain,
     request_id_of,
 )
@@ -263,7 +265,7 @@ class ClientConnection(asyncio.Protocol):
     def _begin(self, read: AnyHead) -> None:
         """Serve a request whose head is not plain. Raises KvRouterError to refuse it at once."""
         head, most = read.head, self._connections.max_body_bytes
-        coding = coding_of(head.headers.get("content-encoding", ""))
+        codings = codings_of(content_encoding(head.fields))
         if read.length is not None and read.length > most:
             raise too_large(most)
         self._answer_expectation(read)
@@ -275,7 +277,8 @@ class ClientConnection(asyncio.Protocol):
         body = self._arriving(ChunkFraming() if read.length is None else LengthFraming(read.length))
         self._unread = body.feed(self._unread)
         self._body = None if body.is_whole else body
-        whole = partial(unpacked, body.whole, coding, most) if coding and read.length != 0 else body.whole
+        is_packed = codings and read.length != 0
+        whole = partial(unpacked, body.whole, codings, most) if is_packed else body.whole
         self._task = self._loop.create_task(self._serve(serve, Request(head, self, arriving=whole)))
 
     def _answer_expectation(self, read: AnyHead) -> None:

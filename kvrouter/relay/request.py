@@ -230,6 +230,11 @@ def connection_words(fields: list[Field]) -> set[str]:
     return {word.strip().lower() for word in ",".join(values).split(",")}
 
 
+def content_encoding(fields: Sequence[Field]) -> str:
+    """All `content-encoding` headers as one list."""
+    return ",".join([value for name, value in fields if name == "content-encoding"])
+
+
 def may_be_plain(data: bytes) -> bool:
     """Whether the beginning of a head may become a plain one."""
     is_post = data.startswith(START) or START.startswith(data)

@@ -1,85 +1,17 @@
-"""Bodies that arrive in pieces, and packed bodies."""
+"""Bodies that arrive in pieces."""
 
 from __future__ import annotations
 
 import asyncio
-import gzip
-import zlib
-from collections.abc import Callable
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvrouter.errors import BadRequestError, BodiesFullError, KvRouterError, RequestTooLargeError
-from kvrouter.relay.arriving import ArrivingBody, coding_of, unpack
+from kvrouter.relay.arriving import ArrivingBody
 from kvrouter.relay.request import ArrivingBytes
 from kvrouter.relay.request_parser import ChunkFraming, LengthFraming
 
 MOST = 10_000
-
-
-def raw_deflate(data: bytes) -> bytes:
-    packer = zlib.compressobj(wbits=-15)
-    return packer.compress(data) + packer.flush()
-
-
-PACKINGS: dict[str, Callable[[bytes], bytes]] = {
-    "gzip": gzip.compress,
-    "x-gzip": gzip.compress,
-    "deflate": zlib.compress,
-    "raw": raw_deflate,
-}
-
-
-@pytest.mark.parametrize("name", PACKINGS)
-@given(data=st.binary(max_size=2000))
-def test_unpack(name: str, data: bytes) -> None:
-    """Gzip, and deflate with and without the header of zlib."""
-    assert data == unpack(PACKINGS[name](data), "deflate" if name == "raw" else name, MOST)
-
-
-@pytest.mark.parametrize("name", PACKINGS)
-def test_bomb(name: str) -> None:
-    """A body that would unpack to more than is allowed is unpacked no further."""
-    bomb = PACKINGS[name](bytes(100_000_000))
-
-    with pytest.raises(RequestTooLargeError, match=f"{MOST} bytes are allowed"):
-        unpack(bomb, "deflate" if name == "raw" else name, MOST)
-    assert MOST == len(unpack(PACKINGS[name](bytes(MOST)), "deflate" if name == "raw" else name, MOST))
-
-
-@pytest.mark.parametrize("coding", ["gzip", "deflate"])
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda packed: packed[:-3],
-        lambda packed: packed + b"x",
-        lambda packed: packed + packed,
-        lambda packed: b"\x00" + packed,
-        lambda packed: packed[:10] + b"\xff" * 20,
-        lambda _: b"{}",
-        lambda _: b"",
-    ],
-    ids=["cut", "longer", "twice", "shifted", "spoilt", "not packed", "empty"],
-)
-def test_not_packed_as_said(coding: str, spoil: Callable[[bytes], bytes]) -> None:
-    """What is not exactly one packed body is rejected."""
-    with pytest.raises(BadRequestError, match=f"not valid {coding}"):
-        unpack(spoil(PACKINGS[coding](b"some text " * 9)), coding, MOST)
-
-
-@pytest.mark.parametrize(
-    ("header", "coding"), [("", ""), ("identity", ""), (" GZIP ", "gzip"), ("Deflate", "deflate")]
-)
-def test_codings(header: str, coding: str) -> None:
-    assert coding == coding_of(header)
-
-
-@pytest.mark.parametrize("header", ["br", "zstd", "gzip, gzip", "identity, gzip", "gz ip"])
-def test_unknown_codings(header: str) -> None:
-    with pytest.raises(BadRequestError, match="use gzip or deflate"):
-        coding_of(header)
 
 
 def arriving(framing: LengthFraming | ChunkFraming, shared: ArrivingBytes, most: int = MOST) -> ArrivingBody:

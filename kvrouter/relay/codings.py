@@ -1,0 +1,147 @@
+"""Packed bodies of requests (`content-encoding`): lists of the codings that clients use, within one limit."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import zlib
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+import brotli
+
+from kvrouter.errors import BadRequestError, RequestTooLargeError, UnsupportedCodingError
+
+if sys.version_info >= (3, 14):
+    from compression.zstd import ZstdDecompressor, ZstdError
+else:
+    from backports.zstd import ZstdDecompressor, ZstdError
+
+_GZIP_BITS = 31  # zlib: 16 for gzip, plus the largest window
+_ZLIB_BITS = 15
+_RAW_BITS = -15
+# Nobody packs a body more often, and each coding may make it a thousand times longer.
+_MOST_CODINGS = 3
+_ERRORS = (zlib.error, ZstdError, brotli.error)
+
+
+def too_large(most: int) -> RequestTooLargeError:
+    return RequestTooLargeError(f"the request body is too large: {most} bytes are allowed (--max-body-mib)")
+
+
+def codings_of(content_encoding: str) -> tuple[str, ...]:
+    """How a body was packed, in this order; empty if it was not. Raises UnsupportedCodingError."""
+    named = [coding.strip().lower() for coding in content_encoding.split(",")]
+    codings = tuple([coding for coding in named if coding not in {"", "identity"}])
+    unknown = [coding for coding in codings if coding not in _UNPACKERS]
+    if unknown or len(codings) > _MOST_CODINGS:
+        raise UnsupportedCodingError(
+            f"content-encoding {content_encoding[:100]!r} is not supported: use {ACCEPTED}, at most"
+            f" {_MOST_CODINGS} of them"
+        )
+    return codings
+
+
+async def unpacked(whole: Callable[[], Awaitable[bytes]], codings: Sequence[str], most: int) -> bytes:
+    """The unpacked body. Raises BadRequestError, or RequestTooLargeError beyond `most` bytes."""
+    # In a thread: 64 KB may become 64 MB, which takes 0.1 s.
+    return await asyncio.to_thread(unpack, await whole(), codings, most)
+
+
+def unpack(packed: bytes, codings: Sequence[str], most: int) -> bytes:
+    """Unpack a whole body, the last coding first. Raises BadRequestError or RequestTooLargeError."""
+    data = packed
+    for coding in reversed(codings):
+        data = _unpack(data, coding, most)
+    return data
+
+
+class _Unpacker(Protocol):
+    def take(self, data: bytes, most: int) -> bytes:
+        """Unpack this part of the data: at most so many bytes."""
+        ...
+
+    @property
+    def trouble(self) -> str:
+        """Why the data is not one whole packed body; empty: it is."""
+        ...
+
+
+def _unpack(data: bytes, coding: str, most: int) -> bytes:
+    unpacker = _UNPACKERS[coding](data)
+    try:
+        content = unpacker.take(data, most + 1)
+    except _ERRORS as error:
+        raise BadRequestError(f"the body is not valid {coding}: {error}") from None
+    if len(content) > most:
+        raise too_large(most)
+    if unpacker.trouble:
+        raise BadRequestError(f"the body is not valid {coding}: {unpacker.trouble}")
+    return content
+
+
+class _Zlib:
+    def __init__(self, bits: int) -> None:
+        self._unpacker = zlib.decompressobj(bits)
+
+    def take(self, data: bytes, most: int) -> bytes:
+        return self._unpacker.decompress(data, most)
+
+    @property
+    def trouble(self) -> str:
+        return _trouble(is_over=self._unpacker.eof, has_more=bool(self._unpacker.unused_data))
+
+
+class _Zstd:
+    def __init__(self, _data: bytes) -> None:
+        self._unpacker = ZstdDecompressor()
+
+    def take(self, data: bytes, most: int) -> bytes:
+        return self._unpacker.decompress(data, most)
+
+    @property
+    def trouble(self) -> str:
+        return _trouble(is_over=self._unpacker.eof, has_more=bool(self._unpacker.unused_data))
+
+
+class _Brotli:
+    def __init__(self, _data: bytes) -> None:
+        self._unpacker = brotli.Decompressor()
+
+    def take(self, data: bytes, most: int) -> bytes:
+        content = bytearray(self._unpacker.process(data, output_buffer_limit=most))
+        while len(content) < most and not self._unpacker.can_accept_more_data():
+            more = self._unpacker.process(b"", output_buffer_limit=most - len(content))
+            if not more:
+                break
+            content += more
+        return bytes(content)
+
+    @property
+    def trouble(self) -> str:  # bytes after the end are an error of `process`
+        return _trouble(is_over=self._unpacker.is_finished(), has_more=False)
+
+
+def _trouble(*, is_over: bool, has_more: bool) -> str:
+    if has_more:
+        return "bytes follow its end"
+    return "" if is_over else "its end is missing"
+
+
+def _deflate(data: bytes) -> _Zlib:
+    """Clients send it with and without the header of zlib, whose first half-byte is 8."""
+    return _Zlib(_ZLIB_BITS if data[:1] and data[0] & 15 == 8 else _RAW_BITS)
+
+
+def _gzip(_data: bytes) -> _Zlib:
+    return _Zlib(_GZIP_BITS)
+
+
+_UNPACKERS: dict[str, Callable[[bytes], _Unpacker]] = {
+    "gzip": _gzip,
+    "x-gzip": _gzip,
+    "deflate": _deflate,
+    "zstd": _Zstd,
+    "br": _Brotli,
+}
+ACCEPTED = "gzip, deflate, br, zstd"
