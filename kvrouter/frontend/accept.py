@@ -5,6 +5,7 @@ body ──> parsed fields ──> pool ──> overrides ──> tokens, hashes
 
 from __future__ import annotations
 
+import asyncio
 import time
 from functools import partial
 
@@ -19,8 +20,9 @@ from kvrouter.errors import BadRequestError
 from kvrouter.frontend import passthrough
 from kvrouter.frontend.bodies import openai, responses
 from kvrouter.frontend.bodies.apis import Api
-from kvrouter.frontend.bodies.edits import apply, edits_of, with_request_id
+from kvrouter.frontend.bodies.edits import apply, edits_of, removed_from, with_request_id
 from kvrouter.frontend.bodies.large import LARGE_BYTES, LargeBody
+from kvrouter.frontend.bodies.lax import in_utf8
 from kvrouter.frontend.kept_responses import (
     MOST_ID_CHARACTERS,
     KeptResponse,
@@ -40,7 +42,7 @@ from kvrouter.frontend.overrides import (
 )
 from kvrouter.frontend.prediction_checks import Traits
 from kvrouter.frontend.prompt_blocks import Naming, PromptWays
-from kvrouter.relay.request import Request
+from kvrouter.relay.request import OVERRIDES, Request
 from kvrouter.telemetry.metrics import RequestMetrics
 from kvrouter.tokens import prompt as texts
 from kvrouter.tokens.prompt import ChatPrompt
@@ -91,6 +93,8 @@ class Accept:
         """Read what routing needs from a request. Raises KvRouterError."""
         parse, before, of_responses = api.parse, None, None
         body = await request.read() if request.body is None else request.body
+        if parse is not None or passthrough.is_json(request):
+            body = in_utf8(body) if len(body) <= LARGE_BYTES else await asyncio.to_thread(in_utf8, body)
         # Of routes without `parse` no values are decoded (passthrough.py).
         large = await LargeBody.read(body) if parse is not None and len(body) > LARGE_BYTES else None
         readable = body if large is None else large.rest
@@ -140,6 +144,8 @@ class Accept:
             reads_cache=asked.reads_cache,
         )
         sent, response = _edited(body, large, asked), None
+        if sent is not body or request.head.has_overrides:
+            self._count_removed(request, asked)
         if of_responses is not None:
             sent, response = _with_id(sent, of_responses, before)
         return Work(
@@ -157,6 +163,14 @@ class Accept:
             overrides.dry_run,
             policy.reads_ends,
         )
+
+    def _count_removed(self, request: Request, asked: openai.CompletionRequest) -> None:
+        """Count what the client sent and no engine gets."""
+        kinds = removed_from(asked)
+        if request.head.has_overrides:
+            kinds.add(f"{OVERRIDES}*")
+        for kind in kinds:
+            self._metrics.removed_fields.inc(kind)
 
     def _response_before(
         self, asked: responses.ResponseRequest, router: Router, now: float
@@ -211,7 +225,8 @@ def _with_id(
 
 
 def _edited(body: bytes, large: LargeBody | None, asked: openai.CompletionRequest) -> bytes:
-    if asked.kvrouter is None and asked.engine_arguments is UNSET and asked.nvext is None:
+    is_plain = asked.kvrouter is None and asked.engine_arguments is UNSET and asked.nvext is None
+    if is_plain and not asked.removed:
         return body
     edits = edits_of(asked)
     return apply(edits, body) if large is None else large.edited(edits)

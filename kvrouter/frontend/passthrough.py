@@ -10,12 +10,14 @@ Only the routes listed here are passed on. An engine's /metrics, /health and adm
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from kvrouter.errors import BadRequestError
+from kvrouter.frontend.bodies import lax
 from kvrouter.frontend.bodies.large import LARGE_BYTES
 from kvrouter.frontend.bodies.openai import CompletionRequest, parse_completion
 from kvrouter.relay.request import Request
@@ -56,7 +58,7 @@ _MOST_OVERRIDES_BYTES = 64 * 1024
 _NULL = msgspec.Raw(b"null")
 
 
-class _Body(msgspec.Struct):
+class _Body(lax.Guarded):
     """The fields that placing needs. Values that may be large stay raw: nothing else bounds them."""
 
     model: str | None = None
@@ -67,6 +69,10 @@ class _Body(msgspec.Struct):
     truncate_prompt_tokens: msgspec.Raw = _NULL
     path: str | None = None
     """Of a body for /v1/route."""
+    sampling_params: None = None
+    """Of /generate, as the next two: engines look in them for fields that no client may send (lax.py)."""
+    extra_args: None = None
+    custom_params: None = None
 
 
 _BODY = msgspec.json.Decoder(_Body)
@@ -84,13 +90,16 @@ def is_json(request: Request) -> bool:
 def parse(request: Request, body: bytes) -> CompletionRequest:
     """The model, from the body or else the query, the overrides, and inputs to embed; nothing else is read.
 
-    Raises BadRequestError for invalid JSON. Invalid forms are left to the engine.
+    Raises BadRequestError for what is no JSON object. Invalid forms are left to the engine.
     """
-    fields = _Body()
+    fields, removed, remove = _Body(), tuple[str, ...](), None
     if request.content_type == _FORM:
-        fields = _of_form(body, _BOUNDARY.search(request.headers["content-type"]))
+        boundary = _BOUNDARY.search(request.headers["content-type"])
+        fields, kinds = _of_form(body, boundary)
+        if kinds and boundary is not None:
+            removed, remove = tuple(sorted(kinds)), partial(_without_guarded_parts, _delimiter(boundary))
     elif body and is_json(request):
-        fields = _of_json(body)
+        fields, removed = _of_json(body)
     embeds = EMBEDDINGS in {request.head.route, fields.path}
     return CompletionRequest(
         model=fields.model or request.in_query("model"),
@@ -101,6 +110,8 @@ def parse(request: Request, body: bytes) -> CompletionRequest:
         n=1,
         kvrouter=_overrides(fields.kvrouter),
         engine_arguments=fields.vllm_xargs,
+        removed=removed,
+        remove=remove,
     )
 
 
@@ -120,15 +131,13 @@ def _inputs(fields: _Body) -> Prompt | None:
     return None
 
 
-def _of_json(body: bytes) -> _Body:
+def _of_json(body: bytes) -> tuple[_Body, tuple[str, ...]]:
+    """The fields, and the kinds of those that no client may send."""
     try:
-        return _BODY.decode(body)
-    except msgspec.ValidationError as error:
-        raise BadRequestError(str(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadRequestError(f"the body is not valid JSON: {error}") from error
-    except RecursionError as error:
-        raise BadRequestError("the body is nested too deeply") from error
+        return _BODY.decode(body), ()
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        found = lax.read(_Body, body)
+        return found.body, found.removed
 
 
 def _overrides(raw: msgspec.Raw) -> dict[str, Any] | None:
@@ -140,18 +149,59 @@ def _overrides(raw: msgspec.Raw) -> dict[str, Any] | None:
         raise BadRequestError(f"{error} - at `$.kvrouter`", param="kvrouter") from error
 
 
-def _of_form(body: bytes, boundary: re.Match[str] | None) -> _Body:
-    """The fields `model` and `stream` of a form. Files in it are skipped, not copied."""
+def _of_form(body: bytes, boundary: re.Match[str] | None) -> tuple[_Body, set[str]]:
+    """The fields `model` and `stream` of a form, and the kinds of those that no client may send."""
     found: dict[str, str] = {}
-    delimiter = b"--" + boundary[1].encode("utf-8", "surrogateescape") if boundary else b""
-    start = body.find(delimiter) if boundary else -1
+    removed: set[str] = set()
+    for name, start, end in _parts(body, _delimiter(boundary)) if boundary else ():
+        if name in {"model", "stream"}:
+            found[name] = body[start:end][:256].decode("utf-8", "replace")
+        removed |= _guarded_in_part(name, body[start:end])
+    is_stream = found.get("stream", "").strip().lower() in {"true", "1", "on", "t", "y", "yes"}
+    return _Body(model=found.get("model") or None, stream=is_stream), removed
+
+
+def _delimiter(boundary: re.Match[str]) -> bytes:
+    return b"--" + boundary[1].encode("utf-8", "surrogateescape")
+
+
+def _parts(body: bytes, delimiter: bytes) -> Iterator[tuple[str, int, int]]:
+    """Name, beginning and end of the content of each part. Files are skipped, not copied."""
+    start = body.find(delimiter)
     for _ in range(_MAX_PARTS):
         head_end = body.find(b"\r\n\r\n", start)
         end = body.find(b"\r\n" + delimiter, start + 1)
         if start < 0 or head_end < 0 or end < 0:
-            break
+            return
         name = _NAME.search(body, start, head_end)
-        if name is not None and name[1] in {b"model", b"stream"}:
-            found[name[1].decode()] = body[head_end + 4 : end][:256].decode("utf-8", "replace")
+        yield name[1].decode("utf-8", "replace") if name is not None else "", head_end + 4, end
         start = end + 2
-    return _Body(found.get("model") or None, found.get("stream", "").lower() in {"true", "1"})
+
+
+def _guarded_in_part(name: str, content: bytes) -> set[str]:
+    """The kinds of fields in a part that no client may send. vLLM reads `vllm_xargs` as JSON."""
+    if kind := lax.kind_of(name.partition("[")[0]):
+        return {kind}
+    if name != "vllm_xargs" or len(content) > LARGE_BYTES:
+        return set()
+    try:
+        return lax.guarded_in(lax.fields_of(content))
+    except BadRequestError:
+        return set()  # not what an engine takes
+
+
+def _without_guarded_parts(delimiter: bytes, body: bytes) -> bytes:
+    """The form with those parts empty, and without what is in `vllm_xargs`."""
+    pieces, at = [], 0
+    for name, start, end in _parts(body, delimiter):
+        content = body[start:end]
+        if not _guarded_in_part(name, content):
+            continue
+        is_object = name == "vllm_xargs"
+        kept = msgspec.json.encode(lax.without_guarded(lax.fields_of(content))) if is_object else b""
+        # A part under another name, which no engine reads: its end and its headers stay as they are.
+        head_start = body.rfind(delimiter, 0, start)
+        head = body[head_start:start] if is_object else _NAME.sub(b'; name="removed"', body[head_start:start])
+        pieces += [body[at:head_start], head, kept]
+        at = end
+    return b"".join([*pieces, body[at:]])

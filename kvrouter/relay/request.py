@@ -31,6 +31,8 @@ _NOT_FOR_WORKERS = frozenset(
     }
 )
 TRACE_HEADERS = frozenset({"traceparent", "tracestate"})
+# SGLang takes fields of a request from these headers, for routers (SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES).
+OVERRIDES = "x-override-"
 # A client that names its target may also name a rank that only the engine knows of.
 _RANK = "x-data-parallel-rank"
 
@@ -80,7 +82,9 @@ class RequestHead:
     written once, not for every request.
     """
 
-    __slots__ = ("_forwarded", "fields", "headers", "method", "path", "route", "wants_keep_alive")
+    __slots__ = (
+        "_forwarded", "fields", "has_overrides", "headers", "method", "path", "route", "wants_keep_alive",
+    )  # fmt: skip
 
     def __init__(self, method: str, path: str, fields: Sequence[Field], *, wants_keep_alive: bool) -> None:
         self.method = method
@@ -89,6 +93,7 @@ class RequestHead:
         self.fields = fields
         self.headers = dict(reversed(fields))  # of several with one name the first
         self.wants_keep_alive = wants_keep_alive
+        self.has_overrides = any(name.startswith(OVERRIDES) for name, _ in fields)
         self._forwarded: dict[tuple[str, bool, bool], bytes] = {}
 
     def for_worker(
@@ -126,7 +131,7 @@ class RequestHead:
         lines = [
             f"{name}: {value}\r\n"
             for name, value in self.fields
-            if name not in left_out and not name.startswith("x-kvrouter-")
+            if name not in left_out and not name.startswith(("x-kvrouter-", OVERRIDES))
         ]
         return "".join([*lines, "\r\n"]).encode("utf-8", "surrogateescape")
 

@@ -87,11 +87,19 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "kvrouter_failed_attempts_total": Metric(
             "counter",
             ("reason",),
-            "attempts that failed before their first byte: by status, `lost`, or `retried` (moved "
+            "attempts that failed before their first output: by status, `lost`, or `retried` (moved "
             "from an engine that hangs, or no longer has the model)",
         ),
         "kvrouter_cancelled_requests_total": Metric("counter", (), "requests whose client left"),
-        "kvrouter_broken_streams_total": Metric("counter", (), "answers that broke after their first byte"),
+        "kvrouter_broken_streams_total": Metric(
+            "counter", (), "answers that broke after their first output, or whose stream reported an error"
+        ),
+        "kvrouter_removed_fields_total": Metric(
+            "counter",
+            ("field",),
+            "fields and headers of clients that no engine gets: `kv_transfer_params`, `bootstrap_*`, "
+            "`disagg_*`, `kv_cache_report_mode`, `x-override-*`; one for each kind in a request",
+        ),
         "kvrouter_routing_revision": Metric(
             "gauge", (), "revision of `POST /routing`; 0: as configured. Equal in all replicas"
         ),

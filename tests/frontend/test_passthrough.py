@@ -202,7 +202,7 @@ async def test_models_are_merged(fleet_of: FleetOf) -> None:
     ] == listed["data"]
 
 
-@pytest.mark.parametrize("body", [b"{", b"[]", b'{"model": 5}', b"[" * 20_000, b'"\xff"'])
+@pytest.mark.parametrize("body", [b"{", b"[]", b'{"kvrouter": 5}', b"[" * 20_000, b'"\xff"'])
 async def test_malformed(fleet_of: FleetOf, body: bytes) -> None:
     """A body that is not a JSON object is a 400 of the router."""
     async with fleet_of() as fleet:

@@ -191,8 +191,8 @@ MALFORMED: dict[str, tuple[int, bytes]] = {
     # What is expected, and how the body is packed
     "expectation": (417, line(b"expect: wonders")),
     "two expectations": (417, line(b"expect: 100-continue, wonders")),
-    "unknown packing": (400, line(b"content-encoding: br")),
-    "packed twice": (400, line(b"content-encoding: gzip, gzip")),
+    "unknown packing": (415, line(b"content-encoding: compress")),
+    "packed too often": (415, line(b"content-encoding: gzip, gzip, gzip, gzip")),
     "expectation on an unknown path": (
         404,
         head(HOST, b"content-length: 2", b"expect: 100-continue", start=b"POST /nowhere HTTP/1.1") + b"{}",

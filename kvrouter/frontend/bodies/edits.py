@@ -2,13 +2,15 @@
 
     `kvrouter`, `nvext`                       the client's overrides: removed
     `cache_salt`                              that of `nvext`, if the body has none
-    `vllm_xargs.kv_cache_report_mode`         removed from what clients send
-                                              set to "full" for a partial rank
+    what no client may send (lax.py)          removed, also inside `vllm_xargs`
+    `vllm_xargs.kv_cache_report_mode`         set to "full" for a partial rank
     `request_id` of /v1/responses             added, so that the response's id is known
 
 With this mode vLLM announces blocks that a request reuses as if it stored them again. Agents count stores, so
 a client that sets it would let their counts grow without end. A partial rank is asked with it on purpose: its
 agent learns the blocks whose events it missed (docs/concepts/design.md#agent-state).
+
+Values stay bytes: numbers beyond 64 bits, escapes and 1.50 reach the engine as the client wrote them.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from functools import partial
 from typing import TypeAlias
 
 import msgspec
-from msgspec import UNSET, Raw, UnsetType
+from msgspec import UNSET, Raw
 
-from kvrouter.errors import BadRequestError
+from kvrouter.frontend.bodies import lax
 from kvrouter.frontend.bodies.openai import CompletionRequest
 
 Edit: TypeAlias = Callable[[bytes], bytes]
@@ -31,9 +33,6 @@ _FULL = Raw(b'"full"')
 _NULL = Raw(b"null")
 _ASKING = b'{"vllm_xargs":{"kv_cache_report_mode":"full"}'
 
-# Values stay bytes: numbers beyond 64 bits, escapes and 1.50 reach the engine as the client wrote them.
-_decode_fields = msgspec.json.Decoder(dict[str, Raw]).decode
-
 
 def edits_of(request: CompletionRequest) -> list[Edit]:
     """The edits that a client's body needs; usually none."""
@@ -42,8 +41,8 @@ def edits_of(request: CompletionRequest) -> list[Edit]:
         edits.append(without_overrides)
     if request.nvext is not None:
         edits.append(partial(without_nvext, salt=request.nvext.cache_salt))
-    if _names_mode(request.engine_arguments):
-        edits.append(without_report_mode)
+    if removed_from(request):
+        edits.append(request.remove or without_guarded)
     return edits
 
 
@@ -55,26 +54,31 @@ def apply(edits: Iterable[Edit], body: bytes) -> bytes:
 
 def without_overrides(body: bytes) -> bytes:
     """The JSON body without its `kvrouter` object. Raises BadRequestError."""
-    fields = _fields(body)
+    fields = lax.fields_of(body)
     del fields["kvrouter"]
     return msgspec.json.encode(fields)
 
 
 def without_nvext(body: bytes, *, salt: str | None) -> bytes:
     """The JSON body without its `nvext` object, whose salt becomes the body's. Raises BadRequestError."""
-    fields = _fields(body)
+    fields = lax.fields_of(body)
     del fields["nvext"]
     if salt and bytes(fields.get("cache_salt", _NULL)) in {b"null", b'""'}:
         fields["cache_salt"] = Raw(msgspec.json.encode(salt))
     return msgspec.json.encode(fields)
 
 
-def without_report_mode(body: bytes) -> bytes:
-    """The JSON body without the report mode, which is there. Raises BadRequestError."""
-    fields = _fields(body)
-    arguments = _decode_fields(fields[_ARGUMENTS])
-    del arguments[_MODE]
-    return msgspec.json.encode(fields | {_ARGUMENTS: arguments})
+def removed_from(request: CompletionRequest) -> set[str]:
+    """The kinds of fields that the client sent and may not send."""
+    found = set(request.removed)
+    if request.engine_arguments is not UNSET:
+        found |= lax.guarded_in({_ARGUMENTS: request.engine_arguments})
+    return found
+
+
+def without_guarded(body: bytes) -> bytes:
+    """The JSON body without the fields that no client may send. Raises BadRequestError."""
+    return msgspec.json.encode(lax.without_guarded(lax.fields_of(body)))
 
 
 def with_report_mode(body: bytes, *, has_arguments: bool) -> bytes:
@@ -85,7 +89,7 @@ def with_report_mode(body: bytes, *, has_arguments: bool) -> bytes:
     if not has_arguments:  # nearly all: no second pass over the body
         rest = body.lstrip()[1:].lstrip()
         return b"".join((_ASKING, b"" if rest.startswith(b"}") else b",", rest))
-    fields = _fields(body)
+    fields = lax.fields_of(body)
     try:
         arguments = msgspec.json.decode(fields[_ARGUMENTS], type=dict[str, Raw] | None)
     except msgspec.ValidationError:
@@ -99,19 +103,3 @@ def with_request_id(body: bytes, request_id: str) -> bytes:
     return b"".join(
         (b'{"request_id":"%b"' % request_id.encode(), b"" if rest.startswith(b"}") else b",", rest)
     )
-
-
-def _names_mode(arguments: Raw | UnsetType) -> bool:
-    if arguments is UNSET:
-        return False
-    try:
-        return _MODE in _decode_fields(arguments)
-    except msgspec.ValidationError:
-        return False  # not an object
-
-
-def _fields(body: bytes) -> dict[str, Raw]:
-    try:
-        return _decode_fields(body)
-    except UnicodeDecodeError as error:  # in a name: parsing the request did not look at it
-        raise BadRequestError(f"the body is not valid JSON: {error}") from None

@@ -16,12 +16,13 @@ import msgspec
 
 from kvrouter.core.tables.predictions import Usage
 from kvrouter.errors import BadRequestError, KvRouterError
+from kvrouter.frontend.bodies import lax
 from kvrouter.frontend.bodies.nvext import Nvext
 from kvrouter.frontend.bodies.openai import (
     CompletionRequest,
-    decode,
     error_message,
     priority_of,
+    read,
     salt_of,
     template_variables,
 )
@@ -84,7 +85,7 @@ class _Output(msgspec.Struct):
     effort: str | None = None
 
 
-class _Fields(msgspec.Struct):
+class _Fields(lax.Guarded):
     """What placing needs besides the prompt."""
 
     model: str | None = None
@@ -97,7 +98,7 @@ class _Fields(msgspec.Struct):
 
 
 class _Body(_Fields):
-    messages: list[_Message] = []
+    messages: list[_Message] = msgspec.field(default_factory=list)
     system: str | list[_Block] | None = None
     tools: list[_Tool] | None = None
     thinking: _Thinking | None = None
@@ -105,17 +106,20 @@ class _Body(_Fields):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-_FIELDS = msgspec.json.Decoder(_Fields)
 _BODY = msgspec.json.Decoder(_Body)
 
 
 def parse(body: bytes) -> CompletionRequest:
     """Parse a /v1/messages body. Raises BadRequestError for bytes that are not a JSON object."""
+    return read(_BODY, _Body, body, _of_body)
+
+
+def _of_body(asked: _Body, *, is_doubtful: bool) -> CompletionRequest:
     try:
-        asked = decode(_BODY, body)
-        return _request(asked, _prompt(asked))
+        prompt = None if is_doubtful else _prompt(asked)
     except (BadRequestError, RecursionError):
-        return _request(decode(_FIELDS, body), None)
+        prompt = None  # the engine has its own reason to reject it
+    return _request(asked, prompt)
 
 
 def error_body(error: KvRouterError) -> bytes:

@@ -6,22 +6,21 @@ the engine checks all other fields (sampling parameters, limits, …).
 
 from __future__ import annotations
 
-import re
 from array import array
-from typing import Annotated, Any, TypeGuard, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Any, Protocol, TypeGuard, TypeVar
 
 import msgspec
 
 from kvrouter.core.wire.values import TokenId, valid_unicode
 from kvrouter.errors import BadRequestError, KvRouterError
+from kvrouter.frontend.bodies import lax
 from kvrouter.frontend.bodies.nvext import Nvext
 from kvrouter.relay.answer import Answer, error_headers
 from kvrouter.tokens.prompt import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 
 _Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 _RawPrompt = str | list[TokenId | str | list[TokenId]]
-
-_Body = TypeVar("_Body")
 
 
 class CompletionRequest(msgspec.Struct, frozen=True):
@@ -48,9 +47,19 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     """As in vLLM, lower values go first."""
     engine_arguments: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     """The raw JSON of vLLM's `vllm_xargs`."""
+    removed: tuple[str, ...] = ()
+    """The kinds of fields in it that no client may send (lax.py)."""
+    remove: Callable[[bytes], bytes] | None = None
+    """Removes them from a body that is not JSON; None: it is JSON."""
 
 
-class _Common(msgspec.Struct):
+_Body = TypeVar("_Body", bound=msgspec.Struct)
+_Request = TypeVar("_Request", bound=CompletionRequest)
+_Fields_contra = TypeVar("_Fields_contra", contravariant=True)
+_Request_co = TypeVar("_Request_co", bound=CompletionRequest, covariant=True)
+
+
+class _Common(lax.Guarded):
     """The fields of both kinds of body. As in the engine, null means absent."""
 
     model: str | None = None
@@ -94,22 +103,61 @@ _MOST_MESSAGE_CHARACTERS = 2_000
 
 _CHAT = msgspec.json.Decoder(_ChatBody)
 _COMPLETION = msgspec.json.Decoder(_CompletionBody)
+# What the prompt does not depend on. If another field cannot be read, the engine makes another prompt of it.
+BESIDES_PROMPT = frozenset(
+    {
+        *("model", "stream", "n", "session_id", "priority", "vllm_xargs"),
+        *("prompt_logprobs", "echo", "logprobs", "use_beam_search"),
+    }
+)
 
 
 def parse_chat(body: bytes) -> CompletionRequest:
-    """Parse a /v1/chat/completions body. Any bytes that are not one raise BadRequestError."""
-    chat = decode(_CHAT, body)
-    if not chat.messages:
-        raise BadRequestError("`messages` must be a list with at least one message", param="messages")
-    return _request(chat, _chat_prompt(chat, chat.messages))
+    """Parse a /v1/chat/completions body. Raises BadRequestError unless it is an object with `messages`."""
+    return read(_CHAT, _ChatBody, body, _of_chat)
+
+
+def _of_chat(chat: _ChatBody, *, is_doubtful: bool) -> CompletionRequest:
+    if is_doubtful:
+        return _request(chat, None)
+    if chat.messages is None:
+        raise BadRequestError("`messages` must be given: a list of messages", param="messages")
+    return _request(chat, _chat_prompt(chat, chat.messages) if chat.messages else None)
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
-    """Parse a /v1/completions body. Any bytes that are not one raise BadRequestError."""
-    completion = decode(_COMPLETION, body)
-    if not completion.prompt and completion.prompt_embeds is not msgspec.UNSET:
+    """Parse a /v1/completions body. Raises BadRequestError unless it is an object with a prompt."""
+    return read(_COMPLETION, _CompletionBody, body, _of_completion)
+
+
+def _of_completion(completion: _CompletionBody, *, is_doubtful: bool) -> CompletionRequest:
+    if is_doubtful or (not completion.prompt and completion.prompt_embeds is not msgspec.UNSET):
         return _request(completion, None)
+    if completion.prompt is None or completion.prompt == "":
+        raise BadRequestError("`prompt` must be given, and not be empty", param="prompt")
     return _request(completion, _completion_prompt(completion))
+
+
+class _Build(Protocol[_Fields_contra, _Request_co]):
+    def __call__(self, fields: _Fields_contra, /, *, is_doubtful: bool) -> _Request_co:
+        """Make a request of the fields. `is_doubtful`: what its prompt depends on is not known."""
+        ...
+
+
+def read(
+    decoder: msgspec.json.Decoder[_Body],
+    kind: type[_Body],
+    body: bytes,
+    build: _Build[_Body, _Request],
+) -> _Request:
+    """Read a body with the fast decoder, else field by field. Raises BadRequestError."""
+    try:
+        fields = decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        found = lax.read(kind, body)
+        request = build(found.body, is_doubtful=found.shapes_prompt(BESIDES_PROMPT))
+        return msgspec.structs.replace(request, removed=found.removed)
+    return build(fields, is_doubtful=False)
 
 
 def error_message(error: KvRouterError) -> str:
@@ -137,26 +185,6 @@ def error_answer(error: KvRouterError, request_id: str) -> Answer:
 def error_event(error: KvRouterError) -> bytes:
     """The same as a server-sent event, for a stream whose status was sent already."""
     return b"data: " + error_body(error) + b"\n\n"
-
-
-def decode(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:
-    """Decode a JSON body. Raises BadRequestError for anything else."""
-    if not body.strip():
-        raise BadRequestError("the request has no body: send a JSON object")
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:  # before DecodeError, its base class
-        raise BadRequestError(str(error), param=_field_named_in(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadRequestError(f"the body is not valid JSON: {error}") from error
-    except RecursionError as error:
-        raise BadRequestError("the body is nested too deeply") from error
-
-
-def _field_named_in(error: msgspec.ValidationError) -> str | None:
-    """`messages` for "Expected `object`, got `str` - at `$.messages[0]`"."""
-    path = re.search(r"`\$\.(\w+)", str(error))
-    return path and path[1]
 
 
 def _request(body: _Common, prompt: Prompt | None) -> CompletionRequest:
@@ -227,10 +255,11 @@ def template_variables(given: dict[str, Any] | None, effort: str | None) -> dict
     return variables
 
 
-def _completion_prompt(body: _CompletionBody) -> TextPrompt | TokenPrompt:
+def _completion_prompt(body: _CompletionBody) -> TextPrompt | TokenPrompt | None:
+    """None for a list that is empty or mixed: the engine judges it."""
     prompt, kept = body.prompt, _kept_tokens(body)
     if not prompt:
-        raise BadRequestError("`prompt` must be given, and not be empty", param="prompt")
+        return None
     if isinstance(prompt, str):
         return TextPrompt([prompt], body.add_special_tokens is not False, kept)
     if _is_token_ids(prompt):
@@ -239,11 +268,7 @@ def _completion_prompt(body: _CompletionBody) -> TextPrompt | TokenPrompt:
         return TokenPrompt(prompt, kept)
     if _is_list_of_strings(prompt):
         return TextPrompt(prompt, body.add_special_tokens is not False, kept)
-    raise BadRequestError(
-        "`prompt` must be a string, a list of strings, a list of token ids, or a list of such lists that are "
-        "not empty",
-        param="prompt",
-    )
+    return None
 
 
 def _is_token_ids(prompt: list[Any]) -> TypeGuard[list[int]]:

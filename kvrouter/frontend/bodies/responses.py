@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,12 +18,13 @@ import msgspec
 from kvrouter.core.tables.predictions import Usage
 from kvrouter.core.wire.values import valid_unicode
 from kvrouter.errors import BadRequestError, KvRouterError
+from kvrouter.frontend.bodies import lax
 from kvrouter.frontend.bodies.nvext import Nvext
 from kvrouter.frontend.bodies.openai import (
     CompletionRequest,
-    decode,
     error_body,
     priority_of,
+    read,
     salt_of,
     template_variables,
 )
@@ -56,7 +58,7 @@ class _Reasoning(msgspec.Struct):
     effort: str | None = None
 
 
-class _Fields(msgspec.Struct):
+class _Fields(lax.Guarded):
     """What placing needs besides the prompt."""
 
     model: str | None = None
@@ -102,7 +104,6 @@ class _LastEvent(msgspec.Struct):
 _LAST_EVENT = b"\ndata: "
 _decode_answer = msgspec.json.Decoder(_Answer).decode
 _decode_last_event = msgspec.json.Decoder(_LastEvent).decode
-_FIELDS = msgspec.json.Decoder(_Fields)
 _BODY = msgspec.json.Decoder(_Body)
 
 
@@ -111,11 +112,15 @@ def parse(body: bytes, history: Sequence[Message] | None = None) -> ResponseRequ
 
     `history`: the chat up to the response that the body names as `previous_response_id`; None if not known.
     """
+    return read(_BODY, _Body, body, partial(_of_body, history))
+
+
+def _of_body(history: Sequence[Message] | None, asked: _Body, /, *, is_doubtful: bool) -> ResponseRequest:
     try:
-        asked = decode(_BODY, body)
-        return _request(asked, _prompt(asked, history))
+        prompt = None if is_doubtful else _prompt(asked, history)
     except (BadRequestError, RecursionError):
-        return _request(decode(_FIELDS, body), None)
+        prompt = None  # the engine has its own reason to reject it
+    return _request(asked, prompt)
 
 
 def error_event(error: KvRouterError) -> bytes:

@@ -178,7 +178,7 @@ def test_unreadable(body: dict[str, Any]) -> None:
     assert (None, "m", True, "s") == (request.prompt, request.model, request.stream, request.cache_salt)
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b'{"model": 1}', b"[" * 100_000, b'{"a": "\xff'])
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"[" * 100_000, b'{"a": "\xff'])
 def test_no_request(body: bytes) -> None:
     """What is not a JSON object of a request is rejected."""
     with pytest.raises(BadRequestError):

@@ -193,8 +193,6 @@ def test_truncation(truncation: dict[str, Any], kept: slice | None) -> None:
 @pytest.mark.parametrize(
     "prompt",
     [
-        None,
-        "",
         [],
         [[]],
         [[1], []],
@@ -209,33 +207,50 @@ def test_truncation(truncation: dict[str, Any], kept: slice | None) -> None:
         {},
     ],
 )
-def test_malformed_prompt(prompt: object) -> None:
-    """An empty prompt, a mixed list or an invalid token id is rejected with the name of its field."""
+def test_unreadable_prompt(prompt: object) -> None:
+    """A mixed list or an invalid token id has no prompt here: the engine judges it."""
+    assert completion(prompt=prompt).prompt is None
+
+
+@pytest.mark.parametrize("prompt", [None, ""])
+def test_no_prompt(prompt: object) -> None:
+    """Without a prompt a completion is rejected with the name of the field, as by every engine."""
     with pytest.raises(BadRequestError) as caught:
         completion(prompt=prompt)
     assert "prompt" == caught.value.param
 
 
+def test_no_messages() -> None:
+    """Without messages a chat is rejected, as by every engine."""
+    with pytest.raises(BadRequestError) as caught:
+        chat(messages=None)
+    assert "messages" == caught.value.param
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("messages", None),
         ("messages", []),
         ("messages", "hello"),
         ("messages", ["hello"]),
-        ("model", 1),
-        ("stream", "yes"),
         ("tools", {}),
-        ("n", "two"),
         ("cache_salt", 1),
         ("chat_template_kwargs", []),
+        ("add_generation_prompt", "perhaps"),
+        ("truncate_prompt_tokens", "two"),
     ],
 )
-def test_malformed_field(field: str, value: object) -> None:
-    """A field of a wrong type is rejected with its name."""
-    with pytest.raises(BadRequestError) as caught:
-        chat(**{field: value})
-    assert field == caught.value.param
+def test_unreadable_field_of_the_prompt(field: str, value: object) -> None:
+    """If a field on which the prompt depends cannot be read, the prompt is not known; the engine judges."""
+    asked = chat(**{"model": "m", "stream": True, field: value})
+
+    assert (None, "m", True) == (asked.prompt, asked.model, asked.stream)
+
+
+@pytest.mark.parametrize(("field", "value"), [("model", 1), ("stream", "perhaps"), ("n", "two"), ("n", 1.5)])
+def test_unreadable_field(field: str, value: object) -> None:
+    """Any other field that cannot be read is as if absent."""
+    assert chat() == chat(**{field: value})
 
 
 @pytest.mark.parametrize("body", [b"", b" \n", b"{", b"null", b"[]", b'"a"', b"{]", b"hello", b"\xff\xfe"])

@@ -1,0 +1,224 @@
+"""Bodies that the fast decoders refuse: their fields are read one by one, as leniently as engines read them.
+
+    body ──fast, typed──> fields                                             nearly all bodies
+       └─refused──> raw fields ──each: typed, else as pydantic takes it──> fields
+                         ├── unreadable: as if absent; if the prompt depends on it, placed by load
+                         └── that no client may send (Guarded): removed, see edits.py
+
+Engines read a body with Python's json and check it with pydantic in its lax mode: `"n": 1.0` is accepted
+there, and so are `"stream": "true"`, NaN and UTF-16. The engine judges what cannot be read here.
+Sources: pydantic 2, "Conversion table"; RFC 8259; CPython, json.loads.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping
+from types import NoneType, UnionType
+from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin
+
+import msgspec
+from msgspec import Raw, Struct
+
+from kvrouter.errors import BadRequestError
+
+# Python's json cannot be interrupted; it reads this much in 5 ms.
+MOST_SLOW_BYTES = 256 * 1024
+# Fields of kvrouter's own: a wrong one is an error here, as no engine gets it.
+_OWN = frozenset({"kvrouter", "nvext"})
+# Objects inside a body in which engines look for the same fields.
+_CONTAINERS = frozenset({"vllm_xargs", "extra_args", "sampling_params", "custom_params", "extra_body"})
+_MOST_DEPTH = 4
+_TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
+_FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
+# pydantic's: digits with single underscores between them, and a fraction of zeros.
+_INTEGER = re.compile(r"\s*([+-]?\d+(?:_\d+)*)(?:\.0*)?\s*", re.ASCII)
+_MOST_DIGITS = 40
+_NULL = b"null"
+
+_Body = TypeVar("_Body", bound=Struct)
+_decode_fields = msgspec.json.Decoder(dict[str, Raw]).decode
+_decode_items = msgspec.json.Decoder(list[Raw]).decode
+
+
+class Guarded(Struct):
+    """Fields that no client may send, as engines take them from routers and hand-over partners only.
+
+    With any value but null the fast decoder refuses the body, which costs other bodies nothing.
+    """
+
+    kv_transfer_params: None = None
+    bootstrap_host: None = None
+    bootstrap_port: None = None
+    bootstrap_room: None = None
+    bootstrap_pair_key: None = None
+    disagg_prefill_dp_rank: None = None
+    kv_cache_report_mode: None = None
+
+
+class Found(Struct, Generic[_Body], frozen=True):
+    """What could be read of a body."""
+
+    body: _Body
+    unreadable: frozenset[str]
+    removed: tuple[str, ...]
+    """The kinds of fields in it that no client may send."""
+
+    def shapes_prompt(self, others: Collection[str]) -> bool:
+        """Whether a field is unreadable on which the prompt may depend: all do but `others`."""
+        return not self.unreadable <= set(others)
+
+
+def read(kind: type[_Body], body: bytes) -> Found[_Body]:
+    """Read each field of `kind` by itself. Raises BadRequestError for what is no JSON object."""
+    fields = fields_of(body)
+    values, unreadable = {}, set()
+    for field in msgspec.structs.fields(kind):
+        raw = fields.get(field.encode_name)
+        if raw is None or field.type is NoneType or bytes(raw) == _NULL:
+            continue
+        try:
+            values[field.name] = _value(field.name, raw, field.type)
+        except (ValueError, RecursionError):
+            unreadable.add(field.name)
+    return Found(kind(**values), frozenset(unreadable), tuple(sorted(guarded_in(fields))))
+
+
+def fields_of(body: bytes) -> dict[str, Raw]:
+    """The fields of an object, each as it is written. Raises BadRequestError."""
+    if not body.strip():
+        raise BadRequestError("the request has no body: send a JSON object")
+    try:
+        return _decode_fields(body)
+    except msgspec.ValidationError as error:  # before DecodeError, its base class
+        raise BadRequestError(f"the body is not a JSON object: {error}") from None
+    except RecursionError:
+        raise BadRequestError("the body is nested too deeply") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return _python_fields(body, error)
+
+
+def _python_fields(body: bytes, error: Exception) -> dict[str, Raw]:
+    """With Python's json, which reads NaN, and halves of surrogate pairs."""
+    try:
+        value = json.loads(body if len(body) <= MOST_SLOW_BYTES else b"null")
+        if not isinstance(value, dict):
+            raise ValueError(value)
+        fields = {name: Raw(json.dumps(each).encode()) for name, each in value.items()}
+        msgspec.json.encode(list(fields))  # a name may be no Unicode
+    except ValueError:
+        raise BadRequestError(f"the body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise BadRequestError("the body is nested too deeply") from None
+    return fields
+
+
+def _value(name: str, raw: Raw, kind: Any) -> Any:
+    """A field as its type has it. Raises ValueError, or BadRequestError for a field of kvrouter's own."""
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        if name in _OWN:
+            raise BadRequestError(_named(error, name), param=name) from None
+        kinds = _kinds(kind)
+        value = msgspec.json.decode(raw)
+    if bool in kinds:
+        return as_bool(value)
+    if int in kinds:
+        return msgspec.convert(as_int(value), kind)
+    raise ValueError(name)
+
+
+def _named(error: Exception, name: str) -> str:
+    """`Expected … - at `$.kvrouter.mode`` for an error inside the value of this field."""
+    text, at, path = str(error).rpartition(" - at `$")
+    return f"{text}{at}.{name}{path}" if at else f"{error} - at `$.{name}`"
+
+
+def _kinds(kind: Any) -> set[Any]:
+    if get_origin(kind) is Annotated:
+        return _kinds(get_args(kind)[0])
+    if get_origin(kind) is UnionType or str(get_origin(kind)) == "typing.Union":
+        return {found for each in get_args(kind) for found in _kinds(each)}
+    return {kind}
+
+
+def as_bool(value: object) -> bool:
+    """As pydantic takes it. Raises ValueError."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int | float) and value in {0, 1}:
+        return bool(value)
+    if isinstance(value, str) and value.lower() in _TRUE | _FALSE:
+        return value.lower() in _TRUE
+    raise ValueError(value)
+
+
+def as_int(value: object) -> int:
+    """As pydantic takes it. Raises ValueError."""
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float) and math.isfinite(value) and value.is_integer():
+        return int(value)
+    found = _INTEGER.fullmatch(value) if isinstance(value, str) and len(value) <= _MOST_DIGITS else None
+    if found is None:
+        raise ValueError(value)
+    return int(found[1])
+
+
+# Fields that no client may send
+
+
+def kind_of(name: str) -> str:
+    """The kind of a field that no client may send; empty: any other field."""
+    if name in {"kv_transfer_params", "kv_cache_report_mode"}:
+        return name
+    return next((f"{start}*" for start in ("bootstrap_", "disagg_") if name.startswith(start)), "")
+
+
+def guarded_in(fields: Mapping[str, Raw], depth: int = 0) -> set[str]:
+    """The kinds of such fields, also inside the objects in which engines look for them."""
+    found = {kind for name in fields if (kind := kind_of(name))}
+    for name in _CONTAINERS & fields.keys() if depth < _MOST_DEPTH else ():
+        for inner in _objects(fields[name]):
+            found |= guarded_in(inner, depth + 1)
+    return found
+
+
+def without_guarded(fields: Mapping[str, Raw], depth: int = 0) -> dict[str, Raw]:
+    """The fields without those that no client may send. All others keep their bytes."""
+    kept = {name: raw for name, raw in fields.items() if not kind_of(name)}
+    for name in _CONTAINERS & kept.keys() if depth < _MOST_DEPTH else ():
+        raw = kept[name]
+        if any(guarded_in(inner, depth + 1) for inner in _objects(raw)):
+            cleaned = [msgspec.json.encode(without_guarded(inner, depth + 1)) for inner in _objects(raw)]
+            is_list = bytes(raw).lstrip().startswith(b"[")
+            kept[name] = Raw(b"[%b]" % b",".join(cleaned) if is_list else cleaned[0])
+    return kept
+
+
+def _objects(raw: Raw) -> Iterable[dict[str, Raw]]:
+    """An object, or those in a list."""
+    try:
+        items = _decode_items(raw) if bytes(raw).lstrip().startswith(b"[") else [raw]
+        return [_decode_fields(item) for item in items]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ()  # not what an engine takes
+
+
+# UTF-16 and UTF-32
+
+
+def in_utf8(body: bytes) -> bytes:
+    """The body in UTF-8 without a byte order mark. Python's json, and so an engine, reads the others, too."""
+    if body.startswith((b'{"', b"{\n", b"{ ")):  # nearly always
+        return body
+    coding = json.detect_encoding(body)
+    if coding == "utf-8":
+        return body
+    try:
+        return body.decode(coding, "surrogatepass").encode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        return body  # not JSON either

@@ -1,0 +1,255 @@
+"""Bodies that the fast decoders refuse, read as an engine reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pydantic
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrouter.errors import BadRequestError
+from kvrouter.frontend.bodies import lax
+from kvrouter.frontend.bodies.apis import BY_PATH
+from kvrouter.frontend.bodies.edits import apply, edits_of, removed_from
+from kvrouter.frontend.bodies.openai import CompletionRequest
+from tests.frontend.fleet import BODY, FleetOf
+
+parses = pytest.mark.parametrize("parse", [api.parse for api in BY_PATH.values()], ids=list(BY_PATH))
+WORDS = ["true", "TRUE", "on", "Off", "yes", "n", "T", "f", "1", "0", " true", "maybe", ""]
+NUMBERS = ["1.0", "2.50", " 7 ", "+3", "-0", "1_000", "1__0", "0x1", "1e3", "²", "٣", "9" * 30, "nan", "1."]
+scalars: st.SearchStrategy[Any] = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.integers(-2, 2)
+    | st.floats()
+    | st.sampled_from([0.0, 1.0, -0.0, 2.0])
+    | st.text(max_size=5)
+    | st.sampled_from(WORDS + NUMBERS)
+)
+values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(), inner))
+
+
+def accepted(kind: type, value: object) -> tuple[bool, Any]:
+    """Whether pydantic takes a value, and as what."""
+    try:
+        return True, pydantic.TypeAdapter(kind).validate_python(value)
+    except pydantic.ValidationError:
+        return False, None
+
+
+@pytest.mark.parametrize(("read", "kind"), [(lax.as_bool, bool), (lax.as_int, int)])
+@given(value=values)
+def test_as_pydantic(read: Callable[[object], Any], kind: type, value: object) -> None:
+    """Booleans and whole numbers are read exactly as pydantic reads them, the oracle of every engine."""
+    is_accepted, expected = accepted(kind, value)
+    if isinstance(value, str) and len(value) > 40:
+        return  # a longer number is no number here
+    try:
+        found = read(value)
+    except ValueError:
+        assert not is_accepted, (value, expected)
+    else:
+        assert (True, expected) == (is_accepted, found)
+
+
+def body_of(**fields: Any) -> dict[str, Any]:
+    """A body that each API accepts."""
+    chat = [{"role": "user", "content": "x"}]
+    return {"model": "m", "messages": chat, "prompt": [1, 2], "input": "x", "max_tokens": 4, **fields}
+
+
+@parses
+@given(stream=scalars, n=scalars, unknown=values)
+def test_never_refused(
+    parse: Callable[[bytes], CompletionRequest], stream: object, n: object, unknown: object
+) -> None:
+    """No value of an engine's field is refused, and those that pydantic takes are read as it reads them."""
+    asked = parse(json.dumps(body_of(stream=stream, n=n, unheard_of=unknown)).encode())
+
+    is_accepted, expected = accepted(bool, stream)
+    assert asked.stream is (expected if is_accepted and stream is not None else False)
+    assert "m" == asked.model
+
+
+@parses
+@given(name=st.sampled_from(["messages", "prompt", "input", "tools", "model", "cache_salt"]), value=values)
+def test_any_value(parse: Callable[[bytes], CompletionRequest], name: str, value: object) -> None:
+    """A field that cannot be read costs the prompt at most; only a missing prompt is an error."""
+    body = json.dumps(body_of(**{name: value})).encode()
+    if name in {"messages", "prompt"} and value in (None, ""):
+        return  # missing: see test_openai.py
+
+    assert parse(body).stream is False
+
+
+@parses
+@pytest.mark.parametrize("coding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"])
+def test_codings(parse: Callable[[bytes], CompletionRequest], coding: str) -> None:
+    """A body in any coding of Unicode is the same body."""
+    text = json.dumps(body_of(user="é𝄞"), ensure_ascii=False)
+
+    assert text.encode() == lax.in_utf8(text.encode(coding))
+    assert parse(text.encode()) == parse(lax.in_utf8(text.encode(coding)))
+
+
+@given(st.binary(max_size=40))
+def test_in_utf8(data: bytes) -> None:
+    """Any bytes come back as bytes; what is UTF-8 is left alone."""
+    assert isinstance(lax.in_utf8(data), bytes)
+
+
+@parses
+@pytest.mark.parametrize("odd", [b'"\\ud800"', b"NaN", b"[Infinity, -Infinity]", b'{"a": NaN}'])
+def test_what_python_reads(parse: Callable[[bytes], CompletionRequest], odd: bytes) -> None:
+    """What Python's json reads is JSON enough: engines use it."""
+    body = json.dumps(body_of(stream=1)).encode()
+    asked = parse(body[:-1] + b', "odd": %b}' % odd)
+
+    assert ("m", True) == (asked.model, asked.stream)
+
+
+@parses
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"kvrouter": 5}, "$.kvrouter"),
+        ({"kvrouter": [{}], "stream": 1}, "$.kvrouter"),
+        ({"nvext": {"agent_hints": {"priority": "high"}}}, "$.nvext.agent_hints.priority"),
+    ],
+)
+def test_own_fields(parse: Callable[[bytes], CompletionRequest], fields: dict[str, Any], said: str) -> None:
+    """A field of kvrouter's own is checked here, as no engine gets it."""
+    with pytest.raises(BadRequestError) as caught:
+        parse(json.dumps(body_of(**fields)).encode())
+
+    assert said in str(caught.value)
+
+
+# Fields that no client may send
+
+FORBIDDEN = {
+    "kv_transfer_params": "kv_transfer_params",
+    "bootstrap_host": "bootstrap_*",
+    "bootstrap_port": "bootstrap_*",
+    "bootstrap_room": "bootstrap_*",
+    "bootstrap_pair_key": "bootstrap_*",
+    "disagg_prefill_dp_rank": "disagg_*",
+    "kv_cache_report_mode": "kv_cache_report_mode",
+}
+forged = st.sampled_from([True, 0, "full", [], [1, 2], {"do_remote_prefill": True}])
+
+
+def sent(parse: Callable[[bytes], CompletionRequest], body: bytes) -> tuple[dict[str, Any], set[str]]:
+    """What an engine gets of a body, and what was removed."""
+    asked = parse(body)
+    return json.loads(apply(edits_of(asked), body)), removed_from(asked)
+
+
+@parses
+@given(fields=st.dictionaries(st.sampled_from(sorted(FORBIDDEN)), forged, min_size=1), inside=st.booleans())
+def test_removed(parse: Callable[[bytes], CompletionRequest], fields: dict[str, Any], inside: bool) -> None:
+    """They reach no engine, neither at the top nor in `vllm_xargs`; all other fields do."""
+    kept = {"top_k": 1.50, "vllm_xargs": {"mine": 1}}
+    body = body_of(**kept, **({} if inside else fields))
+    if inside:
+        body["vllm_xargs"] = {**fields, "mine": 1}
+
+    found, removed = sent(parse, json.dumps(body).encode())
+
+    assert body_of(**kept) == found
+    assert {FORBIDDEN[name] for name in fields} == removed
+
+
+@parses
+def test_escaped_and_repeated_names(parse: Callable[[bytes], CompletionRequest]) -> None:
+    """Neither escapes nor repetition hide a name."""
+    plain = json.dumps(body_of()).encode()[:-1]
+    for name in (rb'"\u006bv_transfer_params"', rb'"kv_transfer_param\u0073"'):
+        body = plain + b', %b: {"a": 1}, "kv_transfer_params": {"b": 2}, %b: null}' % (name, name)
+        found, _ = sent(parse, body)
+        assert body_of() == found
+
+
+@parses
+def test_text_is_not_a_name(parse: Callable[[bytes], CompletionRequest]) -> None:
+    """A prompt or a tool may speak of these fields."""
+    text = '"kv_transfer_params": {"bootstrap_host": 1}'
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"bootstrap_servers": {}}}}
+    body = body_of(messages=[{"role": "user", "content": text}], tools=[tool])
+
+    assert (body, set()) == sent(parse, json.dumps(body).encode())
+
+
+PLACES = [
+    {"sampling_params": {"extra_args": {"kv_transfer_params": {"a": 1}}, "n": 1}},
+    {"sampling_params": [{"kv_cache_report_mode": "full"}, {"n": 1}]},
+    {"extra_args": {"bootstrap_room": 7}},
+    {"kv_transfer_params": {"a": 1}},
+    {"bootstrap_room": [1, 2], "bootstrap_host": "h"},
+]
+
+
+@pytest.mark.parametrize("fields", PLACES)
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
+async def test_on_the_way(fleet_of: FleetOf, fields: dict[str, Any], path: str) -> None:
+    """On routes that are passed on, too; it is counted, and so are SGLang's headers."""
+    async with fleet_of() as fleet:
+        body = {"model": "m", "input": "x", **fields}
+        headers = ("X-Override-Bootstrap-Host: h", "x-override-priority: 9")
+        assert 200 == (await fleet.ask(body, *headers, path=path)).status
+
+        (received,) = [each for worker in fleet.workers for each in worker.requests]
+        metrics = (await fleet.get("/metrics")).body
+        assert not any(name.encode() in received.body for name in FORBIDDEN)
+        assert b"x-override" not in received.head.lower()
+        assert b'kvrouter_removed_fields_total{field="x-override-*"} 1.0' in metrics
+        assert 2 <= metrics.count(b"kvrouter_removed_fields_total{")
+
+
+async def test_plain_bodies_keep_their_bytes(fleet_of: FleetOf) -> None:
+    """A body without such fields reaches the engine byte for byte; nothing is counted."""
+    body = json.dumps({**BODY, "temperature": 1.50}, indent=1).encode().replace(b"1.5", b"1.50")
+    async with fleet_of() as fleet:
+        await fleet.ask(body)
+
+        assert [body] == [each.body for worker in fleet.workers for each in worker.requests]
+        assert b"kvrouter_removed_fields_total{" not in (await fleet.get("/metrics")).body
+
+
+async def test_in_forms(fleet_of: FleetOf) -> None:
+    """A part of a form under such a name is emptied, and `vllm_xargs` in a form is cleaned."""
+    parts = {
+        "model": b"m",
+        "kv_transfer_params": b'{"do_remote_prefill": true}',
+        "vllm_xargs": b'{"kv_cache_report_mode": "full", "mine": 1}',
+        "file": bytes(range(256)),
+    }
+    pieces = [
+        b'--b\r\ncontent-disposition: form-data; name="%b"\r\n\r\n%b\r\n' % (name.encode(), content)
+        for name, content in parts.items()
+    ]
+    async with fleet_of() as fleet:
+        kind = "content-type: multipart/form-data; boundary=b"
+        body = b"".join(pieces) + b"--b--\r\n"
+        assert 200 == (await fleet.ask(body, kind, path="/v1/audio/transcriptions")).status
+
+        (received,) = [each.body for worker in fleet.workers for each in worker.requests]
+        assert received.count(b"--b") == body.count(b"--b")
+        assert b"remote_prefill" not in received
+        assert b"kv_" not in received
+        assert b'{"mine":1}' in received
+        assert bytes(range(256)) in received
+
+
+def test_every_name_is_guarded() -> None:
+    """The fast decoder refuses each of these names, so that none of them passes unread."""
+    guarded = {field.name for field in msgspec.structs.fields(lax.Guarded)}
+
+    assert set(FORBIDDEN) == guarded
+    assert all(FORBIDDEN[name] == lax.kind_of(name) for name in guarded)
