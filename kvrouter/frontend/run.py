@@ -38,6 +38,7 @@ from kvrouter.frontend.decision_views import DECISION_PATH, DecisionViews
 from kvrouter.frontend.dry_route import DryRoute
 from kvrouter.frontend.http_server import Site, http_server, wait_for_any
 from kvrouter.frontend.hung_engines import probing
+from kvrouter.frontend.openapi import check_root_path
 from kvrouter.frontend.operators import KeyGate
 from kvrouter.frontend.overrides import Dialect
 from kvrouter.frontend.reload import Reload, Running
@@ -165,6 +166,7 @@ async def running_frontend(
 
     `hurried` ends the draining early. `loaded`: where the options come from, if they can be read again.
     """
+    check_root_path(options.root_path)
     registry = Registry()
     register_build(registry)
     tls = trusting(options.tls.worker_ca)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from ipaddress import ip_network
@@ -38,6 +39,7 @@ FROM_PORT = -1
 """`admin_port` before it is worked out."""
 MOST_DECISIONS = 100_000
 _LIMITS = Limits()
+_ROOT_PATH = re.compile(r"(?:/(?!\.{1,2}(?:/|$))[\w.~-]{1,64}){1,8}", re.ASCII)
 
 
 def _read_model_path(text: str) -> tuple[str, str]:
@@ -55,6 +57,13 @@ def _read_host(text: str) -> str:
     if url_error(f"http://[{host}]:1" if ":" in host else f"http://{host}:1"):
         raise ValueError("must be a host name or an address")
     return host
+
+
+def _read_root_path(text: str) -> str:
+    path = text.rstrip("/")
+    if path and not _ROOT_PATH.fullmatch(path):
+        raise ValueError("must be a path of plain segments, as in /api/llm")
+    return path
 
 
 def _model_path_text(pair: tuple[str, str]) -> str:
@@ -380,6 +389,14 @@ class FrontendOptions(CommonOptions):
         old=("--http-port",),
         heading="Listening",
         is_top=True,
+    )
+    root_path: str = setting(
+        "",
+        "path of a proxy under which clients reach this port; requests are served with it and without it",
+        metavar="/PATH",
+        default_text="none",
+        read=_read_root_path,
+        heading="Listening",
     )
     router_mode: str = setting(
         "kv",
