@@ -6,9 +6,13 @@ body ──> parsed fields ──> pool ──> overrides ──> tokens, hashes
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
+from typing import TypeVar
 
 from msgspec import UNSET, Struct
+from msgspec.structs import replace
 
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.pools import Pools
@@ -18,8 +22,9 @@ from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.errors import BadRequestError
 from kvrouter.frontend import passthrough
 from kvrouter.frontend.bodies import openai, responses
+from kvrouter.frontend.bodies.aliases import renamed, renamed_target
 from kvrouter.frontend.bodies.apis import Api
-from kvrouter.frontend.bodies.edits import apply, edits_of, with_request_id
+from kvrouter.frontend.bodies.edits import Edit, apply, edits_of, with_request_id
 from kvrouter.frontend.bodies.large import LARGE_BYTES, LargeBody
 from kvrouter.frontend.kept_responses import (
     MOST_ID_CHARACTERS,
@@ -44,6 +49,8 @@ from kvrouter.relay.request import Request
 from kvrouter.telemetry.metrics import RequestMetrics
 from kvrouter.tokens import prompt as texts
 from kvrouter.tokens.prompt import ChatPrompt
+
+Asked = TypeVar("Asked", bound=openai.CompletionRequest)
 
 # A text with more characters than this for each token of the model's length is not tokenized: its engine will
 # reject it, and tokenizing 30 MB of text would take 40 s.
@@ -77,11 +84,19 @@ class Work(Struct, frozen=True):
 
 
 class Accept:
-    def __init__(self, pools: Pools, blocks: PromptWays, metrics: RequestMetrics, dialect: Dialect) -> None:
+    def __init__(
+        self,
+        pools: Pools,
+        blocks: PromptWays,
+        metrics: RequestMetrics,
+        dialect: Dialect,
+        aliases: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._pools = pools
         self._blocks = blocks
         self._metrics = metrics
         self.dialect = dialect
+        self.aliases = aliases
         self.kept = KeptResponses()
         self._until_timed = 1
 
@@ -95,7 +110,7 @@ class Accept:
         large = await LargeBody.read(body) if parse is not None and len(body) > LARGE_BYTES else None
         readable = body if large is None else large.rest
         asked = passthrough.parse(request, readable) if parse is None else parse(readable)
-        router = self._pools.router_for(asked.model)
+        router = self._pools.router_for(self.aliases.get(asked.model or "", asked.model))
         if isinstance(asked, responses.ResponseRequest):
             before = self._response_before(asked, router, received_at)
             if before is not None:
@@ -104,6 +119,7 @@ class Accept:
             of_responses = asked
         if large is not None and large.runs and parse is not None:
             asked = await large.with_ids(asked, parse, _longest_context(router.pool))
+        asked, rename = _without_alias(request, asked, self.aliases)
         overrides = self._overrides(request, asked)
         wanted, mode = None, overrides.mode
         if overrides.target:
@@ -139,7 +155,7 @@ class Accept:
             mode,
             reads_cache=asked.reads_cache,
         )
-        sent, response = _edited(body, large, asked), None
+        sent, response = _edited(body, large, asked, rename), None
         if of_responses is not None:
             sent, response = _with_id(sent, of_responses, before)
         return Work(
@@ -210,10 +226,26 @@ def _with_id(
     return body if asked.own_id is not None else with_request_id(body, response_id), new
 
 
-def _edited(body: bytes, large: LargeBody | None, asked: openai.CompletionRequest) -> bytes:
-    if asked.kvrouter is None and asked.engine_arguments is UNSET and asked.nvext is None:
+def _without_alias(request: Request, asked: Asked, aliases: Mapping[str, str]) -> tuple[Asked, Edit | None]:
+    """The request by its model's own name, and the edit that its body needs. Its query is changed at once."""
+    alias = asked.model
+    if alias is None or alias not in aliases:
+        return asked, None
+    model, head = aliases[alias], request.head
+    target = renamed_target(head.path, alias, model)
+    if target != head.path:
+        request.head = head.with_path(target)  # a new one: requests share heads
+    content_type = request.headers.get("content-type", "")
+    edit = partial(renamed, content_type=content_type, alias=alias, model=model)
+    return replace(asked, model=model), edit
+
+
+def _edited(
+    body: bytes, large: LargeBody | None, asked: openai.CompletionRequest, rename: Edit | None
+) -> bytes:
+    if rename is None and asked.kvrouter is None and asked.engine_arguments is UNSET and asked.nvext is None:
         return body
-    edits = edits_of(asked)
+    edits = [*edits_of(asked), *([rename] if rename is not None else [])]
     return apply(edits, body) if large is None else large.edited(edits)
 
 

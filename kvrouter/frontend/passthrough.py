@@ -9,13 +9,13 @@ Only the routes listed here are passed on. An engine's /metrics, /health and adm
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from kvrouter.errors import BadRequestError
+from kvrouter.frontend.bodies.forms import FORM, form_fields
 from kvrouter.frontend.bodies.large import LARGE_BYTES
 from kvrouter.frontend.bodies.openai import CompletionRequest, parse_completion
 from kvrouter.relay.request import Request
@@ -43,13 +43,6 @@ EMBEDDINGS = "/v1/embeddings"
 # batch of documents, which begin differently, and would be as many questions.
 _FEWEST_INPUT_BYTES = 512
 _MOST_INPUTS = 4
-
-# Parts of a form in which `model` and `stream` are searched: bounds the work for a hostile body.
-_MAX_PARTS = 64
-_FORM = "multipart/form-data"
-_NAME = re.compile(rb';\s*name="?([^";\r\n]*)', re.IGNORECASE)
-
-_BOUNDARY = re.compile(r';\s*boundary="?([^";]+)', re.IGNORECASE)
 
 # Overrides have a few short fields. Larger ones are rejected before objects are made of them.
 _MOST_OVERRIDES_BYTES = 64 * 1024
@@ -87,8 +80,8 @@ def parse(request: Request, body: bytes) -> CompletionRequest:
     Raises BadRequestError for invalid JSON. Invalid forms are left to the engine.
     """
     fields = _Body()
-    if request.content_type == _FORM:
-        fields = _of_form(body, _BOUNDARY.search(request.headers["content-type"]))
+    if request.content_type == FORM:
+        fields = _of_form(body, request.headers["content-type"])
     elif body and is_json(request):
         fields = _of_json(body)
     embeds = EMBEDDINGS in {request.head.route, fields.path}
@@ -140,18 +133,11 @@ def _overrides(raw: msgspec.Raw) -> dict[str, Any] | None:
         raise BadRequestError(f"{error} - at `$.kvrouter`", param="kvrouter") from error
 
 
-def _of_form(body: bytes, boundary: re.Match[str] | None) -> _Body:
-    """The fields `model` and `stream` of a form. Files in it are skipped, not copied."""
-    found: dict[str, str] = {}
-    delimiter = b"--" + boundary[1].encode("utf-8", "surrogateescape") if boundary else b""
-    start = body.find(delimiter) if boundary else -1
-    for _ in range(_MAX_PARTS):
-        head_end = body.find(b"\r\n\r\n", start)
-        end = body.find(b"\r\n" + delimiter, start + 1)
-        if start < 0 or head_end < 0 or end < 0:
-            break
-        name = _NAME.search(body, start, head_end)
-        if name is not None and name[1] in {b"model", b"stream"}:
-            found[name[1].decode()] = body[head_end + 4 : end][:256].decode("utf-8", "replace")
-        start = end + 2
-    return _Body(found.get("model") or None, found.get("stream", "").lower() in {"true", "1"})
+def _of_form(body: bytes, content_type: str) -> _Body:
+    """The fields `model` and `stream` of a form."""
+    found = {
+        name: body[start:end][:256].decode("utf-8", "replace")
+        for name, start, end in form_fields(body, content_type)
+        if name in {b"model", b"stream"}
+    }
+    return _Body(found.get(b"model") or None, found.get(b"stream", "").lower() in {"true", "1"})

@@ -20,6 +20,7 @@ from kvrouter.core.tables.sessions import DEFAULT_TTL_S
 from kvrouter.core.tables.text_index import TextIndexSettings
 from kvrouter.core.wire.values import url_error
 from kvrouter.errors import ConfigError
+from kvrouter.frontend.bodies.aliases import read_alias, resolved
 from kvrouter.frontend.dynamo_flags import DynamoOptions
 from kvrouter.policies import CUSTOM, SERVED_MODES, PolicySettings
 from kvrouter.policies.files import PolicyFiles
@@ -495,6 +496,16 @@ class FrontendOptions(CommonOptions):
         least=0,
         old=("--drain-timeout",),
     )
+    model_aliases: tuple[tuple[str, str], ...] = setting(
+        (),
+        "another name for a model or adapter that workers serve; it goes before a model of that name",
+        name="model-alias",
+        metavar="NAME=MODEL",
+        read=read_alias,
+        text="=".join,
+        is_repeated=True,
+        reloadable=True,
+    )
     process: ProcessOptions = field(default_factory=ProcessOptions)
     tls: TlsOptions = field(default_factory=TlsOptions)
     access: AccessOptions = field(default_factory=AccessOptions)
@@ -502,6 +513,7 @@ class FrontendOptions(CommonOptions):
     dynamo: DynamoOptions = field(default_factory=DynamoOptions)
 
     def checked(self) -> Self:
+        resolved(self.model_aliases)
         # One late heartbeat must not look like a lost worker.
         if self.lease_s < 2 * self.heartbeat_s:
             raise ConfigError(
@@ -538,6 +550,11 @@ class FrontendOptions(CommonOptions):
     def replica(self) -> ReplicaSettings:
         synced = bool(self.router_replica_sync) or self.process.processes > 1
         return ReplicaSettings(self.pool, synced, round(self.lease_s / self.heartbeat_s), self.heartbeat_s)
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """The model of each alias."""
+        return resolved(self.model_aliases)
 
     @property
     def limits(self) -> Limits:

@@ -91,6 +91,9 @@ class RequestHead:
         self.wants_keep_alive = wants_keep_alive
         self._forwarded: dict[tuple[str, bool, bool], bytes] = {}
 
+    def with_path(self, path: str) -> RequestHead:
+        return RequestHead(self.method, path, self.fields, wants_keep_alive=self.wants_keep_alive)
+
     def for_worker(
         self,
         url: str,
