@@ -223,7 +223,8 @@ class Admin:
         return model_entries(pools, self._aliases())
 
     def _degraded(self) -> list[str]:
-        reasons = [*self._nats_away(), *self._replica.degraded(), *self._untokenized()]
+        of_workers = self._audit.degrading()
+        reasons = [*self._nats_away(), *self._replica.degraded(), *of_workers, *self._untokenized()]
         more = len(reasons) - MOST_FEEDS
         return reasons if more <= 0 else [*reasons[:MOST_FEEDS], f"{more} more: see /workers"]
 
