@@ -255,6 +255,14 @@ _ALL = (
         _WHO,
     ),
     Kind(
+        "engine.not_found",
+        "error",
+        "An engine is up and answers every request with 404",
+        "give its agent the URL under which the engine has /v1, with the path of a gateway (--engine-url, "
+        "--advertise-url), or correct the names that the engine lists",
+        "operations.md#predictions-against-the-truth",
+    ),
+    Kind(
         "engine.unhealthy",
         "error",
         "An engine answers, but not as a healthy one",

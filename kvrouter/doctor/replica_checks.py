@@ -26,6 +26,7 @@ _FEW_DESCRIPTORS = 0.8
 # Of problems that audits report: agents' and replicas' findings say them already.
 _AUDITED_HERE = ("token ids of", "have one address", "has no KV events", "prefix caching is off")
 _MOST_PROBLEMS = 200
+_NOT_FOUND = "answered 404 to all"
 # Of verify's differences: what other findings report already, and what more time may settle.
 _KNOWN_OTHERWISE = ("does not see the replica", "--router-replica-sync")
 _NOT_IN_TIME = (
@@ -129,7 +130,8 @@ def _check_problems(shown: Sequence[Replica]) -> Iterator[Finding]:
     unsaid = [(key, urls) for key, urls in found.items() if not any(part in key[1] for part in _AUDITED_HERE)]
     for (subject, text), urls in unsaid[:_MOST_PROBLEMS]:
         where = urls[0] if len(urls) == 1 else f"{len(urls)} replicas"
-        yield Finding(KINDS["replica.problem"], subject, f"{clean(text, 250)} (at {where})")
+        kind = "engine.not_found" if text.startswith(_NOT_FOUND) else "replica.problem"
+        yield Finding(KINDS[kind], subject, f"{clean(text, 250)} (at {where})")
 
 
 def _check_feeds(one: Replica, about: str) -> Iterator[Finding]:

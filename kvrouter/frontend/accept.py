@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
+from typing import TypeVar
 
 from msgspec import UNSET, Struct
+from msgspec.structs import replace
 
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.pools import Pools
@@ -19,8 +23,9 @@ from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.errors import BadRequestError
 from kvrouter.frontend import passthrough
 from kvrouter.frontend.bodies import openai, responses
+from kvrouter.frontend.bodies.aliases import renamed, renamed_target
 from kvrouter.frontend.bodies.apis import Api
-from kvrouter.frontend.bodies.edits import apply, edits_of, removed_from, with_request_id
+from kvrouter.frontend.bodies.edits import Edit, apply, edits_of, removed_from, with_request_id
 from kvrouter.frontend.bodies.large import LARGE_BYTES, LargeBody
 from kvrouter.frontend.bodies.lax import in_utf8
 from kvrouter.frontend.kept_responses import (
@@ -46,6 +51,8 @@ from kvrouter.relay.request import OVERRIDES, Request
 from kvrouter.telemetry.metrics import RequestMetrics
 from kvrouter.tokens import prompt as texts
 from kvrouter.tokens.prompt import ChatPrompt
+
+Asked = TypeVar("Asked", bound=openai.CompletionRequest)
 
 # A text with more characters than this for each token of the model's length is not tokenized: its engine will
 # reject it, and tokenizing 30 MB of text would take 40 s.
@@ -79,11 +86,19 @@ class Work(Struct, frozen=True):
 
 
 class Accept:
-    def __init__(self, pools: Pools, blocks: PromptWays, metrics: RequestMetrics, dialect: Dialect) -> None:
+    def __init__(
+        self,
+        pools: Pools,
+        blocks: PromptWays,
+        metrics: RequestMetrics,
+        dialect: Dialect,
+        aliases: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._pools = pools
         self._blocks = blocks
         self._metrics = metrics
         self.dialect = dialect
+        self.aliases = aliases
         self.kept = KeptResponses()
         self._until_timed = 1
 
@@ -99,7 +114,7 @@ class Accept:
         large = await LargeBody.read(body) if parse is not None and len(body) > LARGE_BYTES else None
         readable = body if large is None else large.rest
         asked = passthrough.parse(request, readable) if parse is None else parse(readable)
-        router = self._pools.router_for(asked.model)
+        router = self._pools.router_for(self.aliases.get(asked.model or "", asked.model))
         if isinstance(asked, responses.ResponseRequest):
             before = self._response_before(asked, router, received_at)
             if before is not None:
@@ -108,6 +123,7 @@ class Accept:
             of_responses = asked
         if large is not None and large.runs and parse is not None:
             asked = await large.with_ids(asked, parse, _longest_context(router.pool))
+        asked, rename = _without_alias(request, asked, self.aliases)
         overrides = self._overrides(request, asked)
         wanted, mode = None, overrides.mode
         if overrides.target:
@@ -143,7 +159,7 @@ class Accept:
             mode,
             reads_cache=asked.reads_cache,
         )
-        sent, response = _edited(body, large, asked), None
+        sent, response = _edited(body, large, asked, rename), None
         if sent is not body or request.head.has_overrides:
             self._count_removed(request, asked)
         if of_responses is not None:
@@ -224,11 +240,27 @@ def _with_id(
     return body if asked.own_id is not None else with_request_id(body, response_id), new
 
 
-def _edited(body: bytes, large: LargeBody | None, asked: openai.CompletionRequest) -> bytes:
+def _without_alias(request: Request, asked: Asked, aliases: Mapping[str, str]) -> tuple[Asked, Edit | None]:
+    """The request by its model's own name, and the edit that its body needs. Its query is changed at once."""
+    alias = asked.model
+    if alias is None or alias not in aliases:
+        return asked, None
+    model, head = aliases[alias], request.head
+    target = renamed_target(head.path, alias, model)
+    if target != head.path:
+        request.head = head.with_path(target)  # a new one: requests share heads
+    content_type = request.headers.get("content-type", "")
+    edit = partial(renamed, content_type=content_type, alias=alias, model=model)
+    return replace(asked, model=model), edit
+
+
+def _edited(
+    body: bytes, large: LargeBody | None, asked: openai.CompletionRequest, rename: Edit | None
+) -> bytes:
     is_plain = asked.kvrouter is None and asked.engine_arguments is UNSET and asked.nvext is None
-    if is_plain and not asked.removed:
+    if is_plain and rename is None and not asked.removed:
         return body
-    edits = edits_of(asked)
+    edits = [*edits_of(asked), *([rename] if rename is not None else [])]
     return apply(edits, body) if large is None else large.edited(edits)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal
@@ -67,6 +67,7 @@ class Admin:
         tokens: Callable[[], dict[str, Any]],
         untokenized: Callable[[], Iterable[str]],
         queue: Callable[[PoolId], dict[str, Any]],
+        aliases: Callable[[], Mapping[str, str]],
         listeners: Listeners,
         ready_timeout_s: float,
     ) -> None:
@@ -79,6 +80,7 @@ class Admin:
         self._tokens = tokens
         self._untokenized = untokenized
         self._queue = queue
+        self._aliases = aliases
         self._listeners = listeners
         self._ready_timeout_s = ready_timeout_s
         self._gave_up_waiting = False
@@ -217,10 +219,12 @@ class Admin:
         return json_answer(entries[name])
 
     def _model_entries(self) -> list[ModelEntry]:
-        return model_entries([router.pool for router in self._replica.routers.values()])
+        pools = [router.pool for router in self._replica.routers.values()]
+        return model_entries(pools, self._aliases())
 
     def _degraded(self) -> list[str]:
-        reasons = [*self._nats_away(), *self._replica.degraded(), *self._untokenized()]
+        of_workers = self._audit.degrading()
+        reasons = [*self._nats_away(), *self._replica.degraded(), *of_workers, *self._untokenized()]
         more = len(reasons) - MOST_FEEDS
         return reasons if more <= 0 else [*reasons[:MOST_FEEDS], f"{more} more: see /workers"]
 

@@ -17,7 +17,7 @@ from kvrouter.relay.answer import Served
 from kvrouter.relay.begun import Begun
 from kvrouter.relay.codings import codings_of, too_large, unpack
 from kvrouter.relay.connection import Refused
-from kvrouter.relay.request import END, Request, RequestHead, host_error, request_id_of
+from kvrouter.relay.request import END, Request, RequestHead, host_error, request_id_of, without_root
 from kvrouter.relay.request_parser import unknown_version, unreadable
 from kvrouter.relay.routes import Routes
 
@@ -26,14 +26,14 @@ UNSENT_BYTES = 64 * 1024
 
 
 def application(
-    routes: Routes, max_body_bytes: int, on_refused: Refused = lambda *_: None
+    routes: Routes, max_body_bytes: int, on_refused: Refused = lambda *_: None, root_path: str = ""
 ) -> web.Application:
     """All requests are routed by `routes`."""
     app = web.Application(client_max_size=max_body_bytes)
 
     async def serve(http: web.Request) -> web.StreamResponse:
         client = AdminClient(http)
-        request = Request(_head(http), client, arriving=partial(_read, http))
+        request = Request(_head(http, root_path), client, arriving=partial(_read, http))
         sending = asyncio.create_task(client.send_answer())
         try:
             served = await _serve(routes, http, request, on_refused)
@@ -68,10 +68,11 @@ def _check(http: web.Request) -> None:
         raise BadRequestError(wrong)
 
 
-def _head(http: web.Request) -> RequestHead:
+def _head(http: web.Request, root_path: str) -> RequestHead:
     fields = [(name.lower(), value) for name, value in http.headers.items()]
     is_origin = http.raw_path.startswith("/")  # else the absolute form, which clients send to proxies
     path = http.raw_path if is_origin else http.rel_url.raw_path_qs
+    path = without_root(path, root_path)
     return RequestHead(http.method, path, fields, wants_keep_alive=http.keep_alive)
 
 

@@ -353,6 +353,9 @@ class Completions:
                 router.answered(placement.key, _status_of(outcome))
             if isinstance(outcome, Rejected) and outcome.status in _BUSY:
                 self._let_rest(router, placement.target, outcome, now)
+        worker = router.pool.workers.get(placement.target.worker_id)
+        if outcome is not None and running.work.api.is_native and worker is not None:
+            worker.first_answers.note(_status_of(outcome))
         router.free(placement.key, now, running.output_tokens)
         self._publishing.flush_soon()
 

@@ -1,6 +1,9 @@
 """The way `engines`: the token ids of prompts from `/tokenize` of a live worker.
 
     request ──> an engine that answers ──> ids, within REQUEST_TIMEOUT_S
+                    │ fails, or is late: the request asks a second engine (tokens/second_engine.py)
+                    v
+                avoided for AVOIDED_S, if there is another
                     │ no route, or FAILURES failures in a row
                     v
                 rests ──> probed after 5, 10, 20, … 300 s ──> answers again
@@ -10,6 +13,7 @@ Only probes ask an engine that rests, so no request waits for it.
 
 from __future__ import annotations
 
+import math
 import random
 from array import array
 from collections import OrderedDict
@@ -27,7 +31,7 @@ from kvrouter.tokens.id_comparison import PROBES
 from kvrouter.tokens.media import estimated_tokens
 from kvrouter.tokens.messages import without_media
 from kvrouter.tokens.prefix_tokens import Encoded
-from kvrouter.tokens.prompt import ChatPrompt, TextPrompt, has_media
+from kvrouter.tokens.prompt import ChatPrompt, TextPrompt, TokenIds, has_media
 from kvrouter.tokens.remote_tokenizer import (
     REQUEST_TIMEOUT_S,
     BusyError,
@@ -38,8 +42,13 @@ from kvrouter.tokens.remote_tokenizer import (
     SlowError,
     tokenize_bodies,
 )
+from kvrouter.tokens.second_engine import ask_in_turn
 
 FAILURES = 3
+# An engine that failed once may have died: its lease ends after 5 s.
+AVOIDED_S = 5.0
+# An engine usually answers in a few milliseconds. Half of the time is left for a second one.
+LATE_SHARE = 0.5
 FIRST_REST_S = 5.0
 LONGEST_REST_S = 300.0
 # A longer body may take an engine more than REQUEST_TIMEOUT_S: that it was slow says nothing of the engine.
@@ -60,6 +69,7 @@ class Answering:
     is_proven: bool = False
     """It has answered once, so what it refuses later is the request's fault."""
     failures: int = 0
+    failed_at: float = -math.inf
     rests: bool = False
     """Only probes ask it."""
     probe_at: float = 0.0
@@ -70,14 +80,14 @@ class Answering:
 
     def answered(self, *, by_probe: bool = False) -> None:
         self.is_proven, self.rests, self.is_refusal = True, False, False
-        self.failures, self.reason = 0, ""
+        self.failures, self.failed_at, self.reason = 0, -math.inf, ""
         # a probe may take longer than a request: an engine too slow for requests must rest longer each time
         if not by_probe:
             self.rest_s = 0.0
 
     def failed(self, error: EngineTokenizerError, now: float) -> None:
         self.failures += 1
-        self.reason = str(error)
+        self.failed_at, self.reason = now, str(error)
         if isinstance(error, NoRouteError) or self.failures >= FAILURES:
             self.rest(error, now)
 
@@ -91,6 +101,9 @@ class Answering:
         self.rests, self.is_refusal, self.reason = True, isinstance(error, RefusedError), str(error)
         self.rest_s = min(2 * self.rest_s, LONGEST_REST_S) or FIRST_REST_S
         self.probe_at = now + self.rest_s
+
+    def is_avoided(self, now: float) -> bool:
+        return now < self.failed_at + AVOIDED_S
 
     def is_due(self, now: float) -> bool:
         return (self.rests or not self.is_proven) and now >= self.probe_at
@@ -179,39 +192,31 @@ class EngineBlocks:
     async def hashes(self, prompt: ChatPrompt | TextPrompt, naming: Naming) -> Hashes | None:
         """After any failure the request is placed in another way, and its engine accepts or rejects it."""
         pool, kind = naming.pool, kind_of(prompt)
-        card = self._choose(pool, kind, naming.model)
-        if card is None:
+        urls = self._choose(pool, kind, naming.model)
+        if not urls:
             self.counters.not_asked += 1
             return None
-        one = self._of(pool, card.url, kind)
         outcome, more = "", 0
         if isinstance(prompt, ChatPrompt) and has_media(prompt):
             # An engine would process the images for the length alone: it does not say where they are.
             outcome, more = "way", estimated_tokens(prompt.messages)
             prompt = replace(prompt, messages=without_media(prompt.messages))
-        bodies: list[bytes] = []
         try:
             bodies = tokenize_bodies(naming.model, prompt)
-            found = await self._ids(card.url, bodies, pool)
-        except BusyError:  # not a failure: too many calls of this replica are in flight
-            self.counters.not_asked += 1
-            return None
-        except RefusedError as error:
+        except RefusedError:
             self.counters.refused += 1
-            one.refused(error, self._now())
             return None
-        except EngineTokenizerError as error:
-            self.counters.failed += 1
-            if not (isinstance(error, SlowError) and sum(map(len, bodies)) > LONG_BODY_BYTES):
-                one.failed(error, self._now())
+        found = await self._ids(urls, bodies, pool, kind)
+        if found is None:
             return None
-        one.answered()
         kept = prompt.kept_tokens
         parts = found if kept is None else [ids[kept] for ids in found]
         return named([Encoded(ids, len(ids) + more, media_outcome=outcome) for ids in parts], naming)
 
-    async def _ids(self, url: str, bodies: list[bytes], pool: Pool) -> list[Sequence[int]]:
-        """Raises EngineTokenizerError."""
+    async def _ids(
+        self, urls: list[str], bodies: list[bytes], pool: Pool, kind: Kind
+    ) -> list[Sequence[int]] | None:
+        """None: no engine has answered."""
         scope = f"{pool.id} {pool.changes} ".encode()
         keys = [xxh3_128_digest(scope + body) for body in bodies]
         now = self._now()
@@ -219,12 +224,47 @@ class EngineBlocks:
         missing = [place for place, ids in enumerate(found) if ids is None]
         self.counters.remembered += len(bodies) - len(missing)
         if missing:
-            answers = await self._engines.answers(url, [bodies[one] for one in missing], REQUEST_TIMEOUT_S)
+            answers = await self._ask(urls, [bodies[one] for one in missing], pool, kind)
+            if answers is None:
+                return None
             for place, ids in zip(missing, answers, strict=True):
                 found[place] = kept = array("I", ids)
                 self.recent.put(keys[place], kept, self._now())
             self.counters.answered += len(missing)
         return [ids for ids in found if ids is not None]
+
+    async def _ask(
+        self, urls: list[str], bodies: list[bytes], pool: Pool, kind: Kind
+    ) -> list[TokenIds] | None:
+        """Ask, and note how each engine has answered. The request is counted once."""
+        is_long = sum(map(len, bodies)) > LONG_BODY_BYTES
+        limit_s = REQUEST_TIMEOUT_S
+        late_s = limit_s if is_long else limit_s * LATE_SHARE
+        asked = await ask_in_turn(self._engines, urls, bodies, late_s=late_s, limit_s=limit_s)
+        for url, error in asked.errors.items():
+            self._note(self._of(pool, url, kind), error, is_long=is_long)
+        if asked.answered:
+            self._of(pool, asked.answered, kind).answered()
+            return asked.found
+        errors = asked.errors.values()
+        if any(isinstance(error, RefusedError) for error in errors):
+            self.counters.refused += 1
+        elif all(isinstance(error, BusyError) for error in errors):
+            self.counters.not_asked += 1
+        else:
+            self.counters.failed += 1
+        return None
+
+    def _note(self, one: Answering, error: EngineTokenizerError, *, is_long: bool) -> None:
+        match error:
+            case BusyError():  # not a failure: too many calls of this replica are in flight
+                pass
+            case RefusedError():
+                one.refused(error, self._now())
+            case SlowError() if is_long:
+                pass
+            case _:
+                one.failed(error, self._now())
 
     async def look(self, pool: Pool) -> None:
         """Probe an engine of a new pool, and those whose rest is over."""
@@ -260,17 +300,25 @@ class EngineBlocks:
         else:
             one.answered(by_probe=True)
 
-    def _choose(self, pool: Pool, kind: Kind, model: str | None) -> Card | None:
-        """An engine that serves the model (None: any) and does not rest."""
+    def _choose(self, pool: Pool, kind: Kind, model: str | None) -> list[str]:
+        """The engine to ask and a second one, of those that serve the model (None: any) and do not rest.
+
+        Engines that failed a moment ago come last.
+        """
         # Beginning at random: else one worker would tokenize for all requests of its pool.
-        cards, known = self._live(pool), self._known.get(pool.id, {})
+        cards, known, now = self._live(pool), self._known.get(pool.id, {}), self._now()
         start = random.randrange(len(cards)) if cards else 0
+        chosen: list[str] = []
+        avoided: list[str] = []
         for place in range(len(cards)):
             card = cards[(start + place) % len(cards)]
             one = known.get((card.url, kind))
-            if (one is None or not one.rests) and (model is None or model in card.names()):
-                return card
-        return None
+            if (one is not None and one.rests) or not (model is None or model in card.names()):
+                continue
+            (avoided if one is not None and one.is_avoided(now) else chosen).append(card.url)
+            if len(chosen) == 2:
+                break
+        return [*chosen, *avoided][:2]
 
     def _live(self, pool: Pool) -> list[Card]:
         """The cards of the pool's targets, one for each address."""

@@ -72,6 +72,7 @@ class Site:
         self.admin = admin
         self._for_operators = for_operators
         self.max_body_bytes = options.max_body_bytes
+        self.root_path = options.root_path
 
     def routes(self, gate: Gate, metrics: View) -> Routes:
         """All routes of a port, behind its gate."""
@@ -88,22 +89,29 @@ class Site:
             _add(routes, "GET", path, answering(view, open_gate, completions.refused))
         for method, path, view in self._for_operators:
             _add(routes, method, path, answering(view, gate, completions.refused))
+        if self.root_path:
+            _add(routes, "GET", "", answering(self._root, open_gate, completions.refused))
         view = self._described(routes, gate)
         _add(routes, "GET", OPENAPI_PATH, answering(view, open_gate, completions.refused))
         return routes
 
     def _described(self, routes: Routes, gate: Gate) -> View:
         """/openapi.json: without the routes for operators while the gate lets no client in."""
-        listed = {(method, path) for method, path in routes.listed() if method != "HEAD"}
+        listed = {(method, path) for method, path in routes.listed() if path and method != "HEAD"}
         listed.add(("GET", OPENAPI_PATH))
-        whole = json_answer(document(listed, is_keyed=gate is not open_gate))
+        root = self.root_path
+        whole = json_answer(document(listed, is_keyed=gate is not open_gate, root_path=root))
         for_operators = {(method, path) for method, path, _ in self._for_operators}
-        part = json_answer(document(listed - for_operators))
+        part = json_answer(document(listed - for_operators, root_path=root))
 
         async def view(_request: Request) -> Answer:
             return whole if has_operators_routes(gate) else part
 
         return view
+
+    async def _root(self, _request: Request) -> Answer:
+        """The root path without its last slash: the page's links are relative to the path with it."""
+        return Answer(307, b"", {"location": f"{self.root_path.rpartition('/')[2]}/"})
 
 
 def _add(routes: Routes, method: str, path: str, serve: Serve) -> None:
@@ -124,6 +132,7 @@ async def _clients_port(
         arriving=ArrivingBytes(site.max_body_bytes),
         keep_alive_s=KEEP_ALIVE_S,
         on_refused=site.completions.refused,
+        root_path=site.root_path,
     )
     server = await _listen(connections.new, sock, tls)
     try:
@@ -140,7 +149,10 @@ async def _admin_listener(
     """The admin listener. It does not accept connections yet."""
     runner = web.AppRunner(
         application(
-            site.routes(open_gate, site.admin.metrics), site.max_body_bytes, site.completions.refused
+            site.routes(open_gate, site.admin.metrics),
+            site.max_body_bytes,
+            site.completions.refused,
+            site.root_path,
         ),
         handler_cancellation=True,
         auto_decompress=False,

@@ -17,6 +17,7 @@ from msgspec import Struct
 from kvrouter.dashboard.fleet import Fleet
 from kvrouter.dashboard.page import FILES_PATH, PAGE_PATH
 from kvrouter.dashboard.prefixes import PrefixSample
+from kvrouter.errors import ConfigError
 from kvrouter.frontend import passthrough
 from kvrouter.frontend.admin import MODEL_PATH, Health
 from kvrouter.frontend.bodies import apis
@@ -215,7 +216,18 @@ _ABOUT = (
 )
 
 
-def document(routes: Iterable[tuple[str, str]], *, is_keyed: bool = False) -> Schema:
+def check_root_path(root_path: str) -> None:
+    """Raise ConfigError for a prefix that own routes begin with: removing it would hide them."""
+    for _, path in _ROUTES:
+        if root_path and (path == root_path or path.startswith(f"{root_path}/") or _covers(path, root_path)):
+            raise ConfigError(f"--root-path {root_path}: kvrouter serves {path} itself; use another prefix")
+
+
+def _covers(path: str, other: str) -> bool:
+    return path.endswith("/") and path != "/" and other.startswith(path)
+
+
+def document(routes: Iterable[tuple[str, str]], *, is_keyed: bool = False, root_path: str = "") -> Schema:
     """The document of these methods and paths. Raises KeyError for one that is not described.
 
     `is_keyed`: the routes for operators need the key of --admin-key-file.
@@ -231,6 +243,7 @@ def document(routes: Iterable[tuple[str, str]], *, is_keyed: bool = False) -> Sc
     return {
         "openapi": "3.1.0",
         "info": {"title": "kvrouter", "version": __version__, "description": _ABOUT},
+        **({"servers": [{"url": root_path}]} if root_path else {}),
         "paths": paths,
         "components": {
             "schemas": {**components, "Error": _ERROR},

@@ -9,8 +9,7 @@ Only the routes listed here are passed on. An engine's /metrics, /health and adm
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,7 @@ import msgspec
 
 from kvrouter.errors import BadRequestError
 from kvrouter.frontend.bodies import lax
+from kvrouter.frontend.bodies.forms import FORM, guarded_in, parts_of, without_guarded
 from kvrouter.frontend.bodies.large import LARGE_BYTES
 from kvrouter.frontend.bodies.openai import CompletionRequest, parse_completion
 from kvrouter.relay.request import Request
@@ -45,13 +45,6 @@ EMBEDDINGS = "/v1/embeddings"
 # batch of documents, which begin differently, and would be as many questions.
 _FEWEST_INPUT_BYTES = 512
 _MOST_INPUTS = 4
-
-# Parts of a form in which `model` and `stream` are searched: bounds the work for a hostile body.
-_MAX_PARTS = 64
-_FORM = "multipart/form-data"
-_NAME = re.compile(rb';\s*name="?([^";\r\n]*)', re.IGNORECASE)
-
-_BOUNDARY = re.compile(r';\s*boundary="?([^";]+)', re.IGNORECASE)
 
 # Overrides have a few short fields. Larger ones are rejected before objects are made of them.
 _MOST_OVERRIDES_BYTES = 64 * 1024
@@ -93,11 +86,11 @@ def parse(request: Request, body: bytes) -> CompletionRequest:
     Raises BadRequestError for what is no JSON object. Invalid forms are left to the engine.
     """
     fields, removed, remove = _Body(), tuple[str, ...](), None
-    if request.content_type == _FORM:
-        boundary = _BOUNDARY.search(request.headers["content-type"])
-        fields, kinds = _of_form(body, boundary)
-        if kinds and boundary is not None:
-            removed, remove = tuple(sorted(kinds)), partial(_without_guarded_parts, _delimiter(boundary))
+    if request.content_type == FORM:
+        content_type = request.headers["content-type"]
+        fields, kinds = _of_form(body, content_type)
+        if kinds:
+            removed, remove = tuple(sorted(kinds)), partial(without_guarded, content_type)
     elif body and is_json(request):
         fields, removed = _of_json(body)
     embeds = EMBEDDINGS in {request.head.route, fields.path}
@@ -149,59 +142,16 @@ def _overrides(raw: msgspec.Raw) -> dict[str, Any] | None:
         raise BadRequestError(f"{error} - at `$.kvrouter`", param="kvrouter") from error
 
 
-def _of_form(body: bytes, boundary: re.Match[str] | None) -> tuple[_Body, set[str]]:
+def _of_form(body: bytes, content_type: str) -> tuple[_Body, set[str]]:
     """The fields `model` and `stream` of a form, and the kinds of those that no client may send."""
-    found: dict[str, str] = {}
-    removed: set[str] = set()
-    for name, start, end in _parts(body, _delimiter(boundary)) if boundary else ():
-        if name in {"model", "stream"}:
-            found[name] = body[start:end][:256].decode("utf-8", "replace")
-        removed |= _guarded_in_part(name, body[start:end])
-    is_stream = found.get("stream", "").strip().lower() in {"true", "1", "on", "t", "y", "yes"}
-    return _Body(model=found.get("model") or None, stream=is_stream), removed
-
-
-def _delimiter(boundary: re.Match[str]) -> bytes:
-    return b"--" + boundary[1].encode("utf-8", "surrogateescape")
-
-
-def _parts(body: bytes, delimiter: bytes) -> Iterator[tuple[str, int, int]]:
-    """Name, beginning and end of the content of each part. Files are skipped, not copied."""
-    start = body.find(delimiter)
-    for _ in range(_MAX_PARTS):
-        head_end = body.find(b"\r\n\r\n", start)
-        end = body.find(b"\r\n" + delimiter, start + 1)
-        if start < 0 or head_end < 0 or end < 0:
-            return
-        name = _NAME.search(body, start, head_end)
-        yield name[1].decode("utf-8", "replace") if name is not None else "", head_end + 4, end
-        start = end + 2
-
-
-def _guarded_in_part(name: str, content: bytes) -> set[str]:
-    """The kinds of fields in a part that no client may send. vLLM reads `vllm_xargs` as JSON."""
-    if kind := lax.kind_of(name.partition("[")[0]):
-        return {kind}
-    if name != "vllm_xargs" or len(content) > LARGE_BYTES:
-        return set()
+    found: dict[bytes, str] = {}
+    kinds: set[str] = set()
+    for part in parts_of(body, content_type):
+        if part.name in {b"model", b"stream"}:
+            found[part.name] = body[part.start : part.end][:256].decode("utf-8", "replace")
+        kinds |= guarded_in(part, body)
     try:
-        return lax.guarded_in(lax.fields_of(content))
-    except BadRequestError:
-        return set()  # not what an engine takes
-
-
-def _without_guarded_parts(delimiter: bytes, body: bytes) -> bytes:
-    """The form with those parts empty, and without what is in `vllm_xargs`."""
-    pieces, at = [], 0
-    for name, start, end in _parts(body, delimiter):
-        content = body[start:end]
-        if not _guarded_in_part(name, content):
-            continue
-        is_object = name == "vllm_xargs"
-        kept = msgspec.json.encode(lax.without_guarded(lax.fields_of(content))) if is_object else b""
-        # A part under another name, which no engine reads: its end and its headers stay as they are.
-        head_start = body.rfind(delimiter, 0, start)
-        head = body[head_start:start] if is_object else _NAME.sub(b'; name="removed"', body[head_start:start])
-        pieces += [body[at:head_start], head, kept]
-        at = end
-    return b"".join([*pieces, body[at:]])
+        is_stream = lax.as_bool(found.get(b"stream", "false"))
+    except ValueError:
+        is_stream = False  # the engine judges it
+    return _Body(model=found.get(b"model") or None, stream=is_stream), kinds

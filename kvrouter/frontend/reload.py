@@ -79,6 +79,7 @@ class Running:
         """Use these settings from now on, and add to the changes the files whose contents are others."""
         new, applied = fresh.loaded.settings, fresh.changes.applied
         self.apply_routing(new)
+        self.accept.aliases = new.aliases
         self.completions.change(new.limits, new.retries)
         self.completions.access.change(new.access)
         if new.policy.scored != old.policy.scored:

@@ -38,6 +38,7 @@ from kvrouter.frontend.decision_views import DECISION_PATH, DecisionViews
 from kvrouter.frontend.dry_route import DryRoute
 from kvrouter.frontend.http_server import Site, http_server, wait_for_any
 from kvrouter.frontend.hung_engines import probing
+from kvrouter.frontend.openapi import check_root_path
 from kvrouter.frontend.operators import KeyGate
 from kvrouter.frontend.overrides import Dialect
 from kvrouter.frontend.reload import Reload, Running
@@ -165,6 +166,7 @@ async def running_frontend(
 
     `hurried` ends the draining early. `loaded`: where the options come from, if they can be read again.
     """
+    check_root_path(options.root_path)
     registry = Registry()
     register_build(registry)
     tls = trusting(options.tls.worker_ca)
@@ -174,7 +176,7 @@ async def running_frontend(
         _run_tasks(options, registry, member, path.completions),
         _left_at_the_end(member.replica_loop),  # entered last: it needs the tasks and the bus
     ):
-        admin = _new_admin(options, registry, member)
+        admin = _new_admin(options, registry, member, path.accept)
         gate = KeyGate(options.process.admin_key)
         reload = Reload(loaded, _changeable(member, path, gate)) if loaded is not None else None
         settings = (lambda: reload.configured.settings) if reload is not None else (lambda: options)
@@ -242,7 +244,8 @@ async def _open_request_path(
     options: FrontendOptions, registry: Registry, member: _Member, tls: ssl.SSLContext | None
 ) -> AsyncIterator[_RequestPath]:
     """`tls`: which workers are trusted."""
-    accept = Accept(member.replica.pools, member.tokens.blocks, member.metrics, _dialect(options))
+    dialect, aliases = _dialect(options), options.aliases
+    accept = Accept(member.replica.pools, member.tokens.blocks, member.metrics, dialect, aliases)
     logs = options.rules.log_decisions
     views = DecisionViews(member.rules.decisions, logs=logs)
     traces, router_id = options.traces, str(member.replica.router_id)
@@ -326,7 +329,7 @@ async def _left_at_the_end(replica_loop: ReplicaLoop) -> AsyncIterator[None]:
         replica_loop.publishing.leave()
 
 
-def _new_admin(options: FrontendOptions, registry: Registry, member: _Member) -> Admin:
+def _new_admin(options: FrontendOptions, registry: Registry, member: _Member, accept: Accept) -> Admin:
     return Admin(
         member.replica,
         member.replica_loop,
@@ -336,6 +339,7 @@ def _new_admin(options: FrontendOptions, registry: Registry, member: _Member) ->
         tokens=member.tokens.view,
         untokenized=member.tokens.reports.degraded,
         queue=member.waiting_room.view,
+        aliases=lambda: accept.aliases,
         listeners=member.listeners,
         ready_timeout_s=options.ready_timeout_s,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from ipaddress import ip_network
@@ -19,6 +20,7 @@ from kvrouter.core.tables.sessions import DEFAULT_TTL_S
 from kvrouter.core.tables.text_index import TextIndexSettings
 from kvrouter.core.wire.values import url_error
 from kvrouter.errors import ConfigError
+from kvrouter.frontend.bodies.aliases import read_alias, resolved
 from kvrouter.frontend.dynamo_flags import DynamoOptions
 from kvrouter.policies import CUSTOM, SERVED_MODES, PolicySettings
 from kvrouter.policies.files import PolicyFiles
@@ -38,6 +40,7 @@ FROM_PORT = -1
 """`admin_port` before it is worked out."""
 MOST_DECISIONS = 100_000
 _LIMITS = Limits()
+_ROOT_PATH = re.compile(r"(?:/(?!\.{1,2}(?:/|$))[\w.~-]{1,64}){1,8}", re.ASCII)
 
 
 def _read_model_path(text: str) -> tuple[str, str]:
@@ -55,6 +58,13 @@ def _read_host(text: str) -> str:
     if url_error(f"http://[{host}]:1" if ":" in host else f"http://{host}:1"):
         raise ValueError("must be a host name or an address")
     return host
+
+
+def _read_root_path(text: str) -> str:
+    path = text.rstrip("/")
+    if path and not _ROOT_PATH.fullmatch(path):
+        raise ValueError("must be a path of plain segments, as in /api/llm")
+    return path
 
 
 def _model_path_text(pair: tuple[str, str]) -> str:
@@ -381,6 +391,14 @@ class FrontendOptions(CommonOptions):
         heading="Listening",
         is_top=True,
     )
+    root_path: str = setting(
+        "",
+        "path of a proxy under which clients reach this port; requests are served with it and without it",
+        metavar="/PATH",
+        default_text="none",
+        read=_read_root_path,
+        heading="Listening",
+    )
     router_mode: str = setting(
         "kv",
         f"how a worker is chosen: {', '.join(SERVED_MODES)}",
@@ -478,6 +496,16 @@ class FrontendOptions(CommonOptions):
         least=0,
         old=("--drain-timeout",),
     )
+    model_aliases: tuple[tuple[str, str], ...] = setting(
+        (),
+        "another name for a model or adapter that workers serve; it goes before a model of that name",
+        name="model-alias",
+        metavar="NAME=MODEL",
+        read=read_alias,
+        text="=".join,
+        is_repeated=True,
+        reloadable=True,
+    )
     process: ProcessOptions = field(default_factory=ProcessOptions)
     tls: TlsOptions = field(default_factory=TlsOptions)
     access: AccessOptions = field(default_factory=AccessOptions)
@@ -485,6 +513,7 @@ class FrontendOptions(CommonOptions):
     dynamo: DynamoOptions = field(default_factory=DynamoOptions)
 
     def checked(self) -> Self:
+        resolved(self.model_aliases)
         # One late heartbeat must not look like a lost worker.
         if self.lease_s < 2 * self.heartbeat_s:
             raise ConfigError(
@@ -521,6 +550,11 @@ class FrontendOptions(CommonOptions):
     def replica(self) -> ReplicaSettings:
         synced = bool(self.router_replica_sync) or self.process.processes > 1
         return ReplicaSettings(self.pool, synced, round(self.lease_s / self.heartbeat_s), self.heartbeat_s)
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """The model of each alias."""
+        return resolved(self.model_aliases)
 
     @property
     def limits(self) -> Limits:

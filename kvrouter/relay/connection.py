@@ -84,6 +84,7 @@ class Connections:
         arriving: ArrivingBytes,
         keep_alive_s: float,
         on_refused: Refused = lambda *_: None,
+        root_path: str = "",
     ) -> None:
         self.routes = routes
         self.posts = routes.posts
@@ -93,7 +94,8 @@ class Connections:
         self.keep_alive_s = keep_alive_s
         self.on_refused = on_refused
         self.open: set[ClientConnection] = set()
-        self.heads = PlainHeads()
+        self.root_path = root_path
+        self.heads = PlainHeads(root_path)
 
     async def reject(self, error: KvRouterError, request: Request) -> Served:
         """Serve a request that no route takes."""
@@ -253,7 +255,7 @@ class ClientConnection(asyncio.Protocol):
             if _LINE_END.startswith(data):
                 self._unread = data
                 return
-            reader = self._reader = HeadReader()
+            reader = self._reader = HeadReader(self._connections.root_path)
         try:
             self._unread = reader.feed(data)
             if reader.is_complete:

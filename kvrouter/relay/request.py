@@ -96,6 +96,9 @@ class RequestHead:
         self.has_overrides = any(name.startswith(OVERRIDES) for name, _ in fields)
         self._forwarded: dict[tuple[str, bool, bool], bytes] = {}
 
+    def with_path(self, path: str) -> RequestHead:
+        return RequestHead(self.method, path, self.fields, wants_keep_alive=self.wants_keep_alive)
+
     def for_worker(
         self,
         url: str,
@@ -180,7 +183,8 @@ class PlainHeads:
     After `MOST_HEADS` all are forgotten.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, root_path: str = "") -> None:
+        self._root_path = root_path
         # By the head without those digits and the blanks before them.
         self._known: dict[bytes, RequestHead] = {}
 
@@ -190,12 +194,12 @@ class PlainHeads:
         end = head.find(b"\r\n", at)
         digits = head[at:end].lstrip(b" ")
         if at < len(_LENGTH) or not digits.isdigit() or len(digits) > _MOST_DIGITS:
-            return parse_plain(head)
+            return parse_plain(head, self._root_path)
         name = head[:at] + head[end:]
         known = self._known.get(name)
         if known is not None:
             return known, int(digits)
-        read = parse_plain(head)
+        read = parse_plain(head, self._root_path)
         if read is not None:
             if len(self._known) >= MOST_HEADS:
                 self._known.clear()
@@ -203,7 +207,13 @@ class PlainHeads:
         return read
 
 
-def parse_plain(head: bytes) -> tuple[RequestHead, int] | None:
+def without_root(target: str, root_path: str) -> str:
+    """A path with its query, without the prefix of a proxy, if that has not removed it itself."""
+    rest = target.removeprefix(root_path) if root_path else target
+    return rest if rest is not target and rest[:1] in {"", "/", "?"} else target
+
+
+def parse_plain(head: bytes, root_path: str = "") -> tuple[RequestHead, int] | None:
     """Parse a head that ends with its empty line; returns it and its body's length, or None if not plain."""
     collected = Collected()
     parser = httptools.HttpRequestParser(collected)
@@ -220,7 +230,7 @@ def parse_plain(head: bytes) -> tuple[RequestHead, int] | None:
     if not length or b"#" in collected.url or host_error(hosts, is_http_10=False):
         return None
     fields = [field for field in collected.fields if field[0] != "content-length"]
-    path = collected.url.decode("ascii")
+    path = without_root(collected.url.decode("ascii"), root_path)
     return RequestHead("POST", path, fields, wants_keep_alive="close" not in connection_words(fields)), int(
         length
     )

@@ -29,6 +29,7 @@ from kvrouter.relay.request import (
     RequestHead,
     connection_words,
     host_error,
+    without_root,
 )
 
 # Of a whole head, and of the trailers of a chunked body.
@@ -65,7 +66,8 @@ class HeadReader:
     in which pieces the head arrives.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, root_path: str = "") -> None:
+        self._root_path = root_path
         self._collected = Collected()
         self._parser = httptools.HttpRequestParser(self._collected)
         self._line = b""
@@ -138,7 +140,7 @@ class HeadReader:
         return AnyHead(
             RequestHead(
                 self._parser.get_method().decode("ascii"),
-                _path(self._collected.url.decode("ascii")),
+                without_root(_path(self._collected.url.decode("ascii")), self._root_path),
                 [field for field in fields if field[0] != "content-length"],
                 wants_keep_alive=keeps_alive,
             ),

@@ -38,7 +38,11 @@ class EngineTokenizerError(KvRouterError):
 
 
 class RefusedError(EngineTokenizerError):
-    """The engine rejects this prompt or model (400), so it should reject the request as well."""
+    """The engine does not tokenize this prompt, or does not serve this model."""
+
+
+class PromptRejectedError(RefusedError):
+    """The engine rejects the prompt (400, 413, 422), so any engine should reject the request as well."""
 
 
 class NoRouteError(EngineTokenizerError):
@@ -148,7 +152,9 @@ class EngineTokenizer:
 def _error_of(status: int, answer: bytes) -> type[EngineTokenizerError]:
     # vLLM answers 404 both to a model that it does not serve and, like every FastAPI, to unknown routes;
     # from 0.30 on it hides some routes behind a flag, with 403
-    if status in {400, 422} or (status == 404 and b"does not exist" in answer):
+    if status in {400, 413, 422}:
+        return PromptRejectedError
+    if status == 404 and b"does not exist" in answer:
         return RefusedError
     return NoRouteError if status in {403, 404, 405, 501} else EngineTokenizerError
 
@@ -172,4 +178,4 @@ def _encode(fields: dict[str, Any]) -> bytes:
     try:
         return msgspec.json.encode({name: value for name, value in fields.items() if value is not None})
     except UnicodeEncodeError as error:
-        raise RefusedError(f"the prompt is not valid Unicode: {error}") from None
+        raise PromptRejectedError(f"the prompt is not valid Unicode: {error}") from None

@@ -193,6 +193,7 @@ async def test_sick_replicas(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> 
         "templates",
         "odd",
         "problem",
+        "not-found",
         "ways",
         "differs",
         "leaving",
@@ -226,6 +227,9 @@ async def test_sick_replicas(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> 
         "torn": {"/workers": "{"},
         "odd": {"namespace_peers": ["well", "ghost-replica"], "targets": [target("ghost")]},
         "problem": {"pools": [{"pool": "p", "model": "m", "block_size": 16, "problems": ["no good"]}]},
+        "not-found": {
+            "targets": [target("w") | {"problems": ["answered 404 to all of its first 5 requests"]}]
+        },
         "differs": {"targets": [target("w", "ff")]},
         "liar": {"/health": {"router_id": "someone"}},
     }
@@ -270,6 +274,7 @@ async def test_sick_replicas(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> 
         "replica.not_ready": ["not-ready"],
         "replica.other_replicas": ["odd"],
         "replica.other_workers": ["odd"],
+        "engine.not_found": ["w/0"],
         "replica.problem": ["p"],
         "replica.prompts": ["m"],
         "replica.shared_port": ["liar"],

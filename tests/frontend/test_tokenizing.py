@@ -21,7 +21,18 @@ from kvrouter.tokens.prompt import ChatPrompt, PromptEncoder, TextPrompt
 from kvrouter.tokens.tiny import build_tiny_model
 from tests.frontend.clients import Response, ask
 from tests.frontend.fleet import POOL, Fleet, FleetOf
-from tests.frontend.workers import Received, Script, Wire, answer, in_turn, says, until
+from tests.frontend.workers import (
+    FakeWorker,
+    Received,
+    Script,
+    Wire,
+    answer,
+    in_turn,
+    says,
+    says_and_resets,
+    says_and_stalls,
+    until,
+)
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 12
 CHAT = {"model": "m", "messages": [{"role": "user", "content": TEXT}]}
@@ -337,6 +348,88 @@ async def test_one_refused_prompt(fleet_of: FleetOf, model: Path) -> None:
 
         counters = by_engines(fleet).counters
         assert (1, 4, 0) == (counters.answered, counters.refused, counters.failed)
+
+
+ROUTES: dict[str, Callable[[str], dict[str, Any]]] = {
+    "/v1/chat/completions": lambda text: {"model": "m", "messages": [{"role": "user", "content": text}]},
+    "/v1/completions": lambda text: {"model": "m", "prompt": text},
+    "/v1/embeddings": lambda text: {"model": "m", "input": text},
+}
+
+
+SILENT = says_and_stalls()
+
+
+def tokenizing(worker: FakeWorker) -> int:
+    """How many requests to /tokenize it got."""
+    return sum(received.head.startswith(b"POST /tokenize ") for received in worker.requests)
+
+
+def failing(script: Script) -> Script:
+    """Answers /tokenize by this script, and everything else with OK."""
+
+    async def whole(received: Received, wire: Wire) -> None:
+        await (script if received.head.startswith(b"POST /tokenize ") else says(answer()))(received, wire)
+
+    return whole
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize(
+    "script",
+    [
+        says_and_resets(answer(b'{"tokens":[1,2,3]}')[:-4]),
+        SILENT,
+        says(answer(b'{"detail":"Not Found"}', 404)),
+        says(answer(b"<html>", 500)),
+        says(answer(b'{"count":1}')),
+    ],
+    ids=["dies", "hangs", "404", "500", "no ids"],
+)
+async def test_second_engine(
+    fleet_of: FleetOf, model: Path, monkeypatch: pytest.MonkeyPatch, path: str, script: Script
+) -> None:
+    """If one engine fails, the ids come from another, and the first is avoided for a while."""
+    monkeypatch.setattr(EngineBlocks, "look", AsyncMock())
+    monkeypatch.setattr(engine_blocks, "AVOIDED_S", 1e9)
+    monkeypatch.setattr(engine_blocks, "REQUEST_TIMEOUT_S", 20.0)
+    is_silent = script is SILENT
+    monkeypatch.setattr(engine_blocks, "LATE_SHARE", 0.001 if is_silent else 0.9)
+    flags = ("--tokenizer", "remote", "--router-mode", "kv", "--no-use-kv-events")
+    async with fleet_of(*flags, scripts=(failing(script), engine(model))) as fleet:
+        requests = 0
+        while not tokenizing(fleet.workers[0]) or requests < 4:  # which one is asked first is random
+            assert 200 == (await fleet.ask(ROUTES[path](f"{requests} {TEXT}"), path=path)).status
+            requests += 1
+
+        counters = by_engines(fleet).counters
+        assert (requests, 0) == (counters.answered, counters.failed)
+        # next to a silent engine, a slow machine may make the good one seem late
+        assert is_silent or tokenizing(fleet.workers[0]) == 1, "it is avoided"
+        assert not any(fleet.frontend.tokens.blocks.without_tokens.values())
+
+
+async def test_two_engines_that_fail(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the second one fails, too, the request is placed by its text and counted once."""
+    monkeypatch.setattr(EngineBlocks, "look", AsyncMock())
+    flags = ("--tokenizer", "remote", "--router-mode", "kv", "--no-use-kv-events")
+    async with fleet_of(*flags, scripts=(failing(says(answer(b"{}", 500))),) * 3) as fleet:
+        assert 200 == (await fleet.ask(COMPLETION)).status
+
+        assert (0, 1) == (by_engines(fleet).counters.answered, by_engines(fleet).counters.failed)
+        assert [0, 1, 1] == sorted(map(tokenizing, fleet.workers))
+        assert 1 == sum(fleet.frontend.tokens.blocks.without_tokens.values())
+
+
+async def test_rejected_prompt_is_asked_once(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that one engine rejects goes to no other."""
+    monkeypatch.setattr(EngineBlocks, "look", AsyncMock())
+    flags = ("--tokenizer", "remote", "--router-mode", "kv", "--no-use-kv-events")
+    async with fleet_of(*flags, scripts=(answers_tokenize(status=400),) * 2) as fleet:
+        await fleet.ask(COMPLETION)
+
+        assert 1 == len(asked(fleet, b"/tokenize"))
+        assert (1, 0) == (by_engines(fleet).counters.refused, by_engines(fleet).counters.failed)
 
 
 async def test_slow_engine(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:

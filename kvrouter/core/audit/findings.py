@@ -15,6 +15,7 @@ from kvrouter.core.audit.problems import (
     Problem,
     TokenComparison,
     name_conflicts,
+    problem_of_answers,
     problems_of,
     problems_of_pool,
     problems_of_queue,
@@ -122,6 +123,14 @@ class Audit:
             texts.setdefault((pool, worker), []).append(found.problem.text)
         return texts
 
+    def degrading(self) -> list[str]:
+        """Sentences about workers that are up and serve nothing."""
+        return [
+            f"{pool}: worker {worker} {found.problem.text}"
+            for (pool, worker, kind), found in self._known.items()
+            if kind == "not_found"
+        ]
+
     def is_firm(self, pool_id: PoolId, target: Target) -> bool:
         """Whether a wrong prediction for this target is a problem, because no known reason explains it.
 
@@ -152,6 +161,8 @@ class Audit:
         worker = router.pool.workers.get(worker_id) if router is not None else None
         if router is None or worker is None:
             return  # removed between two steps
+        if problem := problem_of_answers(worker):
+            yield Finding(pool_id, worker_id, problem)
         record = router.predictions.records.get(worker_id)
         for problem in problems_of(router.pool, worker, record, compared):
             if router.needs_tokens:  # without tokens no overlap is predicted, so nothing can be wrong with it

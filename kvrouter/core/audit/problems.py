@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from msgspec import Struct
 
 from kvrouter.core.fleet.pool import Pool
-from kvrouter.core.fleet.pools import pool_serving
+from kvrouter.core.fleet.pools import listed, pool_serving
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.predictions import Kind, KindEvidence, WorkerRecord
 from kvrouter.core.wire.ids import WorkerId
@@ -101,6 +101,20 @@ def problems_of_queue(pool: Pool) -> list[Problem]:
             "agents --max-num-batched-tokens with the engine's value (vLLM does not report it)",
         )
     ]
+
+
+def problem_of_answers(worker: Worker) -> Problem | None:
+    """Why a worker that is up serves nothing."""
+    if not worker.first_answers.are_not_found:
+        return None
+    card, names = worker.card, listed(set(worker.card.names()))
+    return Problem(
+        "not_found",
+        f"answered 404 to all of its first {worker.first_answers.not_found} requests: {card.url} has no "
+        f"/v1/chat/completions and /v1/completions, or does not serve what it lists ({names}). Give its "
+        "agent the URL under which the engine has them, with the path of a gateway (--engine-url, "
+        "--advertise-url), or correct the served names of the engine",
+    )
 
 
 def shared_addresses(pool: Pool) -> list[str]:

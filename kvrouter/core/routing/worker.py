@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvrouter.core.routing.first_answers import FirstAnswers
 from kvrouter.core.wire.heartbeats import Card, RankBeat, State, WorkerBeat
 from kvrouter.core.wire.ids import Target, WorkerId
 from kvrouter.core.wire.ops import TIERS
@@ -21,6 +22,7 @@ class Worker:
     """Incarnation and version of the card."""
     silent: bool = False
     """Its lease has ended; it is kept because the pool has no other target."""
+    first_answers: FirstAnswers = field(default_factory=FirstAnswers)
     # Blocks that one rank can hold over all tiers; 0 if a tier's capacity is unknown. Computed once, because
     # each Stored of its feeds is compared with it.
     capacity_blocks: int = field(init=False)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Literal
 
 import msgspec
@@ -10,6 +11,8 @@ import msgspec
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.pools import pool_serving
 from kvrouter.core.wire.heartbeats import Card
+
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,11 +34,18 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     data: list[ModelEntry]
 
 
-def model_entries(pools: Iterable[Pool]) -> list[ModelEntry]:
-    """Pools by id; in each the base models, then the adapters. All replicas list the same."""
+def model_entries(pools: Iterable[Pool], aliases: Mapping[str, str] = _NONE) -> list[ModelEntry]:
+    """Pools by id; in each the base models, then the adapters; at last the aliases of these.
+
+    All replicas list the same. An alias with the name of a model stands for its own model.
+    """
     known = sorted(pools, key=lambda pool: pool.id)
     listed = [(pool, entry) for pool in known for entry in _of_pool(pool)]
-    return [entry for pool, entry in listed if pool_serving(entry.id, known) is pool]
+    own = {entry.id: entry for pool, entry in listed if pool_serving(entry.id, known) is pool}
+    others = [
+        msgspec.structs.replace(own[model], id=alias) for alias, model in aliases.items() if model in own
+    ]
+    return [entry for entry in own.values() if entry.id not in aliases] + others
 
 
 def _of_pool(pool: Pool) -> list[ModelEntry]:
