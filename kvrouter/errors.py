@@ -102,6 +102,18 @@ class NoRouteError(KvRouterError):
     type = "NotFoundError"
 
 
+class TrailingSlashError(NoRouteError):
+    """The path without its last slash exists: the answer leads the client there."""
+
+    status = 307
+    type = "RedirectError"
+
+    def __init__(self, message: str, *, location: str) -> None:
+        """`location`: the right path, relative to the wrong one, as proxies may have removed a prefix."""
+        super().__init__(message)
+        self.location = location
+
+
 class OperatorsOnlyError(NoRouteError):
     """The path exists on the admin listener, not on the clients' port."""
 

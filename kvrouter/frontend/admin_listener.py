@@ -12,7 +12,7 @@ from functools import partial
 from aiohttp import HttpVersion10, web
 
 from kvrouter.errors import BadRequestError, KvRouterError
-from kvrouter.frontend.bodies.openai import error_answer
+from kvrouter.frontend.engine_routes import error_answer
 from kvrouter.relay.answer import Served
 from kvrouter.relay.begun import Begun
 from kvrouter.relay.codings import codings_of, too_large, unpack
@@ -52,11 +52,11 @@ def application(
 async def _serve(routes: Routes, http: web.Request, request: Request, on_refused: Refused) -> Served:
     try:
         _check(http)
-        serve = routes.find(request.head.method, request.head.route)
+        serve = routes.find(request.head.method, request.head.path)
     except KvRouterError as error:
         request_id = request_id_of(request.headers)
         on_refused(request, request_id, error, request.client.address)
-        return request.reply(error_answer(error, request_id))
+        return request.reply(error_answer(request.head.route, error, request_id))
     return await serve(request)
 
 

@@ -28,11 +28,11 @@ from kvrouter.errors import (
     WorkerRejectedError,
     WorkerSilentError,
 )
-from kvrouter.frontend import passthrough
+from kvrouter.frontend import engine_routes
 from kvrouter.frontend.accept import Accept, Work
 from kvrouter.frontend.access_log import CLIENT_LEFT, AccessLog, outcome_of, outcome_without_worker
 from kvrouter.frontend.admission_queue import WaitingRoom
-from kvrouter.frontend.bodies import apis, responses
+from kvrouter.frontend.bodies import responses
 from kvrouter.frontend.bodies.apis import Api
 from kvrouter.frontend.bodies.edits import with_report_mode
 from kvrouter.frontend.client_totals import ClientTotals, Totals
@@ -81,11 +81,11 @@ RELAY_TIMED_EVERY = 128
 # With these a worker may say how long it wants to be left alone (Retry-After).
 _BUSY = frozenset({429, 503})
 # Paths that the label `route` of kvrouter_requests_total may have.
-ROUTES = frozenset((*apis.BY_PATH, *passthrough.POST_ROUTES, *passthrough.GET_ROUTES))
+ROUTES = engine_routes.PATHS
 
 
 class Completions:
-    """Serves the APIs of bodies/apis.py, and passes on the routes of passthrough.py."""
+    """Serves and passes on the routes of engine_routes.py."""
 
     def __init__(
         self,
@@ -131,13 +131,9 @@ class Completions:
 
     def add_routes(self, routes: Routes, gate: Gate) -> None:
         """Add what is served here. `gate` decides who may ask for a dry run."""
-        for path, api in apis.BY_PATH.items():
-            routes.add("POST", path, partial(self.serve, api, gate))
-        for path in passthrough.POST_ROUTES:
-            routes.add("POST", path, partial(self.serve, apis.PASSED_ON, gate))
         # Without HEAD: a worker's answer to it has a length and no body, and would never end.
-        for path in passthrough.GET_ROUTES:
-            routes.add("GET", path, partial(self.serve, apis.PASSED_ON, gate))
+        for method, path, api in engine_routes.relayed():
+            routes.add(method, path, partial(self.serve, api, gate))
 
     async def serve(self, api: Api, gate: Gate, request: Request) -> Served:
         """Serve one request to its end. Every error becomes a body of the API.

@@ -13,11 +13,11 @@ import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from kvrouter.errors import BadRequestError
-from kvrouter.frontend import passthrough
 from kvrouter.frontend.accept import Accept
 from kvrouter.frontend.bodies import apis
 from kvrouter.frontend.bodies.apis import Api
 from kvrouter.frontend.decision_views import DecisionViews
+from kvrouter.frontend.engine_routes import relayed
 from kvrouter.relay.answer import Answer
 from kvrouter.relay.request import Request, request_id_of
 
@@ -28,6 +28,7 @@ _KINDS: dict[str, Api] = {
     "responses": apis.RESPONSES,
     "other": apis.PASSED_ON,
 }
+_POSTS = {path: api for method, path, api in relayed() if method == "POST"}
 
 
 class _Kind(Struct):
@@ -59,7 +60,7 @@ def _api(body: bytes) -> Api:
         return _KINDS[described.kind]
     if described.path is None:
         return apis.COMPLETION if described.messages is UNSET else apis.CHAT
-    if described.path not in apis.BY_PATH and described.path not in passthrough.POST_ROUTES:
-        known = ", ".join([*apis.BY_PATH, *passthrough.POST_ROUTES])
+    if described.path not in _POSTS:
+        known = ", ".join(_POSTS)
         raise BadRequestError(f"`path`: {described.path!r} is not served; use one of {known}", param="path")
-    return apis.BY_PATH.get(described.path, apis.PASSED_ON)
+    return _POSTS[described.path]

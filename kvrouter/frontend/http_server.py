@@ -24,8 +24,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from kvrouter.frontend.admin import MODEL_PATH, Admin
 from kvrouter.frontend.admin_listener import application
-from kvrouter.frontend.bodies.openai import error_answer
 from kvrouter.frontend.completions import Completions
+from kvrouter.frontend.engine_routes import error_answer, why_closed
 from kvrouter.frontend.openapi import OPENAPI_PATH, document
 from kvrouter.frontend.operators import Gate, has_operators_routes, open_gate
 from kvrouter.frontend.settings import FrontendOptions
@@ -76,7 +76,7 @@ class Site:
 
     def routes(self, gate: Gate, metrics: View) -> Routes:
         """All routes of a port, behind its gate."""
-        routes, admin, completions = Routes(), self.admin, self.completions
+        routes, admin, completions = Routes(why_closed), self.admin, self.completions
         completions.add_routes(routes, gate)
         for path, view in {
             "/v1/models": admin.models,

@@ -18,7 +18,7 @@ from kvrouter.dashboard.fleet import Fleet
 from kvrouter.dashboard.page import FILES_PATH, PAGE_PATH
 from kvrouter.dashboard.prefixes import PrefixSample
 from kvrouter.errors import ConfigError
-from kvrouter.frontend import passthrough
+from kvrouter.frontend import engine_routes
 from kvrouter.frontend.admin import MODEL_PATH, Health
 from kvrouter.frontend.bodies import apis
 from kvrouter.frontend.bodies.models import ModelEntry, ModelList
@@ -49,6 +49,8 @@ class Described(Struct, frozen=True):
     body: type[Struct] | Schema | None = None
     answer: type[Struct] | Schema = {}
     tag: str = "operators"
+    error: str = "Error"
+    """The schema of its errors."""
 
 
 _OBJECT: Schema = {"type": "object"}
@@ -88,17 +90,23 @@ _BODIES = {
 _ROUTES: dict[tuple[str, str], Described] = {
     **{
         ("POST", path): Described(
-            "Answered by a worker that is chosen by its cache", _ANSWERS, body=_BODIES[path], tag="engines"
+            "Answered by a worker that is chosen by its cache",
+            _ANSWERS,
+            body=_BODIES[path],
+            tag="engines",
+            error=api.error_schema,
         )
-        for path in apis.BY_PATH
+        for path, api in apis.BY_PATH.items()
     },
     **{
-        ("POST", path): Described("Passed on to a worker of the model", _ANSWERS, body=_OBJECT, tag="engines")
-        for path in passthrough.POST_ROUTES
-    },
-    **{
-        ("GET", path): Described("Passed on to a worker", _ANSWERS, tag="engines")
-        for path in passthrough.GET_ROUTES
+        (method, path): Described(
+            "Passed on to a worker of the model",
+            _ANSWERS,
+            body=None if method == "GET" else _OBJECT,
+            tag="engines",
+            error=api.error_schema,
+        )
+        for (method, path), api in engine_routes.PASSED.items()
     },
     ("GET", "/v1/models"): Described(
         "The models of all workers", {200: _JSON}, answer=ModelList, tag="clients"
@@ -209,10 +217,18 @@ _WRONG: Schema = {
     "properties": {"message": {"type": "string"}, "type": {"type": "string"}, "code": {}, "param": {}},
 }
 _ERROR: Schema = _object(error=_WRONG)
+_BY_COHERE: Schema = _object(message=_TEXTUAL)
+_ERRORS: dict[str, Schema] = {
+    "Error": _ERROR,
+    "AnthropicError": _object(type={"const": "error"}, error=_object(type=_TEXTUAL, message=_TEXTUAL)),
+    "CohereError": _BY_COHERE,
+    "CohereOrOpenAIError": {"anyOf": [_ERROR, _BY_COHERE]},
+    "OllamaError": _object(error=_TEXTUAL),
+}
 _KEY = "operators"
 _ABOUT = (
-    "Not listed per route: 405 (with `allow`) for other methods of a path; 400, 408, 414, 417, 431 and 505 "
-    "for invalid HTTP. Routes tagged `engines` pass on an engine's error with its status."
+    "Not listed per route: 405 (with `allow`) for other methods of a path; 307 for a slash too many at its "
+    "end; 400, 408, 414, 417, 431 and 505 for invalid HTTP. Routes tagged `engines` pass on an engine's error with its status."
 )
 
 
@@ -246,7 +262,7 @@ def document(routes: Iterable[tuple[str, str]], *, is_keyed: bool = False, root_
         **({"servers": [{"url": root_path}]} if root_path else {}),
         "paths": paths,
         "components": {
-            "schemas": {**components, "Error": _ERROR},
+            "schemas": {**components, **_ERRORS},
             "securitySchemes": {_KEY: {"type": "http", "scheme": "bearer"}},
         },
     }
@@ -272,7 +288,7 @@ def _operation(one: Described, by_kind: dict[type[Struct], Schema], *, is_keyed:
     answer = by_kind[one.answer] if isinstance(one.answer, type) else one.answer
     for status, kinds in sorted(answers.items()):
         is_error = status >= 400 and kinds == _JSON and one.tag != "health"
-        schema = {"$ref": "#/components/schemas/Error"} if is_error else answer
+        schema = {"$ref": f"#/components/schemas/{one.error}"} if is_error else answer
         content: Schema = {kind: {"schema": schema} for kind in kinds.split()}
         if one.tag == "engines":
             content = content if status >= 400 else {_JSON: {}, _SSE: {}}

@@ -1,10 +1,7 @@
-"""The engine routes that are passed on: to a worker of the model, by load.
+"""What is read of a request that is passed on (engine_routes.py has the routes): its model, and overrides.
 
 Only the inputs of /v1/embeddings are read, as engines may cache them. Prompts of the others are made by
 the engine (pairs of a query and a document), or computed whole (vLLM reads no cache for outputs per token).
-
-Only the routes listed here are passed on. An engine's /metrics, /health and administration
-(/reset_prefix_cache, /sleep, LoRA loading, …) concern one engine, and must not be open to every client.
 """
 
 from __future__ import annotations
@@ -23,23 +20,6 @@ from kvrouter.frontend.bodies.openai import CompletionRequest, parse_completion
 from kvrouter.relay.request import Request
 from kvrouter.tokens.prompt import Prompt, TextPrompt, TokenPrompt
 
-POST_ROUTES = (
-    "/v1/embeddings",
-    "/v1/messages/count_tokens",
-    "/v1/score",
-    "/score",
-    "/v1/rerank",
-    "/v2/rerank",
-    "/rerank",
-    "/pooling",
-    "/classify",
-    "/v1/audio/transcriptions",
-    "/v1/audio/translations",
-    "/v1/audio/speech",
-    "/tokenize",
-    "/detokenize",
-)
-GET_ROUTES = ("/version",)
 EMBEDDINGS = "/v1/embeddings"
 # A shorter input shares no blocks whose reuse is worth asking an engine for its tokens. More inputs are a
 # batch of documents, which begin differently, and would be as many questions.

@@ -17,7 +17,7 @@ import msgspec
 import structlog
 
 from kvrouter.errors import KvRouterError
-from kvrouter.frontend.bodies.openai import error_answer
+from kvrouter.frontend.engine_routes import error_answer
 from kvrouter.frontend.operators import Gate
 from kvrouter.relay.answer import Answer, Events, Lines, Served, internal_error
 from kvrouter.relay.connection import Refused
@@ -38,7 +38,7 @@ def json_answer(body: object, status: int = 200) -> Answer:
 
 
 def answering(view: View, gate: Gate, on_refused: Refused = lambda *_: None) -> Serve:
-    """Make a route of a view. Every error becomes an OpenAI body."""
+    """Make a route of a view. Every error gets the form of the path's API."""
     return partial(_serve, view, gate, on_refused)
 
 
@@ -55,10 +55,10 @@ async def _serve(view: View, gate: Gate, on_refused: Refused, request: Request) 
     except KvRouterError as error:
         request_id = request_id_of(request.headers)
         on_refused(request, request_id, error, request.client.address)
-        answer, closes = error_answer(error, request_id), error.is_body_left
+        answer, closes = error_answer(request.head.route, error, request_id), error.is_body_left
     except Exception:
         log.exception("request.failed", path=request.head.route)
-        answer = error_answer(internal_error(), request_id_of(request.headers))
+        answer = error_answer(request.head.route, internal_error(), request_id_of(request.headers))
     return request.reply(answer, closes=closes)
 
 

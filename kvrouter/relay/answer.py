@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from kvrouter.errors import KvRouterError, UnsupportedCodingError, WrongMethodError
+from kvrouter.errors import KvRouterError, TrailingSlashError, UnsupportedCodingError, WrongMethodError
 from kvrouter.relay.codings import ACCEPTED
 from kvrouter.relay.exchange import Rejected
 
@@ -75,6 +75,8 @@ def error_headers(error: KvRouterError, request_id: str) -> dict[str, str]:
         headers["accept-encoding"] = ACCEPTED
     if isinstance(error, WrongMethodError):
         headers["allow"] = error.allowed
+    if isinstance(error, TrailingSlashError):
+        headers["location"] = error.location
     return headers
 
 

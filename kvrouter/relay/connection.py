@@ -62,8 +62,8 @@ LINGER_S = 10.0
 _LINE_END = b"\r\n"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
-ErrorAnswer: TypeAlias = Callable[[KvRouterError, str], Answer]
-"""Makes the answer of an error and a request id."""
+ErrorAnswer: TypeAlias = Callable[[str, KvRouterError, str], Answer]
+"""Makes the answer of a path, an error and a request id. The path is empty if it could not be read."""
 
 Refused: TypeAlias = Callable[[Request | None, str, KvRouterError, str], None]
 """Called with a request that no route serves, its id, the error, and the address of its client.
@@ -105,7 +105,8 @@ class Connections:
             error = of_body
         request_id = request_id_of(request.headers)
         self.on_refused(request, request_id, error, request.client.address)
-        return request.reply(self.error_answer(error, request_id), closes=error.is_body_left)
+        answer = self.error_answer(request.head.route, error, request_id)
+        return request.reply(answer, closes=error.is_body_left)
 
     def new(self) -> ClientConnection:
         return ClientConnection(self)
@@ -262,7 +263,7 @@ class ClientConnection(asyncio.Protocol):
                 self._reader = None
                 self._begin(reader.head())
         except KvRouterError as error:
-            self._refuse(error, request_id_of(reader.headers))
+            self._refuse(reader.route, error, request_id_of(reader.headers))
 
     def _begin(self, read: AnyHead) -> None:
         """Serve a request whose head is not plain. Raises KvRouterError to refuse it at once."""
@@ -272,7 +273,7 @@ class ClientConnection(asyncio.Protocol):
             raise too_large(most)
         self._answer_expectation(read)
         try:
-            serve = self._connections.routes.find(head.method, head.route)
+            serve = self._connections.routes.find(head.method, head.path)
         except (NoRouteError, WrongMethodError) as error:
             serve = partial(self._connections.reject, error)
         self.has_begun, self.is_http_10, self.begun = False, read.is_http_10, None
@@ -290,12 +291,12 @@ class ClientConnection(asyncio.Protocol):
             return
         if expected.lower() != "100-continue":
             raise ExpectationError(f"expect {expected[:100]!r} is not supported: only 100-continue is")
-        self._connections.routes.find(read.head.method, read.head.route)
+        self._connections.routes.find(read.head.method, read.head.path)
         self._transport.write(_CONTINUE)
 
-    def _refuse(self, error: KvRouterError, request_id: str) -> None:
+    def _refuse(self, route: str, error: KvRouterError, request_id: str) -> None:
         """Answer a request that is not served, and close the connection: what follows is not known."""
-        answer = self._connections.error_answer(error, request_id)
+        answer = self._connections.error_answer(route, error, request_id)
         self._connections.on_refused(None, request_id, error, self.address)
         self.write(answer.encode(keeps_alive=False))
         self._linger()

@@ -83,6 +83,13 @@ class HeadReader:
         """Those read so far; of several with one name the first."""
         return dict(reversed(self._collected.fields))
 
+    @property
+    def route(self) -> str:
+        """The path as far as it was read, also if the head is invalid; empty if none was."""
+        target = self._collected.url.decode("ascii", "replace")
+        absolute = _ABSOLUTE.fullmatch(target)
+        return re.split("[?#]", absolute[2] or "" if absolute else target, maxsplit=1)[0]
+
     def feed(self, data: bytes) -> bytes:
         """Take the bytes of the head; returns the rest.
 

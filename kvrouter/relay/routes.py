@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from kvrouter.errors import NoRouteError, WrongMethodError
+from kvrouter.errors import NoRouteError, TrailingSlashError, WrongMethodError
 from kvrouter.relay.request import Serve
 
 
 class Routes:
     """By path; one that ends with `/` stands for all paths below it, but `/` for itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, why_closed: Callable[[str], str] = lambda _: "") -> None:
+        """`why_closed`: why a path is no route; empty if there is no particular reason."""
+        self._why_closed = why_closed
         self._by_path: dict[str, dict[str, Serve]] = {}
         self._posts: dict[str, Serve] = {}
 
@@ -29,16 +31,29 @@ class Routes:
         if method == "POST":
             self._posts[path] = serve
 
-    def find(self, method: str, path: str) -> Serve:
-        """What serves this request. Raises NoRouteError or WrongMethodError."""
+    def find(self, method: str, target: str) -> Serve:
+        """What serves this method and path. Its query does not matter.
+
+        Raises NoRouteError, TrailingSlashError or WrongMethodError.
+        """
+        path, _, query = target.partition("?")
         exact = None if path.endswith("/") and path != "/" else self._by_path.get(path)
         methods = exact or self._below(path)
         if not methods:
-            raise NoRouteError(f"{method} {path}: Not Found")
+            raise self._missing(method, path, query)
         if method not in methods:
             allowed = ", ".join(sorted(methods))
             raise WrongMethodError(f"{method} {path}: use {allowed}", allowed=allowed)
         return methods[method]
+
+    def _missing(self, method: str, path: str, query: str) -> NoRouteError:
+        """As FastAPI, and so the engines, a path with one slash too many leads to its route."""
+        meant = path.removesuffix("/")
+        if meant and meant != path and meant in self._by_path and not meant.endswith("/"):
+            location = f"../{meant.rpartition('/')[2]}{query and f'?{query}'}"
+            return TrailingSlashError(f"{method} {path}: use {meant}", location=location)
+        reason = self._why_closed(meant or path)
+        return NoRouteError(f"{method} {path}: Not Found{reason and f' ({reason})'}")
 
     def _below(self, path: str) -> Mapping[str, Serve]:
         ends = (at for at, character in enumerate(path[1:-1], 2) if character == "/")

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvrouter.errors import KvRouterError
-from kvrouter.frontend.bodies.openai import error_answer
+from kvrouter.frontend.engine_routes import error_answer
 from kvrouter.relay.answer import Served
 from kvrouter.relay.connection import PIPELINED_BYTES, Connections
 from kvrouter.relay.request import ArrivingBytes, Request
@@ -101,7 +101,7 @@ class Scene:
         try:
             body = await request.read()
         except KvRouterError as error:
-            return request.reply(error_answer(error, "id"), closes=error.is_body_left)
+            return request.reply(error_answer(PATH, error, "id"), closes=error.is_body_left)
         await self.go_on.wait()
         self.served.append((request.head.path, body))
         request.client.write(body)

@@ -1,25 +1,32 @@
-"""The APIs that are served: how each one's bodies are read, and how it reports errors and usage."""
+"""The APIs of clients: how each one's bodies are read, and how it reports errors and usage.
+
+Each route of an API is in engine_routes.py, which says what the API of any path is.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from msgspec import Struct
 
 from kvrouter.core.tables.predictions import Usage
 from kvrouter.errors import KvRouterError
-from kvrouter.frontend.bodies import messages, openai, responses
+from kvrouter.frontend.bodies import cohere, messages, ollama, openai, responses
 from kvrouter.relay.answer import Answer, error_headers
 from kvrouter.relay.engine_answers import find_usage
 
 Parse: TypeAlias = Callable[[bytes], openai.CompletionRequest]
 
 
+class ErrorBody(Protocol):
+    def __call__(self, error: KvRouterError, request_id: str = "", /) -> bytes: ...
+
+
 class Api(Struct, frozen=True):
     parse: Parse | None
     """None for the routes of passthrough.py: their prompts are not read."""
-    error_body: Callable[[KvRouterError], bytes] = openai.error_body
+    error_body: ErrorBody = openai.error_body
     error_event: Callable[[KvRouterError], bytes] = openai.error_event
     """The last event of a stream whose status was sent already."""
     find_usage: Callable[[bytes], Usage] = find_usage
@@ -30,6 +37,10 @@ class Api(Struct, frozen=True):
     is_native: bool = False
     """Whether every engine has the route and takes the prompt as it is. Then a 404 means that the engine does
     not serve the model, and the engine, too, rejects what the chat template rejects."""
+    error_schema: str = "Error"
+    """The name of its error's schema (openapi.py)."""
+    id_header: str = ""
+    """Where its clients look for the request id of an error, besides `x-request-id`."""
 
     @property
     def has_end(self) -> bool:
@@ -37,14 +48,33 @@ class Api(Struct, frozen=True):
         return self.parse is not None
 
     def error_answer(self, error: KvRouterError, request_id: str) -> Answer:
-        return Answer(error.status, self.error_body(error), error_headers(error, request_id))
+        """The error as a whole answer."""
+        headers = error_headers(error, request_id)
+        if self.id_header:
+            headers[self.id_header] = request_id
+        return Answer(error.status, self.error_body(error, request_id), headers)
 
 
 CHAT = Api(openai.parse_chat, is_native=True)
 COMPLETION = Api(openai.parse_completion, is_native=True)
-MESSAGES = Api(messages.parse, messages.error_body, messages.error_event, messages.find_usage, "messages")
+MESSAGES = Api(
+    messages.parse,
+    messages.error_body,
+    messages.error_event,
+    messages.find_usage,
+    "messages",
+    error_schema="AnthropicError",
+    id_header="request-id",
+)
 RESPONSES = Api(responses.parse, openai.error_body, responses.error_event, responses.find_usage, "responses")
 PASSED_ON = Api(None)
+"""Of OpenAI's form, like all routes without an API of their own."""
+MESSAGES_PASSED_ON = Api(
+    None, messages.error_body, messages.error_event, error_schema="AnthropicError", id_header="request-id"
+)
+COHERE = Api(None, cohere.error_body, cohere.error_event, error_schema="CohereError")
+COHERE_OR_OPENAI = Api(None, cohere.shared_error_body, error_schema="CohereOrOpenAIError")
+OLLAMA = Api(None, ollama.error_body, ollama.error_event, error_schema="OllamaError")
 
 BY_PATH = {
     "/v1/chat/completions": CHAT,

@@ -122,11 +122,11 @@ def _of_body(asked: _Body, *, is_doubtful: bool) -> CompletionRequest:
     return _request(asked, prompt)
 
 
-def error_body(error: KvRouterError) -> bytes:
+def error_body(error: KvRouterError, request_id: str = "") -> bytes:
     """The JSON that Anthropic's clients expect with a status of 400 and above."""
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    details = {"type": kind, "message": error_message(error)}
-    return msgspec.json.encode({"type": "error", "error": details})
+    body = {"type": "error", "error": {"type": kind, "message": error_message(error)}}
+    return msgspec.json.encode({**body, "request_id": request_id} if request_id else body)
 
 
 def error_event(error: KvRouterError) -> bytes:
@@ -137,11 +137,14 @@ def error_event(error: KvRouterError) -> bytes:
 # https://docs.anthropic.com/en/api/errors
 _ERROR_TYPES = {
     401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
+    529: "overloaded_error",
 }
 
 

@@ -16,7 +16,6 @@ from kvrouter.core.wire.values import TokenId, valid_unicode
 from kvrouter.errors import BadRequestError, KvRouterError
 from kvrouter.frontend.bodies import lax
 from kvrouter.frontend.bodies.nvext import Nvext
-from kvrouter.relay.answer import Answer, error_headers
 from kvrouter.tokens.prompt import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 
 _Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
@@ -166,20 +165,19 @@ def error_message(error: KvRouterError) -> str:
     return text if len(text) <= _MOST_MESSAGE_CHARACTERS else text[:_MOST_MESSAGE_CHARACTERS] + "…"
 
 
-def error_body(error: KvRouterError) -> bytes:
-    """The JSON that OpenAI clients expect with a status of 400 and above."""
-    details = {
+def error_details(error: KvRouterError) -> dict[str, Any]:
+    """OpenAI's error object."""
+    return {
         "message": error_message(error),
         "type": error.type,
         "param": getattr(error, "param", None),
         "code": error.status,
     }
-    return msgspec.json.encode({"error": details})
 
 
-def error_answer(error: KvRouterError, request_id: str) -> Answer:
-    """The error as a whole answer."""
-    return Answer(error.status, error_body(error), error_headers(error, request_id))
+def error_body(error: KvRouterError, _request_id: str = "") -> bytes:
+    """The JSON that OpenAI clients expect with a status of 400 and above."""
+    return msgspec.json.encode({"error": error_details(error)})
 
 
 def error_event(error: KvRouterError) -> bytes:

@@ -24,7 +24,7 @@ import uvloop
 from rich.table import Table
 
 import kvrouter
-from kvrouter.frontend.bodies.openai import error_answer
+from kvrouter.frontend.engine_routes import error_answer
 from kvrouter.frontend.operators import open_gate
 from kvrouter.frontend.run import RunningFrontend, running_frontend
 from kvrouter.frontend.settings import parse_options

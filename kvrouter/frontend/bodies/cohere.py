@@ -1,0 +1,33 @@
+"""The errors of Cohere's API, whose requests are only passed on.
+
+    /cohere/…                  {"message", "id"}, as vLLM 0.33 answers
+    /v2/embed, /v2/rerank, …   the same with "error": clients of Cohere and of OpenAI's API share these paths
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvrouter.errors import KvRouterError
+from kvrouter.frontend.bodies.openai import error_details, error_message
+
+
+def error_body(error: KvRouterError, request_id: str = "") -> bytes:
+    """The JSON that Cohere's clients expect with a status of 400 and above."""
+    return msgspec.json.encode(_body(error, request_id))
+
+
+def shared_error_body(error: KvRouterError, request_id: str = "") -> bytes:
+    """The same and OpenAI's object in one: vLLM answers with the latter on these paths."""
+    return msgspec.json.encode({**_body(error, request_id), "error": error_details(error)})
+
+
+def error_event(error: KvRouterError) -> bytes:
+    """The last event of a chat, with the reason ERROR."""
+    delta = {"finish_reason": "ERROR", "error": error_message(error)}
+    return b"data: " + msgspec.json.encode({"type": "message-end", "delta": delta}) + b"\n\n"
+
+
+def _body(error: KvRouterError, request_id: str) -> dict[str, str]:
+    body = {"message": error_message(error)}
+    return {**body, "id": request_id} if request_id else body
