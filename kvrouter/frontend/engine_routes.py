@@ -4,9 +4,9 @@
     PASSED   passed on: one request of one client, with one answer, goes to a worker of its model by load
     CLOSED   all others, each with its reason: 404
 
-A route is passed on if it needs no worker in particular, names its model or can go to the only one, and neither
-changes an engine nor shows what other clients do. tests/frontend/test_engine_routes.py compares the three with
-the routes of vLLM and SGLang, which `python -m scripts.kit.engine_routes` records.
+A route is passed on if it needs no worker in particular, names its model or can go to the only one, and
+neither changes an engine nor shows what other clients do. tests/frontend/test_engine_routes.py compares the
+three with the routes of vLLM and SGLang, which `python -m scripts.kit.engine_routes` records.
 """
 
 from __future__ import annotations
@@ -128,9 +128,7 @@ _CLOSED = {
     "a WebSocket, which is not served": (
         "/v1/realtime /v1/realtime_video/generate /v1/actions/realtime /openpi/policy"
     ),
-    "pages about the engine, which differ with its version": (
-        "/docs /docs/oauth2-redirect /redoc /static"
-    ),
+    "pages about the engine, which differ with its version": ("/docs /docs/oauth2-redirect /redoc /static"),
 }
 CLOSED: Mapping[str, str] = MappingProxyType(
     {path: reason for reason, paths in _CLOSED.items() for path in paths.split()}

@@ -12,7 +12,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from kvrouter.errors import BadRequestError, KvRouterError, UnknownModelError
-from kvrouter.frontend.bodies import messages, responses
+from kvrouter.frontend.bodies import messages, openai, responses
 from kvrouter.frontend.bodies.openai import CompletionRequest
 from kvrouter.mocker.bodies import (
     Body,
@@ -45,8 +45,6 @@ from kvrouter.mocker.replies import (
     Reply,
     Run,
     encode,
-    error_body,
-    sse,
 )
 from kvrouter.mocker.responses_reply import ResponsesReply
 from kvrouter.mocker.text import Text
@@ -244,7 +242,7 @@ class Service:
         if http.path.startswith(_ANTHROPIC):
             await response.write_eof(messages.error_event(EngineBusyError()))
         else:
-            await response.write_eof(sse(error_body(EngineBusyError())) + DONE)
+            await response.write_eof(openai.error_event(EngineBusyError()) + DONE)
         return response
 
     # --- the rest ---
@@ -342,10 +340,8 @@ async def _errors_as_vllm(request: web.Request, handler: Handler) -> web.StreamR
     try:
         return await handler(request)
     except KvRouterError as error:
-        if request.path.startswith(_ANTHROPIC):
-            body = messages.error_body(error)
-            return web.Response(body=body, status=error.status, content_type="application/json")
-        return _json(error_body(error), status=error.status)
+        form = messages if request.path.startswith(_ANTHROPIC) else openai
+        return web.Response(body=form.error_body(error), status=error.status, content_type="application/json")
     except web.HTTPException as error:
         return _json({"detail": error.reason}, status=error.status)
 

@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from kvrouter.errors import BadRequestError, KvRouterError
 from kvrouter.mocker.bodies import StreamOptions
 from kvrouter.mocker.engine import EngineRequest, Output
 from kvrouter.mocker.hashing import TokenIds
@@ -32,12 +31,6 @@ LOGPROB = 0.0
 def sse(data: Json) -> bytes:
     """One server-sent event."""
     return b"data: " + encode(data) + b"\n\n"
-
-
-def error_body(error: KvRouterError) -> Json:
-    """An error in the shape of vLLM's ErrorResponse."""
-    param = error.param if isinstance(error, BadRequestError) else None
-    return {"error": {"message": str(error), "type": error.type, "param": param, "code": error.status}}
 
 
 @dataclass(slots=True)

@@ -2,13 +2,14 @@
 
     python -m scripts.kit.engine_routes FILE.whl …    shows what is new, and writes the file
 
-A test compares the routes of kvrouter/frontend/engine_routes.py with the file. The wheels are read, not installed or run:
-decorators (`@router.post(…)`), `add_api_route` and mounts of the modules of each engine's server.
+A test compares the routes of kvrouter/frontend/engine_routes.py with the file. The wheels are read, not
+installed or run: decorators (`@router.post(…)`), `add_api_route` and mounts of each engine's server.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -30,7 +31,7 @@ class Server(NamedTuple):
     without: tuple[str, ...] = ()
 
 
-# Not read: servers between the parts of one engine (SGLang's encoder and bootstrap servers, vLLM's supervisor).
+# Not read: servers between the parts of one engine (SGLang's bootstrap and encoder, vLLM's supervisor).
 SERVERS = {
     "vllm": Server(
         ("vllm/entrypoints/",),
@@ -89,10 +90,10 @@ class _Module:
         """Routes that are added without a decorator, and mounted applications."""
         name = ast.unparse(call.func).rpartition(".")[2]
         if name in {"Mount", "mount"} and isinstance(call.args[0], ast.Constant):
-            yield f"GET {call.args[0].value}"
+            yield f"GET {self._path(call.args[0])}"
         elif name == "add_api_route" and isinstance(call.args[0], ast.Constant):
             for method in self._methods(call):
-                yield f"{method} {call.args[0].value}"
+                yield f"{method} {self._path(call.args[0])}"
 
     def _methods(self, call: ast.Call) -> list[str]:
         given = next((word.value for word in call.keywords if word.arg == "methods"), None)
@@ -108,8 +109,7 @@ class _Module:
         if isinstance(given, ast.Name) and given.id in self._values:
             return self._path(self._values[given.id])
         if isinstance(given, ast.Constant):
-            parts = given.value.split("{")
-            return parts[0] + "".join("{}" + part.partition("}")[2] for part in parts[1:])
+            return re.sub(r"{[^}]*}", "{}", str(given.value))
         if isinstance(given, ast.Call) and ast.unparse(given.func) == "os.environ.get":
             return self._path(given.args[1]) if len(given.args) > 1 else ""
         if ast.unparse(given) == "app.swagger_ui_oauth2_redirect_url":
@@ -136,8 +136,8 @@ def main(wheels: list[str]) -> int:
     after = {**before, **dict(recorded(Path(wheel)) for wheel in wheels)}
     for name, entry in after.items():
         old, new = set(before.get(name, {}).get("routes", ())), set(entry["routes"])
-        lines = [f"+ {name} {one}" for one in sorted(new - old)] + [f"- {name} {one}" for one in sorted(old - new)]
-        sys.stdout.write("".join(f"{line}\n" for line in lines))
+        sys.stdout.writelines(f"+ {name} {route}\n" for route in sorted(new - old))
+        sys.stdout.writelines(f"- {name} {route}\n" for route in sorted(old - new))
     FILE.write_bytes(msgspec.json.format(msgspec.json.encode(after), indent=1) + b"\n")
     return 0
 

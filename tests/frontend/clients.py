@@ -53,11 +53,16 @@ class Client:
         self.writer = writer
 
     def send(
-        self, body: Any, *headers: str, path: str = "/v1/completions", version: str = "HTTP/1.1"
+        self,
+        body: Any,
+        *headers: str,
+        path: str = "/v1/completions",
+        version: str = "HTTP/1.1",
+        method: str = "POST",
     ) -> None:
         """Send a request. A body that is not bytes is encoded as JSON."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        lines = [f"POST {path} {version}", "host: test", f"content-length: {len(data)}", *headers]
+        lines = [f"{method} {path} {version}", "host: test", f"content-length: {len(data)}", *headers]
         self.writer.write("\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + data)
 
     async def ask(self, body: Any, *headers: str, path: str = "/v1/completions") -> Response:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvrouter.frontend.engine_routes import relayed
 from kvrouter.frontend.openapi import _ROUTES, document
-from kvrouter.frontend.passthrough import GET_ROUTES, POST_ROUTES
 from tests.frontend.clients import ask, get
 from tests.frontend.fleet import FleetOf
 from tests.frontend.workers import OK
@@ -25,7 +25,7 @@ def routes_of(section: str) -> set[Route]:
     for line in section.splitlines():
         method = ""
         for given, path in re.findall(
-            r"`(?:(GET|POST) )?(/[^`]*)`", line.split("|")[1] if "|" in line else ""
+            r"`(?:(GET|POST|PUT) )?(/[^`]*)`", line.split("|")[1] if "|" in line else ""
         ):
             method = given or method
             found.add((method, nameless(path)))
@@ -87,10 +87,8 @@ async def test_clients_port(fleet_of: FleetOf, tmp_path: Path) -> None:
         keyed = operations((await get(fleet.url, "/openapi.json")).json)
         refused = (await get(fleet.url, "/workers")).status
 
-    passed_on = {("POST", path) for path in POST_ROUTES} | {("GET", path) for path in GET_ROUTES}
     own = {"/v1/models", "/v1/models/{model}", "/live", "/ready", "/health", "/metrics", "/openapi.json"}
-    engines = {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"}
-    expected = passed_on | {("GET", path) for path in own} | {("POST", path) for path in engines}
+    expected = {(method, path) for method, path, _ in relayed()} | {("GET", path) for path in own}
     assert expected == set(found)
     assert set(operations(document(_ROUTES))) == set(keyed)
     assert 401 == refused

@@ -11,7 +11,7 @@ import pytest
 from kvrouter.core.wire.heartbeats import WorkerBeat, encode
 from kvrouter.core.wire.ids import PoolId, WorkerId
 from kvrouter.core.wire.ops import VERSION
-from kvrouter.frontend.passthrough import GET_ROUTES, POST_ROUTES
+from kvrouter.frontend.engine_routes import PASSED
 from tests.core.worlds import card
 from tests.frontend.fleet import BODY, Fleet, FleetOf
 from tests.frontend.workers import (
@@ -63,20 +63,25 @@ async def join_second_pool(fleet: Fleet, number: int = 1, **facts: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("path", POST_ROUTES)
-async def test_passed(fleet_of: FleetOf, path: str) -> None:
-    """Body and path reach the worker unchanged; the answer has the router's headers."""
-    async with fleet_of() as fleet:
-        response = await fleet.ask(EMBED, "x-request-id: r1", path=f"{path}?a=b")
+SENT = [route for route in PASSED if route[0] != "GET"]
+FETCHED = [path for method, path in PASSED if method == "GET"]
+
+
+@pytest.mark.parametrize(("method", "path"), SENT)
+async def test_passed(fleet_of: FleetOf, method: str, path: str) -> None:
+    """Method, body and path reach the worker unchanged; the answer has the router's headers."""
+    async with fleet_of() as fleet, fleet.connected() as client:
+        client.send(EMBED, "x-request-id: r1", path=f"{path}?a=b", method=method)
+        response = await client.response()
 
         (received,) = fleet.workers[0].requests
         assert (200, OK_BODY, "w0") == (response.status, response.body, response.header("x-kvrouter-worker"))
-        assert received.head.startswith(f"POST {path}?a=b HTTP/1.1".encode())
+        assert received.head.startswith(f"{method} {path}?a=b HTTP/1.1".encode())
         assert EMBED == received.json
         assert ["r1"] == received.headers("x-request-id")
 
 
-@pytest.mark.parametrize("path", GET_ROUTES)
+@pytest.mark.parametrize("path", FETCHED)
 async def test_passed_get(fleet_of: FleetOf, path: str) -> None:
     """A GET without a body goes to the only model's workers."""
     async with fleet_of() as fleet:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.errors import NoRouteError, WrongMethodError
+from kvrouter.errors import NoRouteError, TrailingSlashError, WrongMethodError
 from kvrouter.relay.answer import Served
 from kvrouter.relay.request import Request
 from kvrouter.relay.routes import Routes
@@ -30,18 +30,42 @@ def routes() -> Routes:
 
 def test_found(routes: Routes) -> None:
     """By path, or by the beginning of a longer one."""
-    assert one is routes.find("GET", "/models")
+    assert one is routes.find("GET", "/models") is routes.find("GET", "/models?a=/b/")
     for path in ("/models/m", "/models/a/b", "/models/a/"):
         assert below is routes.find("GET", path)
     assert {"/models": one, "/chat": one} == routes.posts
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "*", "", "/models/", "/model", "/modelsx", "/chat/", "/chat/x", "//models"]
+    "path", ["/", "*", "", "//", "/model", "/modelsx", "/chat//", "/chat/x", "//models", "//models/"]
 )
 def test_no_route(routes: Routes, path: str) -> None:
-    with pytest.raises(NoRouteError, match=f"GET {path.replace('*', '.')}: Not Found"):
+    with pytest.raises(NoRouteError, match=f"GET {path.replace('*', '.')}: Not Found$") as raised:
         routes.find("GET", path)
+
+    assert 404 == raised.value.status
+
+
+def test_closed() -> None:
+    """The reason stands behind the 404, with a last slash or without it."""
+    routes = Routes(lambda path: "closed" if path == "/sleep" else "")
+
+    for path in ("/sleep", "/sleep/"):
+        with pytest.raises(NoRouteError, match=rf"POST {path}: Not Found \(closed\)"):
+            routes.find("POST", path)
+
+
+@pytest.mark.parametrize(
+    ("target", "location"),
+    [("/models/", "../models"), ("/chat/?", "../chat"), ("/chat/?a=b?c/", "../chat?a=b?c/")],
+)
+def test_slash_at_the_end(routes: Routes, target: str, location: str) -> None:
+    """The error leads to the route without it, whatever the method, with the query."""
+    for method in ("GET", "DELETE"):
+        with pytest.raises(TrailingSlashError) as raised:
+            routes.find(method, target)
+
+        assert location == raised.value.location
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The errors of Cohere's API, whose requests are only passed on.
 
-    /cohere/…                  {"message", "id"}, as vLLM 0.33 answers
-    /v2/embed, /v2/rerank, …   the same with "error": clients of Cohere and of OpenAI's API share these paths
+Below /cohere/ they are {"message", "id"}, as in vLLM 0.33. On /v2/embed, /v1/rerank and /v2/rerank vLLM
+answers with OpenAI's object, and Cohere's own service with this one: clients of both find theirs.
 """
 
 from __future__ import annotations
