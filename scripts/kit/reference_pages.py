@@ -19,22 +19,27 @@ from kvrouter.telemetry.catalog import SECTIONS, Metric
 FOLDER = Path(__file__).resolve().parents[2] / "docs/reference"
 _MADE = "<!-- Written by `python -m scripts.kit.reference_pages`; a test compares it with the code. -->"
 MOST_CHOICES = 3  # the union of all ops has more
-_ERRORS = """\
-Which errors there are, and which status a client gets. An answer of kvrouter itself has the form of the API whose
-path the client used, also where no route was found: 404, 405, bodies and headers that are too large, invalid HTTP.
+_FORMS = {
+    "`/v1/messages`": """Anthropic's: `{"type": "error", "error": {"type": "not_found_error", \
+"message": "…"}, "request_id": "…"}`, and the header `request-id`, which its packages read""",
+    "`/cohere`": """Cohere's: `{"message": "…", "id": "…"}`""",
+    "`/v2`, `/v1/rerank`": """both Cohere's and OpenAI's: `{"message": "…", "id": "…", "error": {…}}`""",
+    "`/api/chat`, `/api/generate`, `/api/show`, `/api/tags`": """Ollama's: `{"error": "…"}`""",
+    "all others": """OpenAI's: `{"error": {"message": "…", "type": "NotFoundError", "param": null, \
+"code": 404}}`""",
+}
+_ERRORS = f"""\
+Which errors there are, and which status a client gets. An answer of kvrouter itself has the form of the API
+whose path the client used, also where no route was found: 404, 405, bodies and headers that are too large,
+invalid HTTP.
 
 | path, and all below it | form |
 |---|---|
-| `/v1/messages` | Anthropic's: `{"type": "error", "error": {"type": "not_found_error", "message": "…"}, "request_id": "…"}`, and the header `request-id`, which its packages read |
-| `/cohere` | Cohere's: `{"message": "…", "id": "…"}` |
-| `/v2`, `/v1/rerank` | both Cohere's and OpenAI's: `{"message": "…", "id": "…", "error": {…}}` |
-| `/api/chat`, `/api/generate`, `/api/show`, `/api/tags` | Ollama's: `{"error": "…"}` |
-| all others | OpenAI's: `{"error": {"message": "…", "type": "NotFoundError", "param": null, "code": 404}}` |
-
-A stream that has begun ends with the API's own error event. `message` has the wrong value and the remedy. A 503 has a `Retry-After` header. Errors of an engine are
-passed on with their status and body. Those with status *none* never answer a request. The access log and
-`kvrouter_requests_total` count all of them ([metrics](../metrics.md)). In Python they are in
-`kvrouter.errors`; all derive from `KvRouterError`."""
+{"".join(f"| {path} | {form} |{chr(10)}" for path, form in _FORMS.items())}
+A stream that has begun ends with the API's own error event. `message` has the wrong value and the remedy.
+A 503 has a `Retry-After` header. Errors of an engine are passed on with their status and body. Those with
+status *none* never answer a request. The access log and `kvrouter_requests_total` count all of them
+([metrics](../metrics.md)). In Python they are in `kvrouter.errors`; all derive from `KvRouterError`."""
 _WIRE = """\
 What travels over NATS, field by field, for those who write another sender or reader. All of it is
 MessagePack. Which subject carries what, and the order of things, is in [Design:
