@@ -139,7 +139,7 @@ async def test_unknown_paths(fleet_of: FleetOf, path: str) -> None:
 HEADS: dict[str, tuple[int, Callable[[str], tuple[str, ...]]]] = {
     "too large": (413, lambda path: (f"POST {path}", HOST, f"content-length: {LIMIT + 1}")),
     "unknown coding": (
-        400,
+        415,
         lambda path: (f"POST {path}", HOST, "content-encoding: nonsense", "content-length: 1"),
     ),
     "expectation": (417, lambda path: (f"POST {path}", HOST, "expect: tea", "content-length: 1")),
