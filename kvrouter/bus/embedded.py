@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import sysconfig
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -47,11 +47,18 @@ def _wheel_files() -> list[Path]:
     return [Path(str(file.locate())).resolve() for file in files if file.name.startswith("nats-server")]
 
 
+def _log_found(url: str) -> None:
+    log.info("nats.found", url=url, effect="a NATS server was already running there: it is used, not ended")
+
+
 @contextlib.asynccontextmanager
-async def embedded_server(url: str = DEFAULT_URL) -> AsyncIterator[str]:
+async def embedded_server(
+    url: str = DEFAULT_URL, on_found: Callable[[str], None] = _log_found
+) -> AsyncIterator[str]:
     """Run a server at `url` until the block ends, unless one answers there already; yields the URL.
 
-    The server ends with this process, also if the process is killed. Raises ConfigError for port 0: the other
+    `on_found` is called with the URL if one answers already: its other clients may be another fleet. The
+    server ends with this process, also if the process is killed. Raises ConfigError for port 0: the other
     processes could not know the port.
     """
     address = urlsplit(url)
@@ -59,6 +66,7 @@ async def embedded_server(url: str = DEFAULT_URL) -> AsyncIterator[str]:
     if port == 0:
         raise ConfigError(f"{url}: give the embedded server a port other than 0")
     if await _answers(host, port):
+        on_found(url)
         yield url
         return
     process = await _start(host, port)
@@ -108,7 +116,10 @@ async def _wait_until_it_answers(process: asyncio.subprocess.Process, host: str,
     while not await _answers(host, port):
         ended = process.returncode is not None
         if ended or asyncio.get_running_loop().time() > deadline:
-            raise ConfigError(f"nats-server did not start on {host}:{port}; is the port in use?")
+            raise ConfigError(
+                f"nats-server did not start on {host}:{port}; is the port in use? A program that has it is not "
+                "NATS: end it, or choose another port (kvrouter serve --nats-port, kvrouter nats URL)"
+            )
         await asyncio.sleep(0.02)
 
 

@@ -56,9 +56,9 @@ async def test_engine(free_port: Callable[[], int]) -> None:
     async with EngineServer.open(free_port()) as server, EngineHttp.open(server.url) as engine:
         assert "0.32.0" == await engine.version()
         assert 100 == (await engine.scrape()).device_blocks
-        assert await engine.is_healthy()
+        assert not await engine.trouble()
         server.is_healthy = False
-        assert not await engine.is_healthy()
+        assert await engine.trouble()
         server.metrics = "vllm:num_requests_running{engine=\n"
         with pytest.raises(EngineError, match="/metrics is not in Prometheus"):
             await engine.scrape()
@@ -108,7 +108,7 @@ async def test_endless_interim_answers() -> None:
         async with EngineHttp.open(f"http://{host}:{port}") as engine:
             with pytest.raises(EngineError, match="interim answers"):
                 await engine.scrape()
-            assert not await engine.is_healthy()
+            assert await engine.trouble()
 
 
 async def test_packed_answer() -> None:
@@ -131,7 +131,7 @@ async def test_packed_answer() -> None:
 async def test_no_engine(free_port: Callable[[], int]) -> None:
     """Without an engine: not healthy, no version, and an error that names the path."""
     async with EngineHttp.open(f"http://127.0.0.1:{free_port()}") as engine:
-        assert not await engine.is_healthy()
+        assert await engine.trouble()
         assert not await engine.version()
         with pytest.raises(EngineError, match="/v1/models"):
             await engine.models()
@@ -143,9 +143,9 @@ async def test_https(free_port: Callable[[], int], tmp_path: Path) -> None:
     async with EngineServer.open(free_port(), authority.server()) as server:
         async with EngineHttp.open(server.url, tls_ca=authority.file) as engine:
             assert "0.32.0" == await engine.version()
-            assert await engine.is_healthy()
+            assert not await engine.trouble()
         async with EngineHttp.open(server.url) as engine:
-            assert not await engine.is_healthy()
+            assert await engine.trouble()
             with pytest.raises(EngineError, match=r"certificate is not accepted.*--worker-tls-ca") as refused:
                 await engine.models()
 
