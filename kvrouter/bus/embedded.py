@@ -17,12 +17,12 @@ from urllib.parse import urlsplit
 import structlog
 
 from kvrouter.errors import ConfigError
+from kvrouter.processes.children import RestartDelay
 
 log = structlog.get_logger()
 
 DEFAULT_URL = "nats://127.0.0.1:4222"
 _START_TIMEOUT_S = 10.0
-_RESTART_S = 0.5
 _PR_SET_PDEATHSIG = 1
 
 
@@ -81,11 +81,20 @@ async def embedded_server(
 
 async def _keep_running(process: asyncio.subprocess.Process, host: str, port: int) -> None:
     """Start the server again whenever it ends; end it when cancelled."""
+    clock, delay = asyncio.get_running_loop().time, RestartDelay()
     try:
         while True:
+            started = clock()
             code = await process.wait()
-            log.warning("nats.embedded_server_ended", code=code, address=f"{host}:{port}")
-            await asyncio.sleep(_RESTART_S)
+            delay_s = delay.after(clock() - started)
+            log.warning(
+                "nats.embedded_server_ended",
+                code=code,
+                address=f"{host}:{port}",
+                starts_again_in_s=delay_s,
+                remedy="if it ends again and again, look whether another program has its port",
+            )
+            await asyncio.sleep(delay_s)
             process = await _start(host, port)
     finally:
         if process.returncode is None:
@@ -117,8 +126,8 @@ async def _wait_until_it_answers(process: asyncio.subprocess.Process, host: str,
         ended = process.returncode is not None
         if ended or asyncio.get_running_loop().time() > deadline:
             raise ConfigError(
-                f"nats-server did not start on {host}:{port}; is the port in use? A program that has it is not "
-                "NATS: end it, or choose another port (kvrouter serve --nats-port, kvrouter nats URL)"
+                f"nats-server did not start on {host}:{port}; is the port in use? A program that has it is "
+                "not NATS: end it, or choose another port (kvrouter serve --nats-port, kvrouter nats URL)"
             )
         await asyncio.sleep(0.02)
 

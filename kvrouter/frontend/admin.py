@@ -124,7 +124,11 @@ class Admin:
         if self._is_draining:
             return 503, {"status": "draining"}
         if missing and not timed_out:
-            return 503, {"status": "starting", "reasons": missing}
+            outage = self._bus.outage_reason
+            return 503, {
+                "status": "starting",
+                "reasons": [*missing, *([f"NATS: {outage}"] if outage else [])],
+            }
         if unserved := self._replica.unserved():
             return 503, {"status": "unserved", "reasons": unserved}
         reasons = self._degraded()
