@@ -4,7 +4,7 @@
     engine.awaited awaited='the engine at http://h:9000' since=2026-11-28T07:47:37Z waited_s=10
         reason='/v1/models: connection refused' remedy='start the engine, or …'
 
-Each wait that can last for ever has one of these, so that no process is silent about why it does nothing.
+Each wait without a limit has a LongWait, so a process that does nothing says why.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class AwaitedWorkers:
         return LongWait("workers.awaited", awaited, now, namespace=self._namespace)
 
     def remedy(self) -> str:
-        """What to do: about NATS, about agents that are not there, or about those that are."""
+        """What to do about NATS, missing agents, or workers that take no requests."""
         if not self._bus.connected:
             return f"NATS is away ({self._bus.outage_reason or 'no answer yet'})"
         return NO_TARGET if self._replica.has_workers() else NO_WORKER

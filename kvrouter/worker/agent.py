@@ -27,7 +27,7 @@ from kvrouter.worker.drain import Duty, until_drained
 from kvrouter.worker.engines.discovery import awaited, learn, learn_patiently, new_adapter
 from kvrouter.worker.engines.endpoints import shown
 from kvrouter.worker.engines.facts import EngineFacts, build_card, can_report, with_discovered
-from kvrouter.worker.engines.http import EngineError, EngineHttp, Models, remedy_of
+from kvrouter.worker.engines.http import DOWN, EngineError, EngineHttp, Models, remedy_of
 from kvrouter.worker.engines.metrics import RankLoad, Scrape
 from kvrouter.worker.metrics_port import AgentView, MetricsOf, RankView
 from kvrouter.worker.options import AgentOptions
@@ -257,7 +257,7 @@ class Agent:
 
     def _notes(self) -> Iterator[Sequence[str]]:
         if self._trouble:
-            yield [f"down: {self._trouble}"]
+            yield [DOWN + self._trouble]
         for rank, events in zip(self._ranks, self._events, strict=True):
             yield rank.notes
             yield events.notes

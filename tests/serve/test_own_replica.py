@@ -99,7 +99,7 @@ async def test_another_program(other: Listener, *, is_admin: bool) -> None:
 
 
 async def test_child_that_has_just_ended() -> None:
-    """The answer of a child that was started again meanwhile is no other program's."""
+    """The answer of a child that was started again meanwhile is not that of another program."""
 
     class Restarted(FakeChild):
         looks = 0

@@ -27,6 +27,8 @@ MOST_TAKEN_BYTES = 64 * 1024 * 1024
 _MOST_SAID_BYTES = 512
 _URL_FLAGS = "kvrouter worker --engine-url, kvrouter serve --engine"
 _MODELS_PATH = "v1/models"
+# The note on a card that gives the reason begins with it.
+DOWN = "down: "
 # The server is there: only the agent's key, or its number of questions, is not as it wants.
 _NOT_ABOUT_THE_ENGINE = {401, 403, 429}
 
