@@ -42,6 +42,8 @@ PENDING_MESSAGES = 512 * 1024
 PENDING_BYTES = 128 * 1024 * 1024
 # nats-py does not report the end of its tasks, so they are checked this often.
 CHECK_EVERY_S = 0.2
+# How often is looked whether NATS is awaited for long.
+LOOK_EVERY_S = 1.0
 # A client that is not connected to any server for this long is replaced by a new one.
 MAX_AWAY_S = 10.0
 # A new client gets the given servers and at most this many that the cluster has announced.
@@ -93,11 +95,12 @@ class Bus:
         bus = cls(options, name)
         keeper = asyncio.create_task(bus._repeat(bus._use_one_client), name="nats keeper")
         sender = asyncio.create_task(bus._repeat(bus._send_next), name="nats sender")
+        looker = asyncio.create_task(bus._look_forever(), name="nats looker")
         try:
             yield bus
         finally:
             bus._closing = True
-            await asyncio.gather(_end(keeper), _end(sender))
+            await asyncio.gather(_end(keeper), _end(sender), _end(looker))
             await bus._finish()
 
     @property
@@ -107,8 +110,10 @@ class Bus:
 
     @property
     def outage_reason(self) -> str:
-        """Why the bus is not connected; empty if it is, or if the reason is not known."""
-        return "" if self.connected else self._outage.reason
+        """Why the bus is not connected, and what to do; empty if it is, or if the reason is not known."""
+        if self.connected or not self._outage.reason:
+            return ""
+        return f"{self._outage.reason}: {self._outage.remedy}"
 
     @property
     def last_error(self) -> str:
@@ -173,6 +178,12 @@ class Bus:
                 self._receivers[subject].remove(on_message)
             for callback in part.callbacks:
                 self._connect_callbacks.remove(callback)
+
+    async def _look_forever(self) -> None:
+        """Say what is awaited while NATS is away, also if no attempt to connect comes to an end."""
+        while True:
+            self._outage.look(asyncio.get_running_loop().time(), is_connected=self.connected)
+            await asyncio.sleep(LOOK_EVERY_S)
 
     async def _repeat(self, turn: Callable[[], Awaitable[None]]) -> None:
         """Repeat `turn` after any error."""

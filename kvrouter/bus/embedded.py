@@ -10,19 +10,19 @@ import shutil
 import signal
 import sys
 import sysconfig
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import structlog
 
 from kvrouter.errors import ConfigError
+from kvrouter.processes.children import RestartDelay
 
 log = structlog.get_logger()
 
 DEFAULT_URL = "nats://127.0.0.1:4222"
 _START_TIMEOUT_S = 10.0
-_RESTART_S = 0.5
 _PR_SET_PDEATHSIG = 1
 
 
@@ -47,11 +47,18 @@ def _wheel_files() -> list[Path]:
     return [Path(str(file.locate())).resolve() for file in files if file.name.startswith("nats-server")]
 
 
+def _log_found(url: str) -> None:
+    log.info("nats.found", url=url, effect="a NATS server was already running there: it is used, not ended")
+
+
 @contextlib.asynccontextmanager
-async def embedded_server(url: str = DEFAULT_URL) -> AsyncIterator[str]:
+async def embedded_server(
+    url: str = DEFAULT_URL, on_found: Callable[[str], None] = _log_found
+) -> AsyncIterator[str]:
     """Run a server at `url` until the block ends, unless one answers there already; yields the URL.
 
-    The server ends with this process, also if the process is killed. Raises ConfigError for port 0: the other
+    `on_found` is called with the URL if one answers already: its other clients may be another fleet. The
+    server ends with this process, also if the process is killed. Raises ConfigError for port 0: the other
     processes could not know the port.
     """
     address = urlsplit(url)
@@ -59,6 +66,7 @@ async def embedded_server(url: str = DEFAULT_URL) -> AsyncIterator[str]:
     if port == 0:
         raise ConfigError(f"{url}: give the embedded server a port other than 0")
     if await _answers(host, port):
+        on_found(url)
         yield url
         return
     process = await _start(host, port)
@@ -73,11 +81,20 @@ async def embedded_server(url: str = DEFAULT_URL) -> AsyncIterator[str]:
 
 async def _keep_running(process: asyncio.subprocess.Process, host: str, port: int) -> None:
     """Start the server again whenever it ends; end it when cancelled."""
+    clock, delay = asyncio.get_running_loop().time, RestartDelay()
     try:
         while True:
+            started = clock()
             code = await process.wait()
-            log.warning("nats.embedded_server_ended", code=code, address=f"{host}:{port}")
-            await asyncio.sleep(_RESTART_S)
+            delay_s = delay.after(clock() - started)
+            log.warning(
+                "nats.embedded_server_ended",
+                code=code,
+                address=f"{host}:{port}",
+                starts_again_in_s=delay_s,
+                remedy="if it ends again and again, look whether another program has its port",
+            )
+            await asyncio.sleep(delay_s)
             process = await _start(host, port)
     finally:
         if process.returncode is None:
@@ -108,7 +125,10 @@ async def _wait_until_it_answers(process: asyncio.subprocess.Process, host: str,
     while not await _answers(host, port):
         ended = process.returncode is not None
         if ended or asyncio.get_running_loop().time() > deadline:
-            raise ConfigError(f"nats-server did not start on {host}:{port}; is the port in use?")
+            raise ConfigError(
+                f"nats-server did not start on {host}:{port}; is the port in use? A program that has it is "
+                "not NATS: end it, or choose another port (kvrouter serve --nats-port, kvrouter nats URL)"
+            )
         await asyncio.sleep(0.02)
 
 

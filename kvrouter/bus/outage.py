@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 
 import nats.errors
 import structlog
 
+from kvrouter.long_wait import LongWait
+
 log = structlog.get_logger()
 
-# nats-py reports one error per attempt (every 0.2 s) and one per dropped message: without a limit, an
-# outage of a minute fills the log with thousands of equal lines.
+# nats-py reports one error per attempt (every 0.2 s) and one per dropped message: without a limit, a minute
+# fills the log with thousands of equal lines. While NATS is away, each error is logged once: the LongWait
+# repeats the last one.
 LOG_EVERY_S = 10.0
 # Error texts come from the server, so an odd server can invent new ones without end.
 MOST_WARNINGS = 256
@@ -24,8 +28,10 @@ NO_SERVER = (
     "start a NATS server: `kvrouter nats`, --nats embedded, or nats-server; or give --nats the URL of one. "
     "Connecting again until one answers"
 )
-
 NO_ANSWER = "no NATS server answers at this address: check --nats. Connecting again until one does"
+REJECTED = "NATS rejects these credentials; see the --nats-… flags in --help"
+NO_TLS = "check --nats-tls-ca, --nats-tls-cert and --nats-tls-key, and whether the server has TLS on"
+OTHERWISE = "check --nats, and look at the log of the NATS server. Connecting again until it answers"
 
 # These follow a more specific error: a server that rejects a password closes the connection, too.
 _VAGUE = (
@@ -44,9 +50,20 @@ class Outage:
     def __init__(self, servers: str) -> None:
         # Empty while NATS is connected.
         self.reason = ""
+        self.remedy = NO_ANSWER
         self._servers = servers
+        self._wait: LongWait | None = None
         self._specific_at = float("-inf")
         self._logged_at: dict[str, float] = {}
+
+    def look(self, now: float, *, is_connected: bool) -> None:
+        """Log that NATS is awaited, if that is due (see LongWait). Call it every second."""
+        if is_connected:
+            self._wait = None
+            return
+        if self._wait is None:
+            self._wait = LongWait("nats.awaited", "NATS", now, servers=self._servers)
+        self._wait.look(now, self.reason or "no answer yet", self.remedy)
 
     def failed(self, error: BaseException) -> None:
         """Record that an attempt to connect, or a connection, has failed."""
@@ -54,34 +71,40 @@ class Outage:
         if isinstance(error, _VAGUE) and now - self._specific_at < LOG_EVERY_S:
             return
         text = _text(error)
-        facts = {"error": text, "servers": self._servers}
-        self.reason = text
-        if "authorization" in text.lower():
-            facts["remedy"] = "NATS rejects these credentials; see the --nats-… flags in --help"
-            self.reason = f"{text}: {facts['remedy']}"
-        if isinstance(error, ConnectionRefusedError):
-            facts["remedy"] = NO_SERVER
-        elif isinstance(error, socket.gaierror | TimeoutError | nats.errors.TimeoutError):
-            facts["remedy"] = NO_ANSWER
+        self.reason, self.remedy = text, _remedy(error, text)
         if not isinstance(error, _VAGUE):
             self._specific_at = now
-        self.warn("nats.error", **facts)
+        self.warn("nats.error", error=text, servers=self._servers, remedy=self.remedy)
 
     def end(self) -> None:
         """The connection works: forget the reason. The next error counts as a new outage."""
         self.reason = ""
+        self.remedy = NO_ANSWER
+        self._wait = None
         self._specific_at = float("-inf")
 
     def warn(self, event: str, **facts: object) -> None:
-        """Log a warning, unless the same event with the same error was logged less than 10 s ago."""
+        """Log a warning, unless the same event with the same error was logged less than 10 s ago.
+
+        While NATS is away: unless it was logged since then.
+        """
         now = asyncio.get_running_loop().time()
         key = f"{event}: {facts.get('error')}"
-        if now - self._logged_at.get(key, float("-inf")) < LOG_EVERY_S:
-            return
-        recent = {known: at for known, at in self._logged_at.items() if now - at < LOG_EVERY_S}
-        if len(recent) < MOST_WARNINGS:
+        lasts_s = LOG_EVERY_S if self._wait is None else float("inf")
+        recent = {known: at for known, at in self._logged_at.items() if now - at < lasts_s}
+        if key not in recent and len(recent) < MOST_WARNINGS:
             self._logged_at = recent | {key: now}
             log.warning(event, **facts)
+
+
+def _remedy(error: BaseException, text: str) -> str:
+    if "authorization" in text.lower():
+        return REJECTED
+    if isinstance(error, ConnectionRefusedError):
+        return NO_SERVER
+    if isinstance(error, socket.gaierror | TimeoutError | nats.errors.TimeoutError):
+        return NO_ANSWER
+    return NO_TLS if isinstance(error, ssl.SSLError) else OTHERWISE
 
 
 def _text(error: BaseException) -> str:

@@ -33,6 +33,7 @@ class Subjects:
 
     def __init__(self, namespace: str) -> None:
         check_identifier("namespace", namespace)
+        self.namespace = namespace
         self._root = f"kvrouter.{namespace}"
         self.hello = f"{self._root}.hello"
         self.live = f"{self._root}.live.>"

@@ -77,8 +77,9 @@ class KvIndexer(HandFed):
         """
         if self._ranks:
             raise ConfigError("this KvIndexer is fed by hand: make another one to subscribe")
-        async with joined(self._replica, nats, namespace):
-            self._pool = await until_serving(self._replica, model, ready_timeout_s)
+        async with joined(self._replica, nats, namespace) as replica_loop:
+            workers = replica_loop.awaited
+            self._pool = await until_serving(self._replica, model, ready_timeout_s, workers)
             self._check_size(self._replica.routers[self._pool])
             yield self
 

@@ -153,7 +153,7 @@ class KvRouter(HandFed):
         maker = _maker(policy, settings, overlap_weight, temperature, random.random)
         replica = replica_with(maker, member, new_mode=partial(_new_mode, random.random))
         async with joined(replica, nats, namespace, heartbeat_s=heartbeat_s) as replica_loop:
-            pool = await until_serving(replica, model, ready_timeout_s)
+            pool = await until_serving(replica, model, ready_timeout_s, replica_loop.awaited)
             async with open_tokens(tokens or TokenOptions(), replica, trusting(worker_tls_ca)) as tokenizers:
                 upkeep = asyncio.create_task(tokenizers.run(), name="tokens")
                 try:

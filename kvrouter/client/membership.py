@@ -23,6 +23,7 @@ from kvrouter.core.wire.ids import PoolId, Target, WorkerId, check_identifier
 from kvrouter.core.wire.ops import VERSION, ReplayRequest
 from kvrouter.core.wire.senders import KvSource
 from kvrouter.errors import ConfigError, NoWorkersError
+from kvrouter.replica.awaited import AwaitedWorkers
 from kvrouter.replica.loop import ReplicaLoop, empty_replica
 from kvrouter.replica.policy_upkeep import PolicyUpkeep
 from kvrouter.replica.recovery import RECOVERIES
@@ -87,19 +88,26 @@ def _log_if_failed(task: asyncio.Task[None]) -> None:
         log.error("library.task_failed", exc_info=task.exception())
 
 
-async def until_serving(replica: Replica, model: str | None, timeout_s: float) -> PoolId:
+async def until_serving(
+    replica: Replica, model: str | None, timeout_s: float, workers: AwaitedWorkers
+) -> PoolId:
     """The model's pool, once the first recovery is complete. Raises NoWorkersError.
 
     Keep its id, not its router: a pool without workers is given up after a while, and may come back.
     """
     loop = asyncio.get_running_loop()
-    end = loop.time() + timeout_s
+    began = loop.time()
+    wait = workers.begin("the only model that is served" if model is None else f"model {model!r}", began)
     while True:
-        missing = replica.not_ready(loop.time()) or _why_not_serving(replica, model)
+        unready = replica.not_ready(loop.time())
+        missing = unready or _why_not_serving(replica, model)
         if not missing:
             return replica.router_for(model).pool.id
-        if loop.time() >= end:
-            raise NoWorkersError(f"not ready after {timeout_s:g} s: {'; '.join(missing)}")
+        reasons, remedy = "; ".join(missing), workers.remedy()
+        if loop.time() >= began + timeout_s:
+            raise NoWorkersError(f"not ready after {timeout_s:g} s: {reasons}: {remedy}")
+        if not unready:  # else the loop of the replica says what it waits for
+            wait.look(loop.time(), reasons, remedy)
         await asyncio.sleep(_LOOK_S)
 
 

@@ -25,7 +25,7 @@ from kvrouter.doctor.kinds import KINDS
 from kvrouter.doctor.listening import Listener
 from kvrouter.errors import KvRouterError
 from kvrouter.worker.engines import discovery
-from kvrouter.worker.engines.http import read_models
+from kvrouter.worker.engines.http import DOWN, read_models
 
 # Examined at once; sockets for as many are needed.
 AT_ONCE = 128
@@ -139,7 +139,8 @@ def check_engines(listener: Listener, engines: Engines, held: Mapping[str, int])
     for worker_id, card in listener.cards().items():
         is_down = listener.workers[worker_id].beat.state == "down"
         if is_down:
-            yield Finding(KINDS["engine.down"], worker_id, card.url)
+            reasons = [note.removeprefix(DOWN) for note in card.notes if note.startswith(DOWN)]
+            yield Finding(KINDS["engine.down"], worker_id, ": ".join([card.url, *reasons[:1]]))
         engine = engines.met.get(card.url)
         if engine is None:
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -43,12 +44,16 @@ MODEL_PATH = "/v1/models/"
 
 
 class Health(Struct, frozen=True):
-    """/health. `url`: the clients' address; `peers`: router ids."""
+    """/health. `url`: the clients' address; `peers`: router ids.
+
+    `pid` of the process shows its parent that the child, and no other program, has the port.
+    """
 
     status: Literal["ok", "degraded"]
     reasons: list[str]
     version: str
     router_id: str
+    pid: int
     url: str
     nats_connected: bool
     peers: list[str]
@@ -121,7 +126,11 @@ class Admin:
         if self._is_draining:
             return 503, {"status": "draining"}
         if missing and not timed_out:
-            return 503, {"status": "starting", "reasons": missing}
+            outage = self._bus.outage_reason
+            return 503, {
+                "status": "starting",
+                "reasons": [*missing, *([f"NATS: {outage}"] if outage else [])],
+            }
         if unserved := self._replica.unserved():
             return 503, {"status": "unserved", "reasons": unserved}
         reasons = self._degraded()
@@ -149,6 +158,7 @@ class Admin:
                 reasons=reasons,
                 version=__version__,
                 router_id=self._replica.router_id,
+                pid=os.getpid(),
                 url=self._listeners.url,
                 nats_connected=self._bus.connected,
                 peers=sorted(self._replica.peers),

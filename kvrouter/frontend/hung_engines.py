@@ -5,7 +5,8 @@ Once a second, for each worker that requests wait for:
     its agent reports `down` ─────────────────────> streamed requests move
     the agent reports `down`, is silent past its
     lease or has left, and the engine does not
-    answer a GET of /health from here ────────────> all requests move
+    answer GETs of /health and /v1/models from
+    here ─────────────────────────────────────────> all requests move
 
 If only the agent dies, no request moves. The answer to a request that is not streamed begins when it is
 complete, so a late first byte proves nothing, and the agent's report alone does not move it. A request moves
@@ -163,7 +164,7 @@ class HungEngines:
         for attempt, suspicion in suspicions.items():
             one = self._running[attempt]
             if one.placement.url in self._misses:
-                yield attempt, f"its agent is {suspicion}, and the engine does not answer /health"
+                yield attempt, f"its agent is {suspicion}, and the engine does not answer probes"
             elif suspicion == "down" and one.work.stream:
                 yield attempt, "its agent reports that the engine is down"
 
@@ -213,9 +214,15 @@ async def probing(tls: ssl.SSLContext | None) -> AsyncIterator[Probe]:
 
 
 async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
-    """Whether the status is below 500. A healthy engine with a key, or without /health, sends 401 or 404."""
+    """Whether both statuses are below 500. A healthy engine with a key, or without a path, sends 401 or 404.
+
+    /health alone does not show it: a data-parallel rank that scales or is retired answers 200 there only.
+    """
     try:
-        async with http.get(f"{url}/health", allow_redirects=False) as response:
-            return response.status < 500
+        for path in ("/health", "/v1/models"):
+            async with http.get(url + path, allow_redirects=False) as response:
+                if response.status >= 500:
+                    return False
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
         return False
+    return True

@@ -43,9 +43,11 @@ class _Body(lax.Guarded):
     path: str | None = None
     """Of a body for /v1/route."""
     sampling_params: None = None
-    """Of /generate, as the next two: engines look in them for fields that no client may send (lax.py)."""
+    """Of /generate, as the next four: engines look in them for fields that no client may send (lax.py)."""
     extra_args: None = None
     custom_params: None = None
+    instances: None = None
+    parameters: None = None
 
 
 _BODY = msgspec.json.Decoder(_Body)

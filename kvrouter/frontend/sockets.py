@@ -77,8 +77,13 @@ def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
         listener.close()
         if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
             flag = flag.replace("port", "host")
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror} ({flag})") from error
+        taken = f"; give another {flag}, or end the program that has it" if _is_taken(error) else ""
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror} ({flag}){taken}") from error
     return listener
+
+
+def _is_taken(error: OSError) -> bool:
+    return error.errno == errno.EADDRINUSE
 
 
 def _inherited(fd: int) -> socket.socket:

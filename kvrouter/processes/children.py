@@ -71,6 +71,11 @@ class Child:
         """Whether it runs now."""
         return self._process is not None and self._process.returncode is None
 
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs now."""
+        return self._process.pid if self._process is not None and self.is_running else None
+
     async def run(self) -> int:
         """Run it once; returns its exit code."""
         if self.is_ending:

@@ -88,7 +88,8 @@ class HeadReader:
         """The path as far as it was read, also if the head is invalid; empty if none was."""
         target = self._collected.url.decode("ascii", "replace")
         absolute = _ABSOLUTE.fullmatch(target)
-        return re.split("[?#]", absolute[2] or "" if absolute else target, maxsplit=1)[0]
+        path = re.split("[?#]", absolute[2] or "" if absolute else target, maxsplit=1)[0]
+        return without_root(path, self._root_path)
 
     def feed(self, data: bytes) -> bytes:
         """Take the bytes of the head; returns the rest.

@@ -20,6 +20,7 @@ from kvrouter.core.fleet.replica import Replica, ReplicaSettings
 from kvrouter.core.fleet.router import RouterRules
 from kvrouter.core.wire.heartbeats import Traffic
 from kvrouter.core.wire.ids import PoolId, RouterId
+from kvrouter.replica.awaited import AwaitedWorkers
 from kvrouter.replica.feed_log import FeedLog
 from kvrouter.replica.inbox import Inbox
 from kvrouter.replica.members import Members
@@ -78,6 +79,7 @@ class ReplicaLoop:
         self.publishing = Publishing(
             replica, bus, subjects, self.log, address=address, on_change=on_change, traffic=traffic
         )
+        self.awaited = AwaitedWorkers(replica, bus, subjects.namespace)
         self._replica = replica
         self._bus = bus
         self._subjects = subjects
@@ -108,12 +110,13 @@ class ReplicaLoop:
             await asyncio.sleep(self._heartbeat_s)
 
     async def _tick_forever(self) -> None:
-        """What the clock brings: readiness, predicted ends of prefill, replay requests to repeat."""
+        """What the clock brings: readiness, long waits, predicted ends of prefill, requests to repeat."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(TICK_S)
             now = loop.time()
             self._replica.latch_ready(now)
+            self.awaited.look(now)
             for router in self._replica.routers.values():
                 for key in router.due(now):
                     router.mark_prefill_completed(key, now)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 import uvloop
 
@@ -55,8 +56,22 @@ async def _run(loaded: Loaded[ServeOptions], options: ServeOptions, output: Outp
     async with contextlib.AsyncExitStack() as stack:
         nats = ",".join(options.nats.servers)
         if options.nats.is_embedded:
-            nats = await stack.enter_async_context(embedded_server(f"nats://127.0.0.1:{options.nats_port}"))
+            found = partial(_say_found, voice, options.frontend.namespace)
+            own = embedded_server(f"nats://127.0.0.1:{options.nats_port}", found)
+            nats = await stack.enter_async_context(own)
+        else:
+            joins = f"NATS at {options.nats.shown()} (--nats): {_joins(options.frontend.namespace)}"
+            voice.note("serve.nats", joins)
         return await Deployment(options, ports, nats, output, voice).run(signals, loaded)
+
+
+def _say_found(voice: Voice, namespace: str, url: str) -> None:
+    remedy = "if that is not meant, give another --nats-port or --namespace"
+    voice.warn("serve.nats_found", f"NATS at {url} was already running: {_joins(namespace)}; {remedy}")
+
+
+def _joins(namespace: str) -> str:
+    return f"joins the fleet of namespace {namespace!r} there, with all its workers and replicas"
 
 
 def _free_ports(options: ServeOptions) -> list[tuple[int, int]]:

@@ -14,15 +14,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-import aiohttp
 import structlog
 
+from kvrouter.errors import ConfigError
 from kvrouter.policies import POLICIES
 from kvrouter.processes.children import Child, first_of
 from kvrouter.processes.output import Output
 from kvrouter.processes.reloading import reload_forever
 from kvrouter.processes.signals import Signals
+from kvrouter.serve import own_replica
 from kvrouter.serve.engines import EngineSpec
+from kvrouter.serve.own_replica import OwnReplica, Place
 from kvrouter.serve.report import EngineReport, Ready, Voice, curl, report
 from kvrouter.serve.settings import ServeOptions
 from kvrouter.serve.tokenizers import Tokenizers, model_of, tokenizer_of
@@ -39,8 +41,6 @@ log = structlog.get_logger()
 # engines report, and do not change later.
 OTHERS_S = 10.0
 AGENT_PATIENCE_S = 10.0
-# How often the first frontend is asked whether it is ready.
-_READY_LOOK_S = 0.1
 # Time for a frontend to end its remaining streams after the drain, before it is killed.
 _CUT_OFF_S = 10.0
 # Exit code of a frontend with wrong flags or a port that is in use: a restart would fail in the same way.
@@ -222,16 +222,35 @@ class Deployment:
             child.kill()
 
     async def _announce_ready(self) -> None:
-        """Say it when the first frontend is ready."""
+        """Say it when the first frontend is ready, and meanwhile what each of them lacks."""
+        async with own_replica.session() as http, asyncio.TaskGroup() as tasks:
+            for number, child in enumerate(self._frontends):
+                admin, clients = self._places(number)
+                tasks.create_task(
+                    self._announce(OwnReplica(http, child, (admin, clients)), is_first=number == 0)
+                )
+
+    async def _announce(self, replica: OwnReplica, *, is_first: bool) -> None:
+        try:
+            await replica.until_ready()
+        except ConfigError as error:
+            self._voice.failed(str(error))
+            self._failed.set()
+            return
+        if is_first:
+            admin, clients = self._places(0)
+            self._say_ready(clients.url, admin.url)
+
+    def _places(self, number: int) -> tuple[Place, Place]:
+        """Where a frontend listens for operators and for clients."""
         frontend = self._options.frontend
         scheme = "https" if frontend.tls.files is not None else "http"
-        port, admin_port = self._ports[0]
-        url = f"{scheme}://{_reachable(frontend.host)}:{port}"
-        admin = f"{scheme}://{_reachable(frontend.process.admin_host)}:{admin_port}"
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2.0)) as http:
-            while not await _is_ready(http, admin):  # noqa: ASYNC110  # HTTP has no event for it
-                await asyncio.sleep(_READY_LOOK_S)
-        self._say_ready(url, admin)
+        port, admin_port = self._ports[number]
+        admin_host = frontend.process.admin_host
+        return (
+            Place(f"{scheme}://{_reachable(admin_host)}:{admin_port}", "--admin-port"),
+            Place(f"{scheme}://{_reachable(frontend.host)}:{port}", "--port"),
+        )
 
     async def _cancel_at_the_end(self, announcing: asyncio.Task[None]) -> None:
         """A deployment that ends, or cannot start, will not be ready."""
@@ -272,15 +291,6 @@ class Deployment:
 
     def _agent(self, worker: str) -> AgentOptions:
         return next(self._options.agent(one) for one in self._options.engines if one.worker_id == worker)
-
-
-async def _is_ready(http: aiohttp.ClientSession, url: str) -> bool:
-    try:
-        # the certificate may be for another name, and this is the own child process
-        async with http.get(f"{url}/ready", ssl=False) as response:
-            return response.status == 200
-    except (aiohttp.ClientError, TimeoutError):
-        return False
 
 
 def _reachable(host: str) -> str:

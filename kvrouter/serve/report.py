@@ -31,8 +31,8 @@ _WARNING = re.compile(
 )
 _NO_FACTS = {"event", "level", "timestamp", "process"}
 _COLOURS = re.compile(rb"\033\[[\d;]*m")
-# The report of the engine says it already.
-_REPORTED = (b"frontend.no_tokenizer", b"engine.lacks")
+# The report of the engine says it already; a wait that was said is over once the start is.
+_REPORTED = (b"frontend.no_tokenizer", b"engine.lacks", b".awaited")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +169,13 @@ class Voice:
         log.info("serve.engine", **fields)
         for lack in report.lacks:
             log.warning("serve.engine_lacks", worker=report.worker, lack=lack)
+
+    def note(self, event: str, text: str) -> None:
+        """Say it, with no need to repeat it."""
+        if self._is_json:
+            log.info(event, text=text)
+        else:
+            self._print(text)
 
     def warn(self, event: str, text: str) -> None:
         self._keep(text)

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import zmq.asyncio
 
 from kvrouter.bus import NatsOptions, Subjects
+from kvrouter.bus.outage import NO_ANSWER
 from kvrouter.config import open_bus
 from kvrouter.verify.agents import Agents
 from kvrouter.verify.comparison import OwnersView, VerifyError
@@ -40,7 +41,8 @@ class Owners:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     await connected.wait()
             except TimeoutError:
-                raise VerifyError(f"--nats {nats.shown()}: {bus.outage_reason or 'no answer'}") from None
+                reason = bus.outage_reason or f"no answer: {NO_ANSWER}"
+                raise VerifyError(f"--nats {nats.shown()}: {reason}") from None
             await asyncio.sleep(HELLO_S)
             with zmq.asyncio.Context() as context:
                 yield cls(agents, Engines(access, context))

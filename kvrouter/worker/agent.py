@@ -24,10 +24,10 @@ from kvrouter.worker.announcer import Announcer
 from kvrouter.worker.blocks.engine_blocks import MAX_HELD_BLOCKS
 from kvrouter.worker.blocks.state import VERSION, AgentState, Header, StateFile
 from kvrouter.worker.drain import Duty, until_drained
-from kvrouter.worker.engines.discovery import learn, learn_patiently, new_adapter
+from kvrouter.worker.engines.discovery import awaited, learn, learn_patiently, new_adapter
 from kvrouter.worker.engines.endpoints import shown
 from kvrouter.worker.engines.facts import EngineFacts, build_card, can_report, with_discovered
-from kvrouter.worker.engines.http import EngineError, EngineHttp, Models
+from kvrouter.worker.engines.http import DOWN, EngineError, EngineHttp, Models, remedy_of
 from kvrouter.worker.engines.metrics import RankLoad, Scrape
 from kvrouter.worker.metrics_port import AgentView, MetricsOf, RankView
 from kvrouter.worker.options import AgentOptions
@@ -125,6 +125,8 @@ class Agent:
         self._ranks = [self._rank(number, former) for number in range(len(events))]
         self._is_answering = asyncio.Event()
         self._is_down = False
+        # Why the engine is down; empty while it is up.
+        self._trouble = ""
         self._answers = ReplayAnswers(bus, [rank.publisher for rank in self._ranks])
         self._duty = duty
         self._loads: Mapping[int, RankLoad] = facts.scrape.loads
@@ -254,6 +256,8 @@ class Agent:
         )
 
     def _notes(self) -> Iterator[Sequence[str]]:
+        if self._trouble:
+            yield [DOWN + self._trouble]
         for rank, events in zip(self._ranks, self._events, strict=True):
             yield rank.notes
             yield events.notes
@@ -281,35 +285,50 @@ class Agent:
     async def _watch_health(self) -> None:
         """After MISSES_UNTIL_DOWN failed probes the engine is down; the next answer brings it back up."""
         misses, now = 0, asyncio.get_running_loop().time
+        wait = awaited(self._options, now())
         while True:
             began = now()
-            misses = 0 if await self._engine.is_healthy() else misses + 1
-            if misses == MISSES_UNTIL_DOWN:
-                self._go_down()
-            elif misses == 0 and self._is_down:
-                await self._come_back()
+            trouble = await self._engine.trouble()
+            misses = 0 if trouble is None else misses + 1
+            if trouble is not None and misses == MISSES_UNTIL_DOWN:
+                self._go_down(trouble)
+                wait = awaited(self._options, began)
+            elif trouble is None and self._is_down:
+                trouble = await self._come_back()
+            if trouble is not None and self._is_down and wait.look(now(), str(trouble), remedy_of(trouble)):
+                self._note_trouble(trouble)
             # from its begin, so that a slow probe does not delay the next one
             await asyncio.sleep(began + self._options.probe_s - now())
 
-    def _go_down(self) -> None:
-        log.warning("engine.down", url=self._options.engine_url)
+    def _go_down(self, trouble: EngineError) -> None:
+        reason, remedy = str(trouble), remedy_of(trouble)
+        log.warning("engine.down", url=self._options.engine_url, reason=reason, remedy=remedy)
         self._loads = {}
         for rank in self._ranks:
             rank.go_down()
         self._is_down = True
         self._announce_state()
+        self._note_trouble(trouble)
+
+    def _note_trouble(self, trouble: EngineError) -> None:
+        """Show on the card why the engine is down: as of now, not each time that another text comes."""
+        self._trouble = str(trouble)
+        self._announcer.update(self._card())
 
     def _announce_state(self) -> None:
         """Announce whether the worker takes requests, if that has changed."""
         up: State = "draining" if self._duty.is_draining else "up"
         self._announcer.set_state("down" if self._is_down or self._facts.scrape.is_asleep else up)
 
-    async def _come_back(self) -> None:
-        """Learn the engine and its history again: it may be another process with another model."""
+    async def _come_back(self) -> EngineError | None:
+        """Learn the engine and its history again: it may be another process with another model.
+
+        Returns why it is not up yet. Raises EngineError if the agent must start again.
+        """
         try:
             facts = await learn(self._engine, self._options)
-        except EngineError:
-            return  # it answers probes, but is still starting: the next probe tries again
+        except EngineError as error:
+            return error  # it answers probes, but is still starting: the next probe tries again
         self._check_model(facts.models)
         if facts.endpoints != self._facts.endpoints:
             raise EngineError(
@@ -320,9 +339,11 @@ class Agent:
         self._log_lacks()
         # not those that have seen the new process begin: some events can be read only once
         self._restart_events([rank for rank in self._ranks if not rank.is_settled])
+        self._trouble = ""
         self._announcer.update(self._card())
         self._is_down = False
         self._announce_state()
+        return None
 
     async def _watch_models(self) -> None:
         """Announce models and adapters that change while the engine is healthy. Raises EngineError."""

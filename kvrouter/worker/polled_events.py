@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import structlog
 
-from kvrouter.worker.engines.http import EngineError, EngineHttp
+from kvrouter.long_wait import LongWait
+from kvrouter.worker.engines.http import EngineError, EngineHttp, remedy_of
 from kvrouter.worker.engines.tensorrt import EVENTS_PATH, read_answer
 from kvrouter.worker.zmq.ordering import Action, EngineStream, Step
 
@@ -35,7 +36,8 @@ class PolledEvents:
         self.settled = asyncio.Event()
         self._engine = engine
         self._is_new = True
-        self._is_answered = True
+        # For an answer; None: the last question had one.
+        self._wait: LongWait | None = None
 
     def learn_replay(self, endpoint: str | None) -> None:
         """There is no replay."""
@@ -51,17 +53,19 @@ class PolledEvents:
         """Call `on_action` for every action, in order, until cancelled."""
         while True:
             await self._ask(on_action)
-            await asyncio.sleep(POLL_S if self._is_answered else PAUSE_S)
+            await asyncio.sleep(POLL_S if self._wait is None else PAUSE_S)
 
     async def _ask(self, on_action: Callable[[Action], None]) -> None:
         try:
             events = read_answer(await self._engine.take(EVENTS_PATH))
         except EngineError as error:
-            if self._is_answered:
+            now = asyncio.get_running_loop().time()
+            if self._wait is None:
                 log.warning("engine.no_events", path=EVENTS_PATH, reason=str(error))
-            self._is_answered = False
+                self._wait = LongWait("events.awaited", "KV events", now, path=EVENTS_PATH)
+            self._wait.look(now, str(error), remedy_of(error))
             return
-        self._is_answered = True
+        self._wait = None
         if self._is_new:
             self._is_new = False
             _perform(self.stream.begin(), on_action)

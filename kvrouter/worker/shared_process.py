@@ -16,6 +16,7 @@ from kvrouter.bus import Bus, Subjects
 from kvrouter.config import open_bus
 from kvrouter.core.wire.ids import WorkerId
 from kvrouter.errors import KvRouterError, leaves
+from kvrouter.long_wait import LongWait
 from kvrouter.worker.agent import serve_engine
 from kvrouter.worker.announcer import TakenOverError
 from kvrouter.worker.drain import Duty
@@ -31,6 +32,8 @@ RETRY_S = 10.0
 # Heartbeats of the other agent that may be lost before it counts as gone: two agents with one id would
 # otherwise take the worker over from each other without end.
 _SILENT_BEATS = 5
+_USED_TWICE = "another agent, which started later, announces this worker id"
+_ONE_EACH = "give each engine its own worker id, or end one of the agents: this one then goes on"
 
 
 async def serve_all(
@@ -113,7 +116,10 @@ async def _until_silent(options: AgentOptions, bus: Bus, duty: Duty, retry_s: fl
     with bus.part() as part:
         await part.subscribe(subject, lambda *_: received.set())
         received.set()
+        clock = asyncio.get_running_loop().time
+        wait = LongWait("worker_id.awaited", "the other agent's end", clock(), worker=options.worker_id)
         while not duty.leave.is_set() and (received.is_set() or not bus.connected):
+            wait.look(clock(), _USED_TWICE if bus.connected else bus.outage_reason, _ONE_EACH)
             received.clear()
             await _pause(duty, max(retry_s, _SILENT_BEATS * options.heartbeat_s))
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from kvrouter.bus import Bus, NatsOptions
 from kvrouter.bus.embedded import embedded_server, server_binary
@@ -66,6 +67,20 @@ async def test_server_that_answers_is_used(url: str) -> None:
         async with embedded_server(url) as second:
             assert url == second
         assert await speaks_nats(url)
+
+
+async def test_server_that_is_found_is_named(url: str) -> None:
+    """A server that was already running is named: its other clients may be another fleet."""
+    found: list[str] = []
+    async with embedded_server(url, found.append):
+        assert not found
+        async with embedded_server(url, found.append):
+            assert [url] == found
+        with capture_logs() as logs:
+            async with embedded_server(url):
+                pass
+
+    assert [("nats.found", url)] == [(line["event"], line["url"]) for line in logs]
 
 
 async def test_port_taken_by_another_program(free_port: Callable[[], int]) -> None:

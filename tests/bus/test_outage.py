@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
+import ssl
 
 import nats.errors
 import pytest
 from structlog.testing import capture_logs
 
-from kvrouter.bus.outage import MOST_WARNINGS, Outage
+from kvrouter.bus import outage as outages
+from kvrouter.bus.outage import MOST_WARNINGS, NO_ANSWER, NO_SERVER, NO_TLS, OTHERWISE, Outage
 
 REJECTED = nats.errors.Error("nats: 'Authorization Violation'")
 
@@ -20,7 +22,8 @@ async def test_most_specific_error_stays() -> None:
         for error in (REJECTED, ConnectionResetError(104, "Connection reset by peer"), TimeoutError()):
             outage.failed(error)
 
-    assert "--nats-" in outage.reason
+    assert "Authorization Violation" in outage.reason
+    assert "--nats-" in outage.remedy
     assert ["nats: 'Authorization Violation'"] == [entry["error"] for entry in logs]
     assert "nats://x" == logs[0]["servers"]
 
@@ -51,6 +54,45 @@ async def test_another_address(error: Exception) -> None:
         outage.failed(error)
 
     assert "check --nats" in logs[0]["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (None, NO_ANSWER),
+        (ConnectionRefusedError(111, "Connection refused"), NO_SERVER),
+        (socket.gaierror(-2, "Name or service not known"), NO_ANSWER),
+        (REJECTED, outages.REJECTED),
+        (ssl.SSLCertVerificationError(1, "self-signed certificate"), NO_TLS),
+        (nats.errors.UnexpectedEOF(), OTHERWISE),
+    ],
+    ids=str,
+)
+async def test_long_outage(error: Exception | None, remedy: str) -> None:
+    """After 10 s away, and then more and more rarely, a line says since when, why, and what to do."""
+    outage = Outage("nats://x")
+    with capture_logs() as logs:
+        for second in range(45):
+            outage.look(float(second), is_connected=False)
+            if error is not None:
+                outage.failed(error)
+
+    awaited = [line for line in logs if line["event"] == "nats.awaited"]
+    assert [10, 20, 40] == [line["waited_s"] for line in awaited]
+    assert {("nats://x", remedy)} == {(line["servers"], line["remedy"]) for line in awaited}
+    assert all(line["reason"] for line in awaited)
+    # the errors themselves are not repeated
+    assert (error is not None) == len(logs) - len(awaited)
+
+
+async def test_outage_that_ends() -> None:
+    """A connection ends the wait; the next outage has its own ten seconds."""
+    outage = Outage("nats://x")
+    with capture_logs() as logs:
+        for second in range(60):
+            outage.look(float(second), is_connected=second % 10 == 9)
+
+    assert not logs
 
 
 async def test_vague_error_counts_alone() -> None:

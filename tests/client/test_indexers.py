@@ -130,7 +130,9 @@ async def test_one_way_of_feeding(indexer: KvIndexer) -> None:
 
 async def test_no_worker_in_time(nats_url: str) -> None:
     """It waits until the timeout; the error states what is missing."""
-    with pytest.raises(NoWorkersError, match=r"not ready after 0\.3 s: .*no worker has been seen"):
+    with pytest.raises(
+        NoWorkersError, match=r"not ready after 0\.3 s: .*no worker has been seen: start an agent"
+    ):
         async with KvIndexer(16).subscribe(nats_url, uuid.uuid4().hex, ready_timeout_s=0.3):
             pass
 

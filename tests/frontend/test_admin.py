@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections.abc import Callable
 from dataclasses import fields
@@ -129,7 +130,11 @@ async def test_nats_comes_late(new_nats_server: Callable[[], NatsServer]) -> Non
             live, ready = await get(frontend.url, "/live"), await get(frontend.url, "/ready")
             assert (200, 503) == (live.status, ready.status)
             assert "not connected to NATS yet" in ready.json["reasons"]
-            assert not (await get(frontend.url, "/health")).json["nats_connected"]
+            health = (await get(frontend.url, "/health")).json
+            assert (False, os.getpid()) == (health["nats_connected"], health["pid"])
+            await until(lambda: bool(frontend.admin._bus.outage_reason), "an attempt to connect has failed")
+            reasons = frontend.admin.readiness()["reasons"]
+            assert any(reason.startswith("NATS: ") and "kvrouter nats" in reason for reason in reasons)
             server.start()
             await until(lambda: frontend.replica._readiness._hello_at is not None, "NATS is found")
 

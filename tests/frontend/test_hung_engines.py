@@ -8,13 +8,15 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from kvrouter.core.fleet.router import Router
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.wire.heartbeats import State
 from kvrouter.core.wire.ids import WorkerId
 from kvrouter.frontend import hung_engines
-from kvrouter.frontend.hung_engines import MOST_PROBES, HungEngines
+from kvrouter.frontend.hung_engines import MOST_PROBES, HungEngines, probing
 from tests.frontend.clients import Response
 from tests.frontend.fleet import BODY, POOL, STREAM, Fleet, FleetOf
 from tests.frontend.workers import SSE_HEAD, FakeWorker, chunk, event, says, says_and_stalls, stream, until
@@ -101,6 +103,29 @@ async def test_engine_without_an_answer(fleet_of: FleetOf, body: dict[str, Any],
 
         assert 1 == await look_often(fleet)
         assert "w1" == (await task).header("x-kvrouter-worker")
+
+
+@pytest.mark.parametrize(
+    ("health", "models", "is_alive"),
+    [
+        (200, 200, True), (404, 200, True), (401, 401, True), (200, 404, True), (404, 404, True),
+        (200, 503, False), (200, 500, False), (503, 200, False), (404, 502, False),
+    ],
+)  # fmt: skip
+async def test_statuses_of_probes(health: int, models: int, *, is_alive: bool) -> None:
+    """An engine lives if neither path has a server error; each is asked once at most."""
+    asked: list[str] = []
+
+    async def serve(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        return web.Response(status=health if request.path == "/health" else models)
+
+    app = web.Application()
+    app.router.add_get("/{rest:.*}", serve)
+    async with TestServer(app) as server, probing(None) as probe:
+        assert is_alive == await probe(str(server.make_url("")).rstrip("/"))
+
+    assert (["/health"] if health >= 500 else ["/health", "/v1/models"]) == asked
 
 
 async def test_dead_agent_of_a_healthy_engine(fleet_of: FleetOf) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvrouter.frontend.passthrough import POST_ROUTES
+from kvrouter.frontend.engine_routes import PASSED
 from tests.frontend.clients import get
 from tests.frontend.fleet import FleetOf
 from tests.frontend.test_passthrough import AUDIO, form, join_second_pool
@@ -20,7 +20,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": [1, 2, 3]},
     "/v1/messages": {"messages": MESSAGES, "max_tokens": 3},
     "/v1/responses": {"input": "hi", "store": False},
-    **{path: {"input": "hi"} for path in POST_ROUTES},
+    **{path: {"input": "hi"} for method, path in PASSED if method == "POST"},
 }
 
 

@@ -192,9 +192,9 @@ class FakeWorker:
     url: str = ""
     tls: ssl.SSLContext | None = None
     hangs: bool = False
-    """Whether it does not answer /health."""
+    """Whether it does not answer probes: /health and /v1/models."""
     requests: list[Received] = field(default_factory=list)
-    """The requests to its script: all but /health."""
+    """The requests to its script: all but probes."""
     wires: list[Wire] = field(default_factory=list)
 
     @property
@@ -208,7 +208,7 @@ class FakeWorker:
         try:
             while not writer.is_closing():
                 received = await wire.next_request()
-                if received.head.startswith(b"GET /health "):
+                if received.head.startswith((b"GET /health ", b"GET /v1/models ")):
                     await (wire.until_left() if self.hangs else wire.send(answer(b"")))
                     continue
                 wire.requests += 1

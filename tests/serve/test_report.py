@@ -92,7 +92,7 @@ def test_ready() -> None:
 def test_warnings_are_repeated() -> None:
     """Warnings of child processes come again before the last line, each once, without time and colours.
 
-    Not those that the report of the engine has.
+    Not those that the report of the engine has, nor waits: they are over.
     """
     said = said_by(
         b"2026-11-23T01:00:00Z [info     ] worker.up   w=1",
@@ -101,6 +101,7 @@ def test_warnings_are_repeated() -> None:
         b"2026-11-23T01:00:01Z [error    ] worker.failed   error=y",
         b"2026-11-23T01:00:01Z [warning  ] frontend.no_tokenizer   effect=z",
         b"2026-11-23T01:00:01Z [warning  ] engine.lacks   lack=z",
+        b"2026-11-23T01:00:01Z [warning  ] engine.awaited   waited_s=10",
     )
 
     assert ["serve | ! nats.error error=x", "serve | ! worker.failed error=y"] == said[:-1]

@@ -127,6 +127,7 @@ async def test_engine_that_comes_later(
     flags = [f"--engine=http://127.0.0.1:{engine_port}", f"--port={port}", f"--nats={nats_url}"]
     async with serving(*flags, f"--namespace=later-{port}") as served:
         await served.until_said(r"engine.awaited .*reason='/v1/models: connection refused'")
+        assert f"NATS at {nats_url} (--nats): joins the fleet of namespace 'later-{port}'" in served.text()
         assert not served.children()
 
         async with running_mocker(MockerConfig(engine=FAST.engine, model_name="tiny", port=engine_port)):

@@ -85,6 +85,9 @@ class EngineServer:
     def __init__(self, url: str) -> None:
         self.url = url
         self.is_healthy = True
+        # Every path but /health answers with this status, if it is not 200.
+        self.status = 200
+        self.asked: list[str] = []
         self.model = "tiny"
         self.adapters = ["adapter"]
         self.sources: dict[str, object] | None = None
@@ -118,6 +121,9 @@ class EngineServer:
                 await asyncio.sleep(0.001)
 
     async def _answer(self, request: web.Request) -> web.Response:
+        self.asked.append(request.path)
+        if self.status != 200 and request.path != "/health":
+            return web.Response(status=self.status, text="this rank\nis retired")
         match request.path:
             case "/v1/models":
                 base = {"id": self.model, "root": "/m", "parent": None, "max_model_len": 512}

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import pytest
 from structlog.testing import capture_logs
 
+from kvrouter import long_wait
 from kvrouter.core.wire.hashes import block_hashes, sequence_hashes
 from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat
 from kvrouter.core.wire.ids import WorkerId
@@ -290,6 +291,47 @@ async def test_engine_down_and_up(scene: Scene) -> None:
         await listener.beat(lambda beat: beat.state == "up")
         await listener.until_held({A})
     assert Cleared() in listener.live_ops
+
+
+@pytest.mark.parametrize("status", [404, 500, 503])
+async def test_only_health_answers(scene: Scene, status: int) -> None:
+    """An engine whose /health alone answers is down, with the reason in log and card, until all answers."""
+    listener = scene.listener
+    with capture_logs() as logs:
+        async with scene.agent():
+            await listener.until_held({A})
+            scene.engine.status = status
+            down = await listener.beat(lambda beat: beat.state == "down" and beat.card is not None)
+            scene.engine.status = 200
+            up = await listener.beat(lambda beat: beat.state == "up" and beat.card is not None)
+            await listener.until_held({A})
+
+    reason = f"/v1/models answered {status}: this rank is retired"
+    assert down.card is not None
+    assert up.card is not None
+    assert f"down: {reason}" in down.card.notes
+    assert not any("down:" in note for note in up.card.notes)
+    (line,) = [entry for entry in logs if entry["event"] == "engine.down"]
+    assert reason == line["reason"]
+    assert line["remedy"]
+
+
+async def test_engine_that_stays_down(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that is down for long is awaited with the last reason, at growing intervals."""
+    monkeypatch.setattr(long_wait, "FIRST_S", 0.1)
+    with capture_logs() as logs:
+        async with scene.agent():
+            await scene.listener.until_held({A})
+            scene.engine.is_healthy = False
+            beat = await scene.listener.beat(lambda beat: beat.state == "down")
+            while not (said := [entry for entry in logs if entry["event"] == "engine.awaited"]):
+                beat = await scene.listener.beat(lambda beat: beat.state == "down")
+            scene.engine.is_healthy = True
+            await scene.listener.beat(lambda beat: beat.state == "up")
+
+    assert "down" == beat.state
+    assert ("/health answered 503", scene.engine.url) == (said[0]["reason"], said[0]["url"])
+    assert "engine's log" in said[0]["remedy"]
 
 
 SLEEP = 'vllm:engine_sleep_state{engine="0",sleep_state="awake"} '

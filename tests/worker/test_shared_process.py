@@ -16,6 +16,7 @@ import pytest
 from kvrouter.core.wire.hashes import block_hashes, sequence_hashes
 from kvrouter.core.wire.heartbeats import Card, WorkerBeat
 from kvrouter.core.wire.ops import VERSION
+from kvrouter.long_wait import LongWait
 from kvrouter.worker.announcer import Announcer
 from kvrouter.worker.drain import Duty
 from kvrouter.worker.engines_file import EngineList
@@ -153,8 +154,14 @@ async def test_odd_load(scene: Scene) -> None:
     assert "up" == beat.state
 
 
-async def test_taken_over(scene: Scene) -> None:
-    """An agent whose id is used elsewhere waits, and comes back when the other one is silent."""
+async def test_taken_over(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent whose id is used elsewhere waits, says so, and comes back when the other one is silent."""
+    looks: list[tuple[str, str]] = []
+
+    def look(_wait: LongWait, _now: float, reason: str, remedy: str) -> None:
+        looks.append((reason, remedy))
+
+    monkeypatch.setattr(LongWait, "look", look)
     later = WorkerBeat(VERSION, 2**62, "up", "p", [], 1)
     first, second = scene.listeners
     async with running(scene.engines()), scene.publishers() as (_, b):
@@ -165,6 +172,8 @@ async def test_taken_over(scene: Scene) -> None:
 
         await first.beat(lambda beat: beat == later)
         await first.beat(lambda beat: before.incarnation < beat.incarnation < later.incarnation)
+
+    assert any("announces this" in reason and "its own worker id" in remedy for reason, remedy in looks)
 
 
 async def test_process(scene: Scene, tmp_path: Path) -> None:

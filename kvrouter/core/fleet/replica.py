@@ -400,6 +400,22 @@ class Replica:
         """Why this replica should not get traffic yet; always empty after it was ready once."""
         return self._readiness.missing(bool(self._worker_pools), self.readers, now)
 
+    def awaited(self, now: float) -> list[str]:
+        """What requests of some model wait for; empty while each known model has a live target."""
+        if missing := self.not_ready(now):
+            return missing
+        pools = [router.pool for router in self.routers.values() if router.pool.workers]
+        idle = [
+            f"pool {pool.id}: no live target: {self._why_no_target(pool.id)}"
+            for pool in pools
+            if not pool.has_live_target
+        ]
+        return idle or ([] if pools else ["no worker is known"])
+
+    def has_workers(self) -> bool:
+        """Whether any worker is known, in any state."""
+        return any(router.pool.workers for router in self.routers.values())
+
     def give_up_waiting(self) -> None:
         """Be ready with what is known: `--ready-timeout-s` has passed."""
         self._readiness.is_ready = True

@@ -29,7 +29,12 @@ MOST_SLOW_BYTES = 256 * 1024
 # Fields of kvrouter's own: a wrong one is an error here, as no engine gets it.
 _OWN = frozenset({"kvrouter", "nvext"})
 # Objects inside a body in which engines look for the same fields.
-_CONTAINERS = frozenset({"vllm_xargs", "extra_args", "sampling_params", "custom_params", "extra_body"})
+_CONTAINERS = frozenset(
+    {
+        *("vllm_xargs", "extra_args", "sampling_params", "custom_params", "extra_body"),
+        *("instances", "parameters"),  # of Vertex AI
+    }
+)
 _MOST_DEPTH = 4
 _TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
 _FALSE = frozenset({"0", "off", "f", "false", "n", "no"})

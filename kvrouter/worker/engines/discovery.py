@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import structlog
 
+from kvrouter.long_wait import LongWait
 from kvrouter.worker.engines.adapter import Adapter
 from kvrouter.worker.engines.facts import EngineFacts
-from kvrouter.worker.engines.http import EngineError, EngineHttp, Models
+from kvrouter.worker.engines.http import EngineError, EngineHttp, Models, remedy_of
 from kvrouter.worker.engines.sglang import SglangAdapter, learn_sglang
 from kvrouter.worker.engines.tensorrt import OWNER, TensorrtAdapter, learn_tensorrt
 from kvrouter.worker.engines.vllm import VllmAdapter, learn_vllm
@@ -21,7 +22,6 @@ from kvrouter.worker.options import AgentOptions
 log = structlog.get_logger()
 
 _LEARN_EVERY_S = 0.5
-_LOG_EVERY_S = 10.0
 
 
 class Kind(NamedTuple):
@@ -54,16 +54,24 @@ async def learn(engine: EngineHttp, options: AgentOptions) -> EngineFacts:
 async def learn_patiently(
     engine: EngineHttp, options: AgentOptions, stop: asyncio.Event
 ) -> EngineFacts | None:
-    """Wait until the engine answers, and log the reason now and then; None if `stop` is set before."""
-    logged_at = float("-inf")
+    """Wait until the engine answers, and log the reason at first and now and then; None if `stop` is set."""
+    wait: LongWait | None = None
     while not stop.is_set():
         try:
             return await learn(engine, options)
         except EngineError as error:
-            if time.monotonic() - logged_at >= _LOG_EVERY_S:
-                logged_at = time.monotonic()
+            if wait is None:
                 log.info("engine.awaited", url=options.engine_url, reason=str(error))
+                wait = awaited(options, time.monotonic())
+            wait.look(time.monotonic(), str(error), remedy_of(error))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LEARN_EVERY_S):
                 await stop.wait()
     return None
+
+
+def awaited(options: AgentOptions, now: float) -> LongWait:
+    """The wait for the engine, from now on."""
+    return LongWait(
+        "engine.awaited", f"the engine of worker {options.worker_id}", now, url=options.engine_url
+    )

@@ -23,6 +23,14 @@ TIMEOUT_S = 5.0
 HEALTH_TIMEOUT_S = 1.0
 # Of an answer that comes only once. 30,000 blocks of TensorRT-LLM's events have about as much.
 MOST_TAKEN_BYTES = 64 * 1024 * 1024
+# What an engine says in an answer with an error status, for one line of a log.
+_MOST_SAID_BYTES = 512
+_URL_FLAGS = "kvrouter worker --engine-url, kvrouter serve --engine"
+_MODELS_PATH = "v1/models"
+# The note on a card that gives the reason begins with it.
+DOWN = "down: "
+# The server is there: only the agent's key, or its number of questions, is not as it wants.
+_NOT_ABOUT_THE_ENGINE = {401, 403, 429}
 
 
 class EngineError(KvRouterError):
@@ -39,6 +47,31 @@ def half_of_a_pair(shown_by: str, remedy: str = "start it without that") -> str:
 
 class EngineGoneError(EngineError):
     """The engine's port is closed."""
+
+
+class EngineStatusError(EngineError):
+    """The engine answers with a status that is an error. `text`: what it says about it."""
+
+    def __init__(self, path: str, status: int, text: str = "") -> None:
+        super().__init__(f"/{path} answered {status}{': ' if text else ''}{text}")
+        self.status = status
+
+
+def remedy_of(error: EngineError) -> str:
+    """What to do about an engine that does not answer as one."""
+    match error:
+        case EngineGoneError():
+            return f"start the engine, or correct its URL ({_URL_FLAGS})"
+        case EngineStatusError(status=401 | 403):
+            return "give the engine's key: --engine-api-key-file"
+        case EngineStatusError(status=404):
+            return (
+                f"give the URL of an OpenAI-compatible engine ({_URL_FLAGS}); of data-parallel ranks with a "
+                "server each that of each rank, not of their supervisor"
+            )
+        case EngineStatusError():
+            return "look at the engine's log: it loads its model, scales, or has failed"
+    return "correct what the reason names, or look at the engine's log"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +144,7 @@ class EngineHttp:
         self.metrics_path = "metrics"
         self._extra_metrics = extra_metrics
         self._session = session
+        self._has_listed_models = False
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -138,7 +172,9 @@ class EngineHttp:
 
     async def models(self) -> Models:
         """The models that the engine serves. Raises EngineError."""
-        return read_models(await self._get("v1/models"))
+        models = read_models(await self._get(_MODELS_PATH))
+        self._has_listed_models = True
+        return models
 
     async def version(self) -> str:
         """The engine's version; empty if it reports none."""
@@ -155,14 +191,31 @@ class EngineHttp:
         except ValueError as error:
             raise EngineError(f"/metrics is not in Prometheus' text format: {error}") from None
 
-    async def is_healthy(self) -> bool:
-        """Whether the health path answers in time with anything but a server error."""
+    async def trouble(self) -> EngineError | None:
+        """Why requests to the engine would fail; None if they would not.
+
+        /health alone does not show it: a data-parallel rank of vLLM that scales or is retired answers 200
+        there, and 503 everywhere else. So /v1/models is asked as well, if it has ever answered: it costs the
+        engine nothing.
+        """
+        paths = [self.health_path, *([_MODELS_PATH] if self._has_listed_models else [])]
+        for path in dict.fromkeys(paths):
+            if found := await self._trouble_at(path):
+                return found
+        return None
+
+    async def _trouble_at(self, path: str) -> EngineError | None:
         try:
             timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
-            async with self._session.get(self.health_path, timeout=timeout) as response:
-                return response.status < 500  # an engine without this path, or with a key, is alive, too
-        except (aiohttp.ClientError, OSError, TimeoutError):
-            return False
+            async with self._session.get(path, timeout=timeout) as response:
+                status = response.status
+                # a health path that is missing, or wants a key, is that of an engine that is alive
+                is_lost = path == _MODELS_PATH and status not in _NOT_ABOUT_THE_ENGINE
+                if status < 400 or (status < 500 and not is_lost):
+                    return None
+                return EngineStatusError(path, status, await _said(response))
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            return _no_answer(path, error)
 
     async def find(self, path: str) -> bytes | None:
         """The body at this path; None if the engine has no such path. Raises EngineError."""
@@ -170,7 +223,7 @@ class EngineHttp:
         if status == 404:
             return None
         if status != 200:
-            raise EngineError(f"/{path} answered {status}")
+            raise EngineStatusError(path, status)
         return body
 
     async def take(self, path: str) -> bytes:
@@ -178,7 +231,7 @@ class EngineHttp:
         # a longer answer would be lost
         status, body = await self._answer("POST", path, most_bytes=MOST_TAKEN_BYTES)
         if status != 200:
-            raise EngineError(f"/{path} answered {status}")
+            raise EngineStatusError(path, status)
         return body
 
     async def reports_cached_tokens(self, model: str) -> bool | None:
@@ -198,7 +251,7 @@ class EngineHttp:
     async def _get(self, path: str) -> bytes:
         body = await self.find(path)
         if body is None:
-            raise EngineError(f"/{path} answered 404")
+            raise EngineStatusError(path, 404)
         return body
 
     async def _answer(
@@ -208,6 +261,20 @@ class EngineHttp:
             async with self._session.request(method, path, json=body) as response:
                 return response.status, await read_answer(response, most_bytes)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            is_gone = isinstance(error, aiohttp.ClientConnectorError) and not tls_trouble(error.__cause__)
-            reason = tls_trouble(error.__cause__) or no_answer(error)
-            raise (EngineGoneError if is_gone else EngineError)(f"/{path}: {reason}") from None
+            raise _no_answer(path, error) from None
+
+
+def _no_answer(path: str, error: BaseException) -> EngineError:
+    is_gone = isinstance(error, aiohttp.ClientConnectorError) and not tls_trouble(error.__cause__)
+    reason = tls_trouble(error.__cause__) or no_answer(error)
+    return (EngineGoneError if is_gone else EngineError)(f"/{path}: {reason}")
+
+
+async def _said(response: aiohttp.ClientResponse) -> str:
+    """The beginning of an answer, in one line."""
+    try:
+        beginning = await response.content.read(_MOST_SAID_BYTES)
+    except (aiohttp.ClientError, OSError, TimeoutError):
+        return ""
+    line = " ".join(beginning.decode(errors="replace").split())
+    return "".join(character for character in line if character.isprintable())

@@ -190,6 +190,8 @@ PLACES = [
     {"sampling_params": {"extra_args": {"kv_transfer_params": {"a": 1}}, "n": 1}},
     {"sampling_params": [{"kv_cache_report_mode": "full"}, {"n": 1}]},
     {"extra_args": {"bootstrap_room": 7}},
+    {"instances": [{"text": "x"}], "parameters": {"bootstrap_room": 7}},
+    {"instances": [{"text": "x", "kv_transfer_params": {}}]},
     {"kv_transfer_params": {"a": 1}},
     {"bootstrap_room": [1, 2], "bootstrap_host": "h"},
 ]

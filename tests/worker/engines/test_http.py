@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from kvrouter.bounded_answers import MOST_BYTES
-from kvrouter.worker.engines.http import EngineError, EngineGoneError, EngineHttp, Models, read_models
+from kvrouter.worker.engines.http import (
+    EngineError,
+    EngineGoneError,
+    EngineHttp,
+    EngineStatusError,
+    Models,
+    read_models,
+    remedy_of,
+)
 from tests.certificates import Authority
 from tests.worker.fake_engine import EngineServer
 
@@ -56,12 +64,66 @@ async def test_engine(free_port: Callable[[], int]) -> None:
     async with EngineServer.open(free_port()) as server, EngineHttp.open(server.url) as engine:
         assert "0.32.0" == await engine.version()
         assert 100 == (await engine.scrape()).device_blocks
-        assert await engine.is_healthy()
+        assert not await engine.trouble()
         server.is_healthy = False
-        assert not await engine.is_healthy()
+        assert await engine.trouble()
         server.metrics = "vllm:num_requests_running{engine=\n"
         with pytest.raises(EngineError, match="/metrics is not in Prometheus"):
             await engine.scrape()
+
+
+@pytest.mark.parametrize("status", [400, 404, 410, 500, 502, 503, 504])
+async def test_only_health_answers(free_port: Callable[[], int], status: int) -> None:
+    """An engine that answers 200 to /health and an error to /v1/models, which it had, serves nothing."""
+    async with EngineServer.open(free_port()) as server, EngineHttp.open(server.url) as engine:
+        await engine.models()
+        server.status = status
+        trouble = await engine.trouble()
+        server.status = 200
+
+        assert f"/v1/models answered {status}: this rank is retired" == str(trouble)
+        assert await engine.trouble() is None
+
+
+@pytest.mark.parametrize("status", [401, 403, 429])
+async def test_refused_questions(free_port: Callable[[], int], status: int) -> None:
+    """An agent whose key is old, or that asks too often, proves nothing about the engine."""
+    async with EngineServer.open(free_port()) as server, EngineHttp.open(server.url) as engine:
+        await engine.models()
+        server.status = status
+
+        assert await engine.trouble() is None
+
+
+async def test_one_question_each(free_port: Callable[[], int]) -> None:
+    """A probe asks each path once at most, and /v1/models not before it has ever answered."""
+    async with EngineServer.open(free_port()) as server, EngineHttp.open(server.url) as engine:
+        server.status = 404
+        assert await engine.trouble() is None
+        assert ["/health"] == server.asked
+        server.status = 200
+        await engine.models()
+        server.asked.clear()
+        assert await engine.trouble() is None
+
+    assert ["/health", "/v1/models"] == server.asked
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (EngineGoneError("/v1/models: connection refused"), "start the engine"),
+        (EngineStatusError("v1/models", 401), "--engine-api-key-file"),
+        (EngineStatusError("v1/models", 403), "--engine-api-key-file"),
+        (EngineStatusError("v1/models", 404), "--engine-url"),
+        (EngineStatusError("v1/models", 503), "engine's log"),
+        (EngineError("/metrics has no block size: give --kv-cache-block-size"), "what the reason names"),
+    ],
+    ids=str,
+)
+def test_each_trouble_has_a_remedy(error: EngineError, remedy: str) -> None:
+    """What to do follows from how the engine fails."""
+    assert remedy in remedy_of(error)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +170,7 @@ async def test_endless_interim_answers() -> None:
         async with EngineHttp.open(f"http://{host}:{port}") as engine:
             with pytest.raises(EngineError, match="interim answers"):
                 await engine.scrape()
-            assert not await engine.is_healthy()
+            assert await engine.trouble()
 
 
 async def test_packed_answer() -> None:
@@ -131,7 +193,7 @@ async def test_packed_answer() -> None:
 async def test_no_engine(free_port: Callable[[], int]) -> None:
     """Without an engine: not healthy, no version, and an error that names the path."""
     async with EngineHttp.open(f"http://127.0.0.1:{free_port()}") as engine:
-        assert not await engine.is_healthy()
+        assert await engine.trouble()
         assert not await engine.version()
         with pytest.raises(EngineError, match="/v1/models"):
             await engine.models()
@@ -143,9 +205,9 @@ async def test_https(free_port: Callable[[], int], tmp_path: Path) -> None:
     async with EngineServer.open(free_port(), authority.server()) as server:
         async with EngineHttp.open(server.url, tls_ca=authority.file) as engine:
             assert "0.32.0" == await engine.version()
-            assert await engine.is_healthy()
+            assert not await engine.trouble()
         async with EngineHttp.open(server.url) as engine:
-            assert not await engine.is_healthy()
+            assert await engine.trouble()
             with pytest.raises(EngineError, match=r"certificate is not accepted.*--worker-tls-ca") as refused:
                 await engine.models()
 
