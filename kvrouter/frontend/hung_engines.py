@@ -29,7 +29,7 @@ import aiohttp
 import structlog
 from msgspec import Struct
 
-from kvrouter.bounded_answers import engine_connector
+from kvrouter.bounded_answers import address_below, engine_connector, is_alive
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.router import Placement
 from kvrouter.core.routing.worker import Worker
@@ -213,9 +213,8 @@ async def probing(tls: ssl.SSLContext | None) -> AsyncIterator[Probe]:
 
 
 async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
-    """Whether the status is below 500. A healthy engine with a key, or without /health, sends 401 or 404."""
     try:
-        async with http.get(f"{url}/health", allow_redirects=False) as response:
-            return response.status < 500
+        async with http.get(address_below(url, "health"), allow_redirects=False) as response:
+            return is_alive(response.status)
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
         return False

@@ -12,7 +12,16 @@ import aiohttp
 import msgspec
 from msgspec import Meta, Struct
 
-from kvrouter.bounded_answers import MOST_BYTES, UNPACKED, engine_connector, no_answer, read_answer
+from kvrouter.bounded_answers import (
+    MOST_BYTES,
+    NOT_IMPLEMENTED,
+    UNPACKED,
+    address_below,
+    engine_connector,
+    is_alive,
+    no_answer,
+    read_answer,
+)
 from kvrouter.core.wire.ops import UNREADABLE
 from kvrouter.core.wire.values import MOST_NAMES, Amount, Line, Text
 from kvrouter.errors import KvRouterError
@@ -23,10 +32,18 @@ TIMEOUT_S = 5.0
 HEALTH_TIMEOUT_S = 1.0
 # Of an answer that comes only once. 30,000 blocks of TensorRT-LLM's events have about as much.
 MOST_TAKEN_BYTES = 64 * 1024 * 1024
+_MOST_REASON = 160
+# Request Timeout, Too Early, Too Many Requests: of a path that exists.
+_NOT_NOW = frozenset({408, 425, 429})
 
 
 class EngineError(KvRouterError):
     """The engine does not answer, or its answer is not an engine's."""
+
+
+def reason_of(error: EngineError) -> str:
+    """The text of an error, which may quote the engine, as a report may print it."""
+    return "".join(one if one.isprintable() else "?" for one in str(error)[:_MOST_REASON])
 
 
 def half_of_a_pair(shown_by: str, remedy: str = "start it without that") -> str:
@@ -39,6 +56,10 @@ def half_of_a_pair(shown_by: str, remedy: str = "start it without that") -> str:
 
 class EngineGoneError(EngineError):
     """The engine's port is closed."""
+
+
+class HiddenPathError(EngineError):
+    """The engine, or a gateway before it, does not show this path, and will not when asked again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +149,7 @@ class EngineHttp:
         """
         headers = {**UNPACKED, "Authorization": f"Bearer {api_key}"} if api_key else UNPACKED
         async with aiohttp.ClientSession(
-            url.rstrip("/") + "/",
+            address_below(url),
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
             connector=engine_connector(trusting(tls_ca)),
@@ -155,12 +176,21 @@ class EngineHttp:
         except ValueError as error:
             raise EngineError(f"/metrics is not in Prometheus' text format: {error}") from None
 
+    async def scrape_if_any(self) -> tuple[Scrape, str]:
+        """The engine's metrics; or an empty scrape, and why there are none. Raises EngineGoneError."""
+        try:
+            return await self.scrape(), ""
+        except EngineGoneError:
+            raise
+        except EngineError as error:
+            return Scrape(), reason_of(error)
+
     async def is_healthy(self) -> bool:
-        """Whether the health path answers in time with anything but a server error."""
+        """Whether the health path answers in time, and as an engine that serves."""
         try:
             timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
             async with self._session.get(self.health_path, timeout=timeout) as response:
-                return response.status < 500  # an engine without this path, or with a key, is alive, too
+                return is_alive(response.status)
         except (aiohttp.ClientError, OSError, TimeoutError):
             return False
 
@@ -169,9 +199,17 @@ class EngineHttp:
         status, body = await self._answer("GET", path)
         if status == 404:
             return None
-        if status != 200:
-            raise EngineError(f"/{path} answered {status}")
-        return body
+        if status == 200:
+            return body
+        may_change = status in _NOT_NOW or (status >= 500 and status != NOT_IMPLEMENTED)
+        raise (EngineError if may_change else HiddenPathError)(f"/{path} answered {status}")
+
+    async def find_if_shown(self, path: str) -> bytes | None:
+        """`find`, with None also where the engine, or a gateway before it, refuses to show this path."""
+        try:
+            return await self.find(path)
+        except HiddenPathError:
+            return None
 
     async def take(self, path: str) -> bytes:
         """What the engine returns once, and then no more, by a POST. Raises EngineError."""
