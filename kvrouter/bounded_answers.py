@@ -13,10 +13,12 @@ from typing import cast
 
 import aiohttp
 from aiohttp.client_proto import ResponseHandler
+from yarl import URL
 
 # Of one answer. /metrics of vLLM with 64 data-parallel ranks has about 5 MB, 500,000 token ids have 3 MB.
 MOST_BYTES = 8 * 1024 * 1024
 MOST_INTERIM_ANSWERS = 16
+NOT_IMPLEMENTED = 501
 # Headers of a session, which is opened with `auto_decompress=False`: both are needed, since an engine may
 # compress without being asked.
 UNPACKED = {"accept-encoding": "identity"}
@@ -44,6 +46,22 @@ def engine_connector(
     handler = partial(_Handler, loop=asyncio.get_running_loop())
     connector._factory = cast("partial[ResponseHandler]", handler)  # aiohttp 3.14 has no public way
     return connector
+
+
+def address_below(url: str, path: str = "") -> URL:
+    """The address of a path of the engine at `url`, which may have a path of its own. Raises ValueError.
+
+    As it is written, as the relay sends it: aiohttp would write %7e as ~, and another engine might answer.
+    """
+    return URL(f"{url.rstrip('/')}/{path}", encoded=True)
+
+
+def is_alive(status: int) -> bool:
+    """Whether an engine with this status of its health path serves.
+
+    One with a key answers 401, one without this path 404 or 501, as gateways do.
+    """
+    return status < 500 or status == NOT_IMPLEMENTED
 
 
 async def read_answer(response: aiohttp.ClientResponse, most_bytes: int = MOST_BYTES) -> bytes:

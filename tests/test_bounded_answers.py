@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from kvrouter.bounded_answers import engine_connector, no_answer
+from kvrouter.bounded_answers import engine_connector, is_alive, no_answer
 from kvrouter.tls import trusting
 
 
@@ -41,3 +41,9 @@ async def test_tls_where_the_server_has_none() -> None:
     """The cause of an error of TLS stays in the text."""
     async with TestServer(web.Application()) as server:
         assert "WRONG_VERSION_NUMBER" in await reason(f"https://127.0.0.1:{server.port}")
+
+
+def test_alive() -> None:
+    """An engine with a key, or without a health path, is alive; one with a server error is not."""
+    assert all(map(is_alive, (200, 204, 301, 401, 403, 404, 405, 501)))
+    assert not any(map(is_alive, (500, 502, 503, 504)))

@@ -20,6 +20,7 @@ from typing import Any, Self, Unpack
 import aiohttp
 import msgspec
 
+from kvrouter.bounded_answers import address_below
 from kvrouter.bus import NatsOptions
 from kvrouter.bus.embedded import DEFAULT_URL
 from kvrouter.client.kv_router import About, KvRouter, NewPolicy, PlacedRequest
@@ -170,7 +171,11 @@ class Client:
     ) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
         assert self._http is not None  # opened together with the router
         headers = {**self._headers, "content-type": "application/json", **placed.headers}
-        return self._http.post(placed.url + path, data=msgspec.json.encode(body), headers=headers)
+        return self._http.post(
+            address_below(placed.url, path.removeprefix("/")),
+            data=msgspec.json.encode(body),
+            headers=headers,
+        )
 
     async def _events(self, response: aiohttp.ClientResponse) -> AsyncIterator[Event]:
         """The events with data, until `[DONE]`. Only output puts off the limit for the next output."""

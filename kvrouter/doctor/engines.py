@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
+from kvrouter.bounded_answers import address_below, is_alive
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import WorkerId
 from kvrouter.core.wire.senders import KvSource
@@ -96,12 +97,12 @@ class Engines:
 
     async def _meet(self, url: str, card: Card) -> None:
         async with self._turns:
-            models = await self._get(f"{url}/v1/models")
+            models = await self._get(url, "v1/models")
             if not models.status:
                 self.met[url] = Engine(url, models, Fetched())
                 return
             # SGLang's /health generates a token
-            health = models if card.engine == "sglang" else await self._get(f"{url}/health")
+            health = models if card.engine == "sglang" else await self._get(url, "health")
             work = await self._work(url)
         try:
             found = read_models(models.body) if models.status == 200 else None
@@ -115,11 +116,11 @@ class Engines:
             self.later[url] = await self._work(url)
 
     async def _work(self, url: str) -> Work:
-        fetched = await self._get(f"{url}/metrics", _METRICS_BYTES)
+        fetched = await self._get(url, "metrics", _METRICS_BYTES)
         return read_work(fetched.body) if fetched.status == 200 else Work()
 
-    async def _get(self, url: str, most_bytes: int = 1024 * 1024) -> Fetched:
-        return await fetch(self._http, url, headers=self._headers, most_bytes=most_bytes)
+    async def _get(self, url: str, path: str, most_bytes: int = 1024 * 1024) -> Fetched:
+        return await fetch(self._http, address_below(url, path), headers=self._headers, most_bytes=most_bytes)
 
 
 def read_work(exposition: bytes) -> Work:
@@ -171,7 +172,7 @@ def _check_answers(worker_id: str, card: Card, engine: Engine) -> Iterator[Findi
         yield Finding(KINDS["engine.other_model"], worker_id, seen)
     if not health.status:
         yield Finding(KINDS["engine.unhealthy"], worker_id, f"{card.url}/health: {health.trouble}")
-    elif health.status >= 500:
+    elif not is_alive(health.status):
         yield Finding(KINDS["engine.unhealthy"], worker_id, f"{card.url}/health answers {health.status}")
 
 

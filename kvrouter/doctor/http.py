@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import aiohttp
+from yarl import URL
 
 from kvrouter.bounded_answers import no_answer, read_answer
 from kvrouter.tls import tls_trouble
@@ -36,7 +37,7 @@ class Fetched:
 
 async def fetch(
     http: aiohttp.ClientSession,
-    url: str,
+    url: str | URL,
     *,
     headers: Mapping[str, str] | None = None,
     most_bytes: int = 1024 * 1024,

@@ -30,7 +30,7 @@ import aiohttp
 import structlog
 from msgspec import Struct
 
-from kvrouter.bounded_answers import engine_connector
+from kvrouter.bounded_answers import address_below, engine_connector, is_alive
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.router import Placement
 from kvrouter.core.routing.worker import Worker
@@ -214,14 +214,14 @@ async def probing(tls: ssl.SSLContext | None) -> AsyncIterator[Probe]:
 
 
 async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
-    """Whether both statuses are below 500. A healthy engine with a key, or without a path, sends 401 or 404.
+    """Whether both answers are those of an engine that serves (`is_alive`).
 
     /health alone does not show it: a data-parallel rank that scales or is retired answers 200 there only.
     """
     try:
-        for path in ("/health", "/v1/models"):
-            async with http.get(url + path, allow_redirects=False) as response:
-                if response.status >= 500:
+        for path in ("health", "v1/models"):
+            async with http.get(address_below(url, path), allow_redirects=False) as response:
+                if not is_alive(response.status):
                     return False
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
         return False

@@ -112,6 +112,8 @@ class RequestHead:
     ) -> bytes:
         """The request line and headers for the worker at `url`, closing empty line included.
 
+        The path of the URL, if it has one, goes before that of the request.
+
         `keeps_rank`: if the worker's card names no rank header, the client's own rank reaches it.
         `trace`: whole lines that replace the client's trace context; empty: that reaches it as it is.
         """
@@ -123,8 +125,9 @@ class RequestHead:
             if len(self._forwarded) < _MOST_FORWARDED:
                 self._forwarded[rank_header, keeps_rank, is_traced] = forwarded
         rank_line = f"{rank_header}: {rank}\r\n" if rank_header else ""
+        host, prefix = _place_of(url)
         own = (
-            f"{self.method} {self.path} HTTP/1.1\r\nhost: {_host_of(url)}\r\n"
+            f"{self.method} {prefix}{self.path} HTTP/1.1\r\nhost: {host}\r\n"
             f"content-length: {body_bytes}\r\nx-request-id: {request_id}\r\n{rank_line}{trace}"
         )
         return own.encode("utf-8", "surrogateescape") + forwarded
@@ -147,9 +150,13 @@ class RequestHead:
 
 
 @lru_cache(maxsize=4096)
-def _host_of(url: str) -> str:
-    """Host and port as the URL has them. Connecting shows whether they are valid."""
-    return url.partition("//")[2].partition("/")[0].rpartition("@")[2]
+def _place_of(url: str) -> tuple[str, str]:
+    """Host and port as the URL has them, and its path, which every target there begins with.
+
+    Connecting shows whether host and port are valid, `url_error` has checked the path.
+    """
+    host, _, path = url.partition("//")[2].partition("/")
+    return host.rpartition("@")[2], f"/{path}".rstrip("/")
 
 
 class Collected:

@@ -8,12 +8,24 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from kvrouter.core.wire.ids import check_identifier
-from kvrouter.core.wire.values import url_error
 from kvrouter.errors import ConfigError
-from kvrouter.worker.options import worker_id_of
+from kvrouter.settings.declare import SWITCHES
+from kvrouter.worker.options import check_url, worker_id_of
 
-_FLAGS = {"kv": "--kv-events", "replay": "--kv-replay", "topic": "--kv-topic", "model": "--model"}
-_ENDPOINT = re.compile(r"tcp://.+:\d{1,5}|ipc://.+")
+_FLAGS = {
+    "kv": "--kv-events",
+    "replay": "--kv-replay",
+    "topic": "--kv-topic",
+    "model": "--model",
+    "block-size": "--kv-cache-block-size",
+    "whole": "--whole",
+}
+_FORMS = {
+    "kv": (re.compile(r"tcp://.+:\d{1,5}|ipc://.+"), "tcp://HOST:PORT"),
+    "replay": (re.compile(r"tcp://.+:\d{1,5}|ipc://.+"), "tcp://HOST:PORT"),
+    "block-size": (re.compile(r"[1-9][0-9]{0,6}"), "a number of tokens"),
+    "whole": (re.compile("|".join(SWITCHES)), "true or false"),
+}
 # 0.0.0.0 as a destination is the loopback, too; the addresses 127.x.y.z stay different
 _LOOPBACK = {"localhost", "::1", "0.0.0.0"}
 _LABEL = "label."
@@ -45,7 +57,7 @@ class EngineSpec:
         return ",".join(
             [
                 self.url,
-                *([] if self.worker_id == _worker_id_of(self.url) else [f"id={self.worker_id}"]),
+                *([] if self.worker_id == worker_id_of(self.url) else [f"id={self.worker_id}"]),
                 *(f"{keys[flag]}={value}" for flag, value in self.values.items()),
                 *(f"{_LABEL}{key}={value}" for key, value in self.labels.items()),
             ]
@@ -57,11 +69,8 @@ def read_engine(text: str) -> EngineSpec:
     url, *pairs = text.split(",")
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--engine {text!r}: must begin with the engine's URL, as in {_EXAMPLE}")
-    if url.rstrip("/").endswith("/v1"):  # the base URL of an OpenAI client: agents append /v1 themselves
-        raise ConfigError(f"--engine {text!r}: give the server's URL without /v1")
-    worker_id, values, labels = _worker_id_of(url), dict[str, str](), dict[str, str]()
-    if problem := url_error(url):
-        raise ConfigError(f"--engine: {problem}")
+    check_url("--engine", url)
+    worker_id, values, labels = worker_id_of(url), dict[str, str](), dict[str, str]()
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not value:
@@ -102,14 +111,8 @@ def _address(url: str) -> str:
     return f"{host}:{port}{urlsplit(url).path}"
 
 
-def _worker_id_of(url: str) -> str:
-    try:
-        return worker_id_of(url)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("--engine-url", "--engine")) from None
-
-
 def _checked(text: str, key: str, value: str) -> str:
-    if key in {"kv", "replay"} and not _ENDPOINT.fullmatch(value):
-        raise ConfigError(f"--engine {text!r}: {key}={value}: use tcp://HOST:PORT")
+    form, shown = _FORMS.get(key, (None, ""))
+    if form is not None and not form.fullmatch(value):
+        raise ConfigError(f"--engine {text!r}: {key}={value}: use {shown}")
     return value

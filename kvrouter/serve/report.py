@@ -83,7 +83,7 @@ def report(
         engine=f"{facts.kind} {facts.version}".rstrip(),
         model=options.model or ", ".join(models.served_names),
         loras=tuple(models.lora_names),
-        block_size=options.block_size or scrape.block_size,
+        block_size=facts.block_size(options),
         blocks=scrape.device_blocks,
         host_blocks=scrape.host_blocks,
         ranks=settled.ranks,

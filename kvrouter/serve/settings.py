@@ -29,7 +29,7 @@ class ServeOptions(Settings):
 
     engines: tuple[EngineSpec, ...] = setting(
         (),
-        "an engine. Keys: kv, replay (ZMQ endpoints), id, topic, model, label.NAME; "
+        "an engine. Keys: kv, replay (ZMQ endpoints), id, topic, model, block-size, whole, label.NAME; "
         "by default the engine is queried for them",
         name="engine",
         metavar="URL[,key=value…]",

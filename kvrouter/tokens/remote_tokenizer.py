@@ -11,7 +11,14 @@ from typing import Any, Self
 import aiohttp
 import msgspec
 
-from kvrouter.bounded_answers import MOST_BYTES, UNPACKED, engine_connector, no_answer, read_answer
+from kvrouter.bounded_answers import (
+    MOST_BYTES,
+    UNPACKED,
+    address_below,
+    engine_connector,
+    no_answer,
+    read_answer,
+)
 from kvrouter.core.wire.ops import UNREADABLE
 from kvrouter.core.wire.values import TokenId
 from kvrouter.errors import KvRouterError
@@ -124,9 +131,8 @@ class EngineTokenizer:
         if self._api_key:
             headers["authorization"] = f"Bearer {self._api_key}"
         try:
-            async with self._session.post(
-                f"{url.rstrip('/')}/tokenize", data=body, headers=headers
-            ) as response:
+            where = address_below(url, "tokenize")
+            async with self._session.post(where, data=body, headers=headers) as response:
                 most = min(MOST_BYTES, _ANSWER_BYTES + _ANSWER_BYTES_PER_BYTE * len(body))
                 answer = await read_answer(response, most)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:

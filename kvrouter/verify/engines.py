@@ -296,7 +296,7 @@ class Engines:
 
     async def _learn(self, card: Card) -> list[str]:
         """The replay endpoints that the engine reports, by rank. Raises KvRouterError."""
-        options = AgentOptions(card.url, card.worker_id, block_size=card.block_size, whole_requests=True)
+        options = AgentOptions(card.url, card.worker_id, block_size=card.block_size, whole=True)
         async with EngineHttp.open(card.url, self._access.api_key, self._access.tls_ca) as http:
             return [feed.replay or "" for feed in (await learn(http, options)).endpoints]
 

@@ -214,7 +214,7 @@ class Agent:
         publisher = KvPublisher(
             self._bus,
             self._options.worker_id,
-            self._options.block_size or scrape.block_size,
+            self._facts.block_size(self._options),
             number,
             model=self._pool_model,
             namespace=self._options.namespace,
@@ -330,10 +330,7 @@ class Agent:
         except EngineError as error:
             return error  # it answers probes, but is still starting: the next probe tries again
         self._check_model(facts.models)
-        if facts.endpoints != self._facts.endpoints:
-            raise EngineError(
-                "the engine publishes its KV events elsewhere than before: start the agent again"
-            )
+        self._check_ranks(facts)
         log.info("engine.up", url=self._options.engine_url)
         self._note(facts)
         self._log_lacks()
@@ -366,6 +363,18 @@ class Agent:
                 "start the agent again"
             )
 
+    def _check_ranks(self, facts: EngineFacts) -> None:
+        """Raise EngineError if this agent would not follow all ranks, or not their events."""
+        if facts.endpoints != self._facts.endpoints:
+            raise EngineError(
+                "the engine publishes its KV events elsewhere than before: start the agent again"
+            )
+        ranks = with_discovered(self._options, facts).ranks
+        if ranks > self._options.ranks:
+            raise EngineError(
+                f"the engine has {ranks} ranks and had {self._options.ranks}: start the agent again"
+            )
+
     async def _watch_load(self) -> None:
         """Read the metrics once per heartbeat, for the next heartbeat."""
         while True:
@@ -373,15 +382,35 @@ class Agent:
             if self._is_down:
                 continue
             try:
-                self._note_scrape(await self._engine.scrape())
+                scrape = await self._engine.scrape()
             except EngineError:
                 self._loads = {}  # unknown, rather than old: frontends then count their own bookings
+            else:
+                self._note_scrape(scrape)
+                await self._learn_by(scrape)
             self._announcer.update(self._card())  # events may have shown a block size or a tier
+
+    async def _learn_by(self, scrape: Scrape) -> None:
+        """Learn an engine again that had no metrics and has them now: they show ranks, too.
+
+        Raises EngineError if this agent must be started again for them.
+        """
+        if self._facts.has_metrics or not (scrape.loads or scrape.block_size):
+            return
+        try:
+            facts = await learn(self._engine, self._options)
+        except EngineError:
+            return  # the next scrape tries again
+        self._check_ranks(facts)
+        log.info("engine.has_metrics", url=self._options.engine_url)
+        self._note(facts)
+        self._log_lacks()
 
     def _note_scrape(self, scrape: Scrape) -> None:
         self._loads = scrape.loads
         was_asleep = self._facts.scrape.is_asleep
-        if scrape.started_s != self._facts.scrape.started_s:
+        # 0: unknown, in an answer that is not the engine's own for example
+        if scrape.started_s and scrape.started_s != self._facts.scrape.started_s:
             before, now = self._facts.scrape.device_blocks, scrape.device_blocks
             log.info("engine.restarted", url=self._options.engine_url, blocks_before=before, blocks=now)
             # between two probes; a table with batches of the new process only stays

@@ -20,6 +20,7 @@ from kvrouter.bus import Bus, Subjects
 from kvrouter.config import open_bus
 from kvrouter.core.wire.heartbeats import Card, RankBeat
 from kvrouter.core.wire.ids import WorkerId
+from kvrouter.core.wire.values import url_error
 from kvrouter.errors import ConfigError
 from kvrouter.version import __version__
 from kvrouter.worker.announcer import Announcer
@@ -161,5 +162,5 @@ def _check(publishers: Sequence[KvPublisher], url: str) -> None:
         raise ConfigError("give one KvPublisher per rank, in order from rank 0")
     if len({(publisher.worker_id, publisher.block_size) for publisher in publishers}) > 1:
         raise ConfigError("the ranks of a worker have one worker_id and one block size")
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"url {url!r}: use http://HOST:PORT")
+    if problem := url_error(url):
+        raise ConfigError(problem)

@@ -86,19 +86,26 @@ def _named(entries: Sequence[dict[str, Any]]) -> Iterator[tuple[str, dict[str, A
 
 def _agent(name: str, entry: dict[str, Any], loaded: Loaded[WorkerSettings]) -> AgentOptions:
     """An entry's keys replace the values of the process; lists are joined."""
-    declared = {one.name: one for one in loaded.command.declared()}
+    declared = loaded.command.declared()
+    # Also by former spellings. One that switches off is not a key, which has a value.
+    by_key = {
+        flag.removeprefix("--"): one
+        for one in declared
+        for flag in (one.flag, *one.setting.old)
+        if not flag.startswith("--no-")
+    }
     values = dict(loaded.values)
     # --kv-topic on the command line is the filter of shared sockets, not the topic of one engine
     values["kv-topic"] = ""
     try:
         for key, value in entry.items():
-            one = _declared(key, declared)
+            one = _declared(key, by_key)
             texts = _texts(key, value)
             if len(texts) != 1 and not one.is_list:
                 raise ConfigError(f"{key!r} must be one value")
             read = tuple(_value(one, text) for text in texts)
-            values[key] = (*values[key], *read) if one.is_list else read[0]
-        settings = built(WorkerSettings, declared.values(), values)
+            values[one.name] = (*values[one.name], *read) if one.is_list else read[0]
+        settings = built(WorkerSettings, declared, values)
         return settings.agent(settings.events.kv_topic or _default_topic(settings))
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,11 +10,13 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvrouter.bus import NatsOptions
+from kvrouter.core.wire.values import url_error
 from kvrouter.errors import ConfigError
 from kvrouter.worker.zmq.sockets import EventEndpoints
 
 # Every heartbeat carries them.
 MOST_METRICS = 16
+_MOST_ID_CHARACTERS = 64
 _METRIC = re.compile(r"([A-Za-z_]\w{0,63})=([A-Za-z_:][\w:]{0,199})", re.ASCII)
 
 
@@ -47,22 +50,30 @@ class AgentOptions:
     state_file: Path | None = None
     state_every_s: float = 10.0
     kv_repair: bool = True
-    # The engine computes whole requests, although it has a connector to other engines.
-    whole_requests: bool = False
+    # Whether the engine computes whole requests, where it has a connector to others; None: as it says itself.
+    whole: bool | None = None
     drain_timeout_s: float = 300.0
 
 
+def check_url(flag: str, url: str) -> None:
+    """Raise ConfigError unless agents and frontends can put the paths of requests behind this URL."""
+    if problem := url_error(url):
+        raise ConfigError(f"{flag}: {problem}")
+    if url.rstrip("/").endswith("/v1"):  # the base URL of an OpenAI client: /v1 is in each request's path
+        raise ConfigError(f"{flag} {url!r}: give the server's URL without /v1")
+
+
 def worker_id_of(url: str) -> str:
-    """The default worker id: host and port in allowed characters, `127-0-0-1-25100`."""
+    """The default worker id: host, port and path in allowed characters, `127-0-0-1-25100`."""
     address = urlsplit(url)
-    if address.scheme not in {"http", "https"} or not address.hostname:
-        raise ConfigError(f"--engine-url {url!r}: use http://HOST:PORT")
-    try:
-        port = address.port or (443 if address.scheme == "https" else 80)
-    except ValueError as error:
-        raise ConfigError(f"--engine-url {url!r}: {error}") from None
+    port = address.port or (443 if address.scheme == "https" else 80)
+    path = address.path.rstrip("/")
+    name = re.sub(r"[^A-Za-z0-9_-]", "-", f"{address.hostname}-{port}{path}")
+    if path and len(name) > _MOST_ID_CHARACTERS:
+        # host and port of a gateway may be equal, and paths may end alike
+        return f"{hashlib.sha256(url.encode()).hexdigest()[:8]}-{name[9 - _MOST_ID_CHARACTERS :]}"
     # the end, not the beginning: the port distinguishes engines of one host
-    return re.sub(r"[^A-Za-z0-9_-]", "-", f"{address.hostname}-{port}")[-64:]
+    return name[-_MOST_ID_CHARACTERS:]
 
 
 def read_endpoints(

@@ -9,13 +9,13 @@ from socket import gethostname
 
 from kvrouter.bus.addresses import reachable
 from kvrouter.config import CommonOptions, read_identifier, read_key
-from kvrouter.core.wire.values import url_error
 from kvrouter.errors import ConfigError
 from kvrouter.settings.declare import Command, Settings, setting
 from kvrouter.settings.read import load
 from kvrouter.tls import trusting
 from kvrouter.worker.options import (
     AgentOptions,
+    check_url,
     read_endpoints,
     read_metrics,
     worker_id_of,
@@ -50,9 +50,13 @@ class EngineSettings(Settings):
         is_top=True,
     )
     engine_api_key_file: Path | None = setting(None, "bearer token for the engine", is_top=True)
-    whole_requests: bool = setting(
-        False,
-        "the engine computes whole requests, although it has vLLM's NixlConnector (its kv_role is kv_both)",
+    whole: bool | None = setting(
+        None,
+        "whether the engine computes whole requests; off: it is half of a prefill/decode pair, and not used. "
+        "For a vLLM with a connector to other engines that does not say its kv_role",
+        old=("--whole-requests", "--no-whole-requests"),
+        variable="KVROUTER_WHOLE_REQUESTS",
+        default_text="on, unless the engine says that it is half of a pair",
     )
     worker_tls_ca: Path | None = setting(
         None, "authorities of the engine's certificate (https:// URL), trusted in addition to the system's"
@@ -92,7 +96,7 @@ class CardSettings(Settings):
         "keep it across restarts",
         metavar="ID",
         read=read_identifier,
-        default_text="host and port of the engine as frontends reach it",
+        default_text="host, port and path of the engine as frontends reach it",
         is_top=True,
     )
     model: str | None = setting(
@@ -162,13 +166,11 @@ class WorkerSettings(CommonOptions):
             )
         topic = events.kv_topic if topic is None else topic
         endpoints = read_endpoints(events.kv_events, events.kv_replay, topic, events.dp_size)
-        worker_id_of(engine.engine_url)  # it must be a URL, also if it does not name the worker
+        check_url("--engine-url", engine.engine_url)
         # Agents on several hosts may all have their engine on 127.0.0.1 or 0.0.0.0, and must not take each
         # other's id. What replaces 0.0.0.0 in the URL is known only later, when NATS is reached.
         advertised = engine.advertise_url or engine.engine_url
-        if problem := url_error(advertised):
-            flag = "--advertise-url" if engine.advertise_url else "--engine-url"
-            raise ConfigError(f"{flag}: {problem}")
+        check_url("--advertise-url" if engine.advertise_url else "--engine-url", advertised)
         if engine.worker_tls_ca is not None:
             trusting(engine.worker_tls_ca)
         return AgentOptions(
@@ -194,7 +196,7 @@ class WorkerSettings(CommonOptions):
             probe_s=card.probe_s,
             state_file=_writable(card.state_file),
             kv_repair=card.kv_repair,
-            whole_requests=engine.whole_requests,
+            whole=engine.whole,
             drain_timeout_s=card.drain_timeout_s,
         )
 

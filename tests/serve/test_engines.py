@@ -16,7 +16,8 @@ def test_url_alone() -> None:
 def test_every_key() -> None:
     """Each key is a flag of the agent."""
     spec = read_engine(
-        "http://e:1,kv=tcp://e:2,replay=tcp://e:3,id=w,topic=kv@e@m,model=m,label.zone=a,label.node=n=1"
+        "http://e:1,kv=tcp://e:2,replay=tcp://e:3,id=w,topic=kv@e@m,model=m,block-size=32,whole=true,"
+        "label.zone=a,label.node=n=1"
     )
 
     assert [
@@ -26,6 +27,8 @@ def test_every_key() -> None:
         "--kv-replay=tcp://e:3",
         "--kv-topic=kv@e@m",
         "--model=m",
+        "--kv-cache-block-size=32",
+        "--whole=true",
         "--label=zone=a",
         "--label=node=n=1",
     ] == spec.flags()
@@ -45,6 +48,11 @@ def test_every_key() -> None:
         ("http://e:1,kv=tcp://e", "use tcp://HOST:PORT"),
         ("http://e:1/v1", "without /v1"),
         ("http://e:1/v1/,kv=tcp://e:2", "without /v1"),
+        ("http://e:1/a?b=c,kv=tcp://e:2", "without a query or fragment"),
+        ("http://e:1/a|b", "write it as %XX"),
+        ("http://e:1,whole=perhaps", "use true or false"),
+        ("http://e:1,block-size=0", "use a number of tokens"),
+        ("http://e:1,block-size=many", "use a number of tokens"),
         ("http://e:1,kv", "not key=value"),
         ("http://e:1,kv=", "not key=value"),
         ("http://e:1,", "not key=value"),
@@ -76,6 +84,16 @@ def test_one_engine_twice(one: str, other: str) -> None:
 def test_two_engines_of_one_id() -> None:
     """Two engines with one id are rejected: each agent would take over the other's worker."""
     with pytest.raises(ConfigError, match="give one of them id=NAME"):
-        check_different([read_engine(url) for url in ("http://e:1/a", "http://e:1/b")])
+        check_different([read_engine(url) for url in ("http://e:1/a-b", "http://e:1/a/b")])
 
-    check_different([read_engine(text) for text in ("http://e:1/a", "http://e:1/b,id=other")])
+    check_different([read_engine(text) for text in ("http://e:1/a-b", "http://e:1/a/b,id=other")])
+
+
+def test_engines_behind_one_gateway() -> None:
+    """Engines that differ in their paths only are different engines, with ids of their own."""
+    specs = [read_engine(f"http://gate:8000/{name}/") for name in ("a", "b")]
+    check_different(specs)
+
+    assert [("http://gate:8000/a", "gate-8000-a"), ("http://gate:8000/b", "gate-8000-b")] == [
+        (spec.url, spec.worker_id) for spec in specs
+    ]

@@ -508,6 +508,45 @@ async def test_without_events(scene: Scene) -> None:
     assert [RankBeat(0, beat.incarnation, 0, False, 3)] == beat.ranks
 
 
+async def test_metrics_appear(scene: Scene) -> None:
+    """An engine without metrics is announced without load; once it has metrics, they count."""
+    scene.engine.metrics, metrics = "<html></html>", scene.engine.metrics
+    async with scene.agent(replace(scene.options, endpoints=())):
+        first = await scene.listener.beat(lambda beat: beat.card is not None)
+        scene.engine.metrics = metrics
+        await scene.listener.beat(has_block_size(2))
+        later = await scene.listener.beat(lambda beat: beat.ranks[0].running is not None)
+
+    assert first.card is not None
+    assert (16, None, 3) == (first.card.block_size, first.ranks[0].running, later.ranks[0].running)
+
+
+async def test_metrics_show_more_ranks(scene: Scene) -> None:
+    """If the first metrics of an engine show more ranks than its agent announces, the agent ends."""
+    scene.engine.metrics, metrics = "", scene.engine.metrics
+    task = asyncio.create_task(serve(replace(scene.options, endpoints=()), asyncio.Event()))
+    await scene.listener.beat(lambda beat: beat.card is not None)
+    scene.engine.metrics = metrics + 'vllm:num_requests_running{engine="1"} 3.0\n'
+
+    with pytest.raises(ExceptionGroup) as raised:
+        await task
+
+    assert raised.group_contains(EngineError, match="has 2 ranks and had 1: start the agent again")
+
+
+async def test_metrics_disappear(scene: Scene) -> None:
+    """An answer that is not the engine's metrics is no restart: the table stays, the load is unknown."""
+    async with scene.agent():
+        await scene.listener.until_held({A})
+        scene.engine.metrics = ""
+        beat = await scene.listener.beat(lambda beat: beat.ranks[0].running is None)
+        await scene.engine.scraped(scene.engine.scrapes + 2)
+        await scene.events.send(pack(store(2, parent=1)))
+        await scene.listener.until_held({A, B})
+
+    assert "up" == beat.state
+
+
 async def test_discovers_events(scene: Scene) -> None:
     """Without endpoints in its flags the agent uses the reported ones."""
     scene.engine.sources = {"0": scene.events.source()}

@@ -90,6 +90,25 @@ def test_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "key", "whole"),
+    [
+        ((), "", None),
+        ((), "whole = true", True),
+        ((), "whole = false", False),
+        ((), "whole-requests = true", True),
+        (("--whole",), "", True),
+        (("--whole",), "whole = false", False),
+        (("--no-whole",), "whole = true", True),
+    ],
+)
+def test_whole(tmp_path: Path, flags: tuple[str, ...], key: str, whole: bool | None) -> None:
+    """An entry states whether its engine computes whole requests; a flag states it for all others."""
+    path = written(tmp_path, f"[[engine]]\nengine-url = 'http://e'\n{key}\n")
+
+    assert whole is read(path, *flags).agents[0].whole
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", r"give one \[\[engine\]\] table for each engine"),
@@ -97,7 +116,7 @@ def test_json(tmp_path: Path) -> None:
         ("[[engine]", "is not valid TOML"),
         ('port = 1\n[[engine]]\nengine-url = "http://e:1"', "unknown key 'port'"),
         ("[[engine]]\nmodel = 'm'", r"engine 1 \(no engine-url\): --engine-url is missing"),
-        ("[[engine]]\nengine-url = 'e'", r"engine 1 \(e\): --engine-url 'e': use http://HOST:PORT"),
+        ("[[engine]]\nengine-url = 'e'", r"engine 1 \(e\): --engine-url: url 'e': use http://HOST:PORT"),
         ("[[engine]]\nengine-url = 'http://e'\nurl = 'x'", r"engine 1 .*'url': no such setting"),
         ("[[engine]]\nengine-url = 'http://e'\ndp-size = 0", r"dp-size = '0': must be a whole number"),
         ("[[engine]]\nengine-url = 'http://e'\nnats = 'x'", r"'nats' is a setting of the whole process"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,8 @@ def test_defaults() -> None:
         ("http://gpu-7.local:8000/", "gpu-7-local-8000"),
         ("https://engine", "engine-443"),
         ("http://[::1]:80", "--1-80"),
+        ("http://gate:8000/engine-1/", "gate-8000-engine-1"),
+        ("https://gate/a/B%2fc", "gate-443-a-B-2fc"),
     ],
 )
 def test_worker_id(url: str, worker_id: str) -> None:
@@ -57,10 +60,64 @@ def test_worker_ids_of_several_hosts(
     assert worker_id == read(*flags).worker_id
 
 
-def test_bad_url() -> None:
-    """A URL without a scheme is rejected with the way out."""
-    with pytest.raises(ConfigError, match=r"use http://HOST:PORT"):
-        worker_id_of("127.0.0.1:8000")
+def test_long_paths() -> None:
+    """Engines behind one gateway, or several, have different ids, however long and alike their paths are."""
+    urls = [f"http://{host}:1/{start}/{'long-' * 20}" for host in ("g1", "g2") for start in ("a", "b")]
+
+    ids = {worker_id_of(url) for url in urls}
+
+    assert len(urls) == len(ids)
+    assert all(len(one) == 64 for one in ids)
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("127.0.0.1:8000", "use http://HOST:PORT"),
+        ("HTTP://e:1", "use http://HOST:PORT"),
+        (" http://e:1", "use http://HOST:PORT"),
+        ("http://e:", "use http://HOST:PORT"),
+        ("http://e:0/a", "use http://HOST:PORT"),
+        ("http://e:99999/a", "out of range"),
+        ("http://e/a?b=c", "without a query or fragment"),
+        ("http://e/a?", "without a query or fragment"),
+        ("http://e/a#", "without a query or fragment"),
+        ("http://me:secret@e/a", "without a user and password"),
+        ("http://e/a b", "' ' in its path: write it as %XX"),
+        ("http://e/a\tb", "in its path: write it as %XX"),
+        ("http://e/ä", "'ä' in its path: write it as %XX"),
+        ("http://e/50%", "'%' in its path: write it as %XX"),
+        ("http://e/a/../b", "without '.' and '..'"),
+        ("http://e/%2E%2e/b", "without '.' and '..'"),
+        ("http://e/" + "a" * 512, "at most 512 characters"),
+        ("http://e/v1", "without /v1"),
+        ("http://e/openai/v1//", "without /v1"),
+    ],
+)
+def test_bad_url(url: str, said: str) -> None:
+    """A URL behind which a request's path cannot be put is rejected with the way out."""
+    for flags in (("--engine-url", url), ("--engine-url", "http://e", "--advertise-url", url)):
+        with pytest.raises(ConfigError, match=re.escape(said)) as refused:
+            agent_options(flags)
+
+        assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "whole"),
+    [
+        ((), None),
+        (("--whole",), True),
+        (("--whole=true",), True),
+        (("--whole-requests",), True),
+        (("--no-whole",), False),
+        (("--whole=false",), False),
+        (("--no-whole-requests",), False),
+    ],
+)
+def test_whole(flags: tuple[str, ...], whole: bool | None) -> None:
+    """Whether an engine computes whole requests is said by the engine itself, unless a flag says it."""
+    assert whole is read(*flags).whole
 
 
 def test_ranks_from_the_first_port() -> None:

@@ -213,4 +213,4 @@ async def test_process_with_a_bad_file(tmp_path: Path) -> None:
     _, errors = await process.communicate()
 
     assert 2 == process.returncode
-    assert b"engine 1 (nowhere): --engine-url 'nowhere': use http://HOST:PORT" in errors
+    assert b"engine 1 (nowhere): --engine-url: url 'nowhere': use http://HOST:PORT" in errors

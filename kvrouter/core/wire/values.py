@@ -64,15 +64,26 @@ Session = Annotated[str, Meta(max_length=1024)]
 # Added to every request to the worker: only X- headers, so that a card cannot set Host or Content-Length.
 RankHeader = Annotated[str, Meta(pattern=r"\A(?:[Xx]-[A-Za-z0-9-]{1,62})?\Z")]
 # Empty, or checked further by `url_error`.
-Url = Annotated[str, Meta(max_length=512, pattern=r"\A(?:https?://[A-Za-z0-9._~:@\[\]/%-]+)?\Z")]
+MOST_URL_CHARACTERS = 512
+Url = Annotated[
+    str,
+    Meta(
+        max_length=MOST_URL_CHARACTERS,
+        pattern=r"\A(?:https?://[A-Za-z0-9._~!$&'()*+,;=:@\[\]/%-]+)?\Z",
+    ),
+]
 
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})?|\[[0-9A-Fa-f:.]+\]")
+# What a path has of other characters, or of `%` without two hex digits (RFC 3986).
+_NOT_OF_A_PATH = re.compile(r"%(?![0-9A-Fa-f]{2})|[^A-Za-z0-9._~!$&'()*+,;=:@/%-]")
+_DOTS = re.compile(r"(?:\.|%2[Ee]){1,2}")
 
 
 def url_error(url: str) -> str:
-    """Why this is not the address of an HTTP server; empty if it is.
+    """Why this is not the address of an HTTP server, perhaps below a path; empty if it is.
 
-    A user, a query or a fragment is an error: requests to the worker would be sent without it.
+    A user, a query or a fragment is an error: requests to the worker would be sent without it. The path is
+    sent as it is before that of each request, so it must need no change.
     """
     try:
         parts = urlsplit(url)
@@ -82,9 +93,24 @@ def url_error(url: str) -> str:
     if "@" in parts.netloc:  # not quoted: it may be a password
         return f"the url of {parts.hostname}: without a user and password"
     host = parts.netloc if port is None else parts.netloc.rpartition(":")[0]
-    if parts.scheme not in {"http", "https"} or not _HOST.fullmatch(host) or port == 0:
+    # as text: urlsplit takes HTTP:// and blanks, too
+    starts = url.startswith(("http://", "https://"))
+    if not starts or not _HOST.fullmatch(host) or port == 0:
         return f"url {url!r}: use http://HOST:PORT or https://HOST:PORT"
-    return f"url {url!r}: without a query or fragment" if parts.query or parts.fragment else ""
+    if "?" in url or "#" in url:  # also an empty one, which urlsplit does not show
+        return f"url {url!r}: without a query or fragment"
+    if len(url) > MOST_URL_CHARACTERS:
+        return f"url {url[:64]!r}…: at most {MOST_URL_CHARACTERS} characters, not {len(url)}"
+    return _path_error(url)
+
+
+def _path_error(url: str) -> str:
+    path = url.partition("//")[2].partition("/")[2]
+    if wrong := _NOT_OF_A_PATH.search(path):
+        return f"url {url!r}: {wrong[0]!r} in its path: write it as %XX"
+    if any(_DOTS.fullmatch(part) for part in path.split("/")):
+        return f"url {url!r}: without '.' and '..' in its path"
+    return ""
 
 
 def valid_unicode(text: str) -> str:

@@ -13,7 +13,7 @@ import structlog
 from kvrouter.long_wait import LongWait
 from kvrouter.worker.engines.adapter import Adapter
 from kvrouter.worker.engines.facts import EngineFacts
-from kvrouter.worker.engines.http import EngineError, EngineHttp, Models, remedy_of
+from kvrouter.worker.engines.http import EngineError, EngineHttp, Models, half_of_a_pair, remedy_of
 from kvrouter.worker.engines.sglang import SglangAdapter, learn_sglang
 from kvrouter.worker.engines.tensorrt import OWNER, TensorrtAdapter, learn_tensorrt
 from kvrouter.worker.engines.vllm import VllmAdapter, learn_vllm
@@ -47,6 +47,8 @@ def new_adapter(kind: str) -> Adapter[Any]:
 
 async def learn(engine: EngineHttp, options: AgentOptions) -> EngineFacts:
     """Ask the engine what it is. An unknown kind is treated as vLLM. Raises EngineError."""
+    if options.whole is False:
+        raise EngineError(half_of_a_pair("--no-whole", "leave that (whole=false) out if it computes them"))
     models = await engine.models()
     return await KINDS.get(models.owner, _VLLM).learn(engine, models, options)
 

@@ -29,6 +29,8 @@ class EngineFacts:
 
     `endpoints` has its events by rank; empty if it publishes none or does not report them. `tokenizer` is a
     directory or a name on a hub. `lacks` names missing settings, each with the flag that adds it.
+    `assumed_block_size` counts as long as neither a flag, nor the metrics, nor an event shows the size.
+    `has_metrics`: its metrics say something of its load or its blocks.
     """
 
     models: Models
@@ -41,6 +43,22 @@ class EngineFacts:
     max_sequences: int = 0
     tokenizer: str = ""
     lacks: tuple[str, ...] = ()
+    assumed_block_size: int = 0
+    has_metrics: bool = True
+
+    def block_size(self, options: AgentOptions, event_block_size: int = 0) -> int:
+        """The larger of the engine's own size and that of its events.
+
+        - The flag replaces the size in the metrics. The metrics are those of the last scrape, so the size of
+          a restarted engine counts at once.
+        - Events count from the start of the engine's process (`KvPublisher.begin_life`). A larger size from
+          an earlier process would otherwise stay, and no later event could correct it.
+        - Events may raise the size: vLLM's metrics give the blocks of one rank, its events those of a whole
+          context-parallel group. They never lower it: an engine also announces KV groups with smaller blocks,
+          and a size that changed with every event would publish a new card each time.
+        """
+        own = options.block_size or self.scrape.block_size
+        return max(own, event_block_size) or self.assumed_block_size
 
     def with_scrape(self, scrape: Scrape) -> EngineFacts:
         """The facts after a later scrape; values that it lacks stay as they are known."""
@@ -77,7 +95,7 @@ def build_card(
         served_names=models.served_names,
         lora_names=models.lora_names,
         max_loras=scrape.max_loras,
-        block_size=_block_size(options, scrape, event_block_size),
+        block_size=facts.block_size(options, event_block_size),
         ranks=options.ranks,
         rank_header=RANK_HEADER if options.ranks > 1 else "",
         tiers=_tiers(scrape, widest_tier),
@@ -98,20 +116,6 @@ def build_card(
         tokenizer=facts.tokenizer if facts.tokenizer.isprintable() and len(facts.tokenizer) <= 1024 else "",
         agent_version=__version__,
     )
-
-
-def _block_size(options: AgentOptions, scrape: Scrape, event_block_size: int) -> int:
-    """The larger of the engine's own size and that of its events; 0 if both are unknown.
-
-    - The flag replaces the size in the metrics. The metrics are those of the last scrape, so the size of a
-      restarted engine counts at once.
-    - Events count from the start of the engine's process (`KvPublisher.begin_life`). A larger size from an
-      earlier process would otherwise stay, and no later event could correct it.
-    - Events may raise the size: vLLM's metrics give the blocks of one rank, its events those of a whole
-      context-parallel group. They never lower it: an engine also announces KV groups with smaller blocks,
-      and a size that changed with every event would publish a new card each time.
-    """
-    return max(options.block_size or scrape.block_size, event_block_size)
 
 
 def _tiers(scrape: Scrape, widest_tier: int) -> dict[str, int]:

@@ -12,7 +12,16 @@ import aiohttp
 import msgspec
 from msgspec import Meta, Struct
 
-from kvrouter.bounded_answers import MOST_BYTES, UNPACKED, engine_connector, no_answer, read_answer
+from kvrouter.bounded_answers import (
+    MOST_BYTES,
+    NOT_IMPLEMENTED,
+    UNPACKED,
+    address_below,
+    engine_connector,
+    is_alive,
+    no_answer,
+    read_answer,
+)
 from kvrouter.core.wire.ops import UNREADABLE
 from kvrouter.core.wire.values import MOST_NAMES, Amount, Line, Text
 from kvrouter.errors import KvRouterError
@@ -31,10 +40,18 @@ _MODELS_PATH = "v1/models"
 DOWN = "down: "
 # The server is there: only the agent's key, or its number of questions, is not as it wants.
 _NOT_ABOUT_THE_ENGINE = {401, 403, 429}
+_MOST_REASON = 160
+# Request Timeout, Too Early, Too Many Requests: of a path that exists.
+_NOT_NOW = frozenset({408, 425, 429})
 
 
 class EngineError(KvRouterError):
     """The engine does not answer, or its answer is not an engine's."""
+
+
+def reason_of(error: EngineError) -> str:
+    """The text of an error, which may quote the engine, as a report may print it."""
+    return "".join(one if one.isprintable() else "?" for one in str(error)[:_MOST_REASON])
 
 
 def half_of_a_pair(shown_by: str, remedy: str = "start it without that") -> str:
@@ -72,6 +89,10 @@ def remedy_of(error: EngineError) -> str:
         case EngineStatusError():
             return "look at the engine's log: it loads its model, scales, or has failed"
     return "correct what the reason names, or look at the engine's log"
+
+
+class HiddenPathError(EngineStatusError):
+    """The engine, or a gateway before it, does not show this path, and will not when asked again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +183,7 @@ class EngineHttp:
         """
         headers = {**UNPACKED, "Authorization": f"Bearer {api_key}"} if api_key else UNPACKED
         async with aiohttp.ClientSession(
-            url.rstrip("/") + "/",
+            address_below(url),
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
             connector=engine_connector(trusting(tls_ca)),
@@ -211,20 +232,37 @@ class EngineHttp:
                 status = response.status
                 # a health path that is missing, or wants a key, is that of an engine that is alive
                 is_lost = path == _MODELS_PATH and status not in _NOT_ABOUT_THE_ENGINE
-                if status < 400 or (status < 500 and not is_lost):
+                if status < 400 or (is_alive(status) and not is_lost):
                     return None
                 return EngineStatusError(path, status, await _said(response))
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             return _no_answer(path, error)
+
+    async def scrape_if_any(self) -> tuple[Scrape, str]:
+        """The engine's metrics; or an empty scrape, and why there are none. Raises EngineGoneError."""
+        try:
+            return await self.scrape(), ""
+        except EngineGoneError:
+            raise
+        except EngineError as error:
+            return Scrape(), reason_of(error)
 
     async def find(self, path: str) -> bytes | None:
         """The body at this path; None if the engine has no such path. Raises EngineError."""
         status, body = await self._answer("GET", path)
         if status == 404:
             return None
-        if status != 200:
-            raise EngineStatusError(path, status)
-        return body
+        if status == 200:
+            return body
+        may_change = status in _NOT_NOW or (status >= 500 and status != NOT_IMPLEMENTED)
+        raise (EngineStatusError if may_change else HiddenPathError)(path, status)
+
+    async def find_if_shown(self, path: str) -> bytes | None:
+        """`find`, with None also where the engine, or a gateway before it, refuses to show this path."""
+        try:
+            return await self.find(path)
+        except HiddenPathError:
+            return None
 
     async def take(self, path: str) -> bytes:
         """What the engine returns once, and then no more, by a POST. Raises EngineError."""

@@ -1,4 +1,4 @@
-"""Reads an engine's /metrics: load per rank, block size and capacity, in vLLM's and SGLang's names."""
+"""Reads an engine's /metrics: load per rank, block size and capacity, in the names of several engines."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ _LOADS = {
     "sglang:num_queue_reqs": "waiting",
     "sglang:token_usage": "kv_usage",
     "trtllm_kv_cache_utilization": "kv_usage",
+    "llamacpp:requests_processing": "running",
+    "llamacpp:requests_deferred": "waiting",
 }
 _GAUGES = {
     "process_start_time_seconds": "started_s",

@@ -36,6 +36,9 @@ from kvrouter.worker.engines.facts import EngineFacts
 from kvrouter.worker.engines.http import EngineError, EngineHttp, Models, half_of_a_pair
 from kvrouter.worker.engines.metrics import Scrape
 from kvrouter.worker.engines.vllm import (
+    BLOCK_SIZE_ASSUMED,
+    DEFAULT_BLOCK_SIZE,
+    ENDPOINTS_UNKNOWN,
     TIER_OF_MEDIUM,
     AllBlocksCleared,
     BlockRemoved,
@@ -57,6 +60,10 @@ CACHING_OFF = "prefix caching is off: start SGLang without --disable-radix-cache
 NO_METRICS = "load unknown, only this router's own requests count: start SGLang with --enable-metrics"
 CACHED_TOKENS_UNKNOWN = (
     "cached_tokens unknown, so predictions cannot be checked: start SGLang with --enable-cache-report"
+)
+SETTINGS_UNKNOWN = (
+    "its settings are unknown: neither /server_info nor /get_server_info is below its URL; give the URL of "
+    "SGLang itself, not that of a gateway that hides them"
 )
 PAGE_SIZE_1 = (
     "page size 1 makes every token a block, far too many to publish and compare: "
@@ -105,20 +112,36 @@ def read_server_info(body: bytes) -> ServerInfo:
 async def learn_sglang(engine: EngineHttp, models: Models, options: AgentOptions) -> EngineFacts:
     """Ask /server_info and /metrics. Raises EngineError."""
     engine.health_path = HEALTH_PATH
-    body = await engine.find("server_info") or await engine.find("get_server_info")
-    if body is None:
-        raise EngineError("the engine has neither /server_info nor /get_server_info, so it is not SGLang")
-    info = read_server_info(body)
-    if info.disaggregation_mode in {"prefill", "decode"}:
+    body = await engine.find_if_shown("server_info") or await engine.find_if_shown("get_server_info")
+    info = read_server_info(body) if body is not None else None
+    if info is not None and info.disaggregation_mode in {"prefill", "decode"}:
         raise EngineError(half_of_a_pair(f"--disaggregation-mode {info.disaggregation_mode}"))
-    return _facts(info, models, await _scrape(engine), options)
+    scrape, _ = await engine.scrape_if_any()
+    if info is None:
+        return _facts_without_settings(models, scrape, options)
+    return _facts(info, models, scrape, options)
 
 
-async def _scrape(engine: EngineHttp) -> Scrape:
-    try:
-        return await engine.scrape()
-    except EngineError:
-        return Scrape()
+def _facts_without_settings(models: Models, scrape: Scrape, options: AgentOptions) -> EngineFacts:
+    """Of an engine behind a gateway that shows the paths of OpenAI's API only."""
+    known = options.block_size or scrape.block_size
+    lacks = (
+        SETTINGS_UNKNOWN,
+        "" if options.endpoints else ENDPOINTS_UNKNOWN,
+        "" if scrape.loads else NO_METRICS,
+        "" if known else BLOCK_SIZE_ASSUMED,
+    )
+    return EngineFacts(
+        models,
+        "",
+        scrape,
+        "sglang",
+        ranks=max(len(scrape.loads), 1),
+        tokenizer=models.root,
+        lacks=tuple(filter(None, lacks)),
+        assumed_block_size=DEFAULT_BLOCK_SIZE,
+        has_metrics=bool(scrape.loads or scrape.block_size),
+    )
 
 
 def _facts(info: ServerInfo, models: Models, scrape: Scrape, options: AgentOptions) -> EngineFacts:

@@ -32,7 +32,6 @@ from kvrouter.errors import MalformedFrameError
 from kvrouter.worker.engines.adapter import Batch, Reasons, Sink
 from kvrouter.worker.engines.facts import EngineFacts
 from kvrouter.worker.engines.http import EngineError, EngineHttp, Models
-from kvrouter.worker.engines.metrics import Scrape
 from kvrouter.worker.engines.vllm import word
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.zmq.sockets import EventEndpoints
@@ -244,19 +243,17 @@ def _skip_reason(payload: bytes, error: Exception) -> str:
 async def learn_tensorrt(engine: EngineHttp, models: Models, options: AgentOptions) -> EngineFacts:
     """Ask /version and /prometheus/metrics. Raises EngineError."""
     engine.metrics_path = METRICS_PATH
-    try:
-        scrape, has_metrics = await engine.scrape(), True
-    except EngineError:
-        scrape, has_metrics = Scrape(), False
-    settings = Scrape(block_size=options.block_size or DEFAULT_BLOCK_SIZE)
+    scrape, why = await engine.scrape_if_any()
     return EngineFacts(
         models,
         await engine.version(),
-        scrape.or_else(settings),
+        scrape,
         OWNER,
         endpoints=(EventEndpoints(f"{options.engine_url.rstrip('/')}/{EVENTS_PATH}"),),
         tokenizer=models.root,
-        lacks=tuple(_lacks(options, has_metrics=has_metrics)),
+        lacks=tuple(_lacks(options, has_metrics=not why)),
+        assumed_block_size=DEFAULT_BLOCK_SIZE,
+        has_metrics=not why,
     )
 
 

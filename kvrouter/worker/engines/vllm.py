@@ -34,14 +34,14 @@ from msgspec import Meta, Raw, Struct
 
 from kvrouter.core.wire.hashes import multimodal_id
 from kvrouter.core.wire.ops import UNREADABLE
-from kvrouter.core.wire.values import MOST_BLOCK_SIZE, TokenId
+from kvrouter.core.wire.values import MOST_BLOCK_SIZE, Text, TokenId
 from kvrouter.errors import MalformedFrameError
 from kvrouter.worker.blocks.engine_blocks import BlockIds
 from kvrouter.worker.blocks.resume_points import ALL
 from kvrouter.worker.engines.adapter import Batch, Reasons, Sink
 from kvrouter.worker.engines.endpoints import EVENTS_ARE_OFF, endpoint_lacks, read_sources
 from kvrouter.worker.engines.facts import EngineFacts
-from kvrouter.worker.engines.http import EngineError, EngineHttp, Models, half_of_a_pair
+from kvrouter.worker.engines.http import EngineError, EngineHttp, Models, half_of_a_pair, reason_of
 from kvrouter.worker.engines.metrics import Scrape
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.zmq.sockets import EventEndpoints
@@ -478,8 +478,25 @@ EVENTS_OFF = (
     '"replay_endpoint": "tcp://*:5657"}\''
 )
 ENDPOINTS_UNKNOWN = (
-    "event endpoints unknown, this vLLM is too old to report them: give --kv-events and --kv-replay "
+    "event endpoints unknown, the engine does not report them: give --kv-events and --kv-replay "
     "(kvrouter serve: kv=tcp://HOST:PORT,replay=tcp://HOST:PORT) if its events are on"
+)
+ENDPOINTS_UNREADABLE = "event endpoints unknown, {why}: give --kv-events and --kv-replay if its events are on"
+# vLLM's own on most GPUs.
+DEFAULT_BLOCK_SIZE = 16
+BLOCK_SIZE_ASSUMED = (
+    f"block size unknown, {DEFAULT_BLOCK_SIZE} is assumed: give --kv-cache-block-size "
+    "(kvrouter serve: block-size=N) if it is another"
+)
+NO_LOAD = (
+    "load unknown, only this router's own requests count ({why}): let the engine serve /metrics below its "
+    "URL{key} (llama.cpp: start it with --metrics)"
+)
+NO_SERIES = "/metrics has no vllm:num_requests_running"
+_KEY = ", or give --engine-api-key-file"
+ROLE_UNKNOWN = (
+    "the role of its KV connector ({shown_by}) is unknown, and it is taken to compute whole requests: give "
+    "--whole (kvrouter serve: whole=true) if it does (kv_both), else --no-whole (whole=false)"
 )
 CACHING_OFF = "prefix caching is off: start vLLM with --enable-prefix-caching"
 CACHED_TOKENS_UNKNOWN = (
@@ -488,11 +505,12 @@ CACHED_TOKENS_UNKNOWN = (
 
 
 class _KvTransfer(Struct, frozen=True):
-    kv_role: str = ""
+    kv_role: Text = ""
+    kv_connector: Text | None = None
 
 
 class _VllmConfig(Struct, frozen=True):
-    kv_transfer_config: _KvTransfer
+    kv_transfer_config: _KvTransfer | None = None
 
 
 class _ServerInfo(Struct, frozen=True):
@@ -503,15 +521,14 @@ _decode_server_info = msgspec.json.Decoder(_ServerInfo).decode
 
 
 async def learn_vllm(engine: EngineHttp, models: Models, options: AgentOptions) -> EngineFacts:
-    """Ask /metrics, /version and /kv_event_sources. Raises EngineError."""
-    scrape = await _scrape(engine, options)
-    if scrape.has_nixl:
-        await _refuse_half(engine, options)
-    sources = await engine.find("kv_event_sources")
+    """Ask /metrics, /version, /server_info and /kv_event_sources. Raises EngineError."""
+    scrape, why = await engine.scrape_if_any()
+    unclear = _role_lack(await _kv_transfer(engine), scrape, options)
     kind = "mocker" if models.owner == "mocker" else "vllm"
     host = urlsplit(options.engine_url).hostname or ""
-    endpoints = read_sources(sources, host, binds=kind == "mocker") if sources is not None else None
+    endpoints, unread = await _endpoints(engine, host, binds=kind == "mocker")
     ranks = max(len(endpoints or ()), len(scrape.loads), 1)
+    lacks = [*_event_lacks(scrape, endpoints, ranks, options, unread), *_metric_lacks(scrape, why, options)]
     return EngineFacts(
         models,
         await engine.version(),
@@ -520,49 +537,64 @@ async def learn_vllm(engine: EngineHttp, models: Models, options: AgentOptions) 
         ranks=ranks,
         endpoints=endpoints or (),
         tokenizer=models.root,
-        lacks=tuple(_lacks(scrape, endpoints, ranks, options)),
+        lacks=tuple(filter(None, (*lacks, unclear))),
+        assumed_block_size=DEFAULT_BLOCK_SIZE,
+        has_metrics=bool(scrape.loads or scrape.block_size),
     )
 
 
-async def _refuse_half(engine: EngineHttp, options: AgentOptions) -> None:
-    """Raises EngineError if an engine with NixlConnector does not compute whole requests, or may not."""
-    role = await _kv_role(engine)
-    if role in {"kv_producer", "kv_consumer"}:
-        raise EngineError(half_of_a_pair(f"NixlConnector: kv_role {role} in /server_info"))
-    if role != "kv_both" and not options.whole_requests:
-        shown_by = "NixlConnector: vllm:nixl_… in /metrics, and nothing says its kv_role"
-        raise EngineError(half_of_a_pair(shown_by, "give --whole-requests if it is kv_both"))
+def _role_lack(config: _KvTransfer, scrape: Scrape, options: AgentOptions) -> str:
+    """What is unclear of an engine with a connector to others. Raises EngineError for half of a pair."""
+    connector = config.kv_connector or ("NixlConnector" if scrape.has_nixl else "")
+    if config.kv_role in {"kv_producer", "kv_consumer"}:
+        shown_by = f"{word(connector or 'connector')}: kv_role {config.kv_role} in /server_info"
+        raise EngineError(half_of_a_pair(shown_by))
+    if config.kv_role == "kv_both" or not connector or options.whole is not None:
+        return ""
+    return ROLE_UNKNOWN.format(shown_by=word(connector))
 
 
-async def _kv_role(engine: EngineHttp) -> str:
-    """The role of the engine's KV connector; empty if it does not tell: only with VLLM_SERVER_DEV_MODE=1."""
+async def _kv_transfer(engine: EngineHttp) -> _KvTransfer:
+    """The engine's KV connector and its role; empty if it does not tell: only with VLLM_SERVER_DEV_MODE=1."""
     try:
         info = await engine.find("server_info?config_format=json")
-        return _decode_server_info(info).vllm_config.kv_transfer_config.kv_role if info else ""
+        config = _decode_server_info(info).vllm_config.kv_transfer_config if info else None
     except (EngineError, *UNREADABLE):
-        return ""
+        return _KvTransfer()
+    return config or _KvTransfer()
 
 
-async def _scrape(engine: EngineHttp, options: AgentOptions) -> Scrape:
+async def _endpoints(
+    engine: EngineHttp, host: str, *, binds: bool
+) -> tuple[tuple[EventEndpoints, ...] | None, str]:
+    """The endpoints of each rank; or None, and why the answer cannot be read. Raises EngineError."""
+    sources = await engine.find_if_shown("kv_event_sources")
     try:
-        scrape = await engine.scrape()
-    except EngineError:
-        if options.block_size is None:
-            raise
-        scrape = Scrape()
-    if not (options.block_size or scrape.block_size):
-        raise EngineError("/metrics has no block size: give --kv-cache-block-size")
-    return scrape
+        return (read_sources(sources, host, binds=binds) if sources is not None else None), ""
+    except EngineError as error:  # a gateway's page, for example
+        return None, reason_of(error)
 
 
-def _lacks(
-    scrape: Scrape, endpoints: tuple[EventEndpoints, ...] | None, ranks: int, options: AgentOptions
+def _event_lacks(
+    scrape: Scrape,
+    endpoints: tuple[EventEndpoints, ...] | None,
+    ranks: int,
+    options: AgentOptions,
+    unread: str,
 ) -> Iterator[str]:
     if scrape.has_prefix_caching is False:
         yield CACHING_OFF
     if endpoints is None and not options.endpoints:
-        yield ENDPOINTS_UNKNOWN
+        yield ENDPOINTS_UNREADABLE.format(why=unread) if unread else ENDPOINTS_UNKNOWN
     elif endpoints == ():
         yield EVENTS_OFF
     else:
         yield from endpoint_lacks(options, endpoints or (), ranks)
+
+
+def _metric_lacks(scrape: Scrape, why: str, options: AgentOptions) -> Iterator[str]:
+    if not scrape.loads:
+        needs_key = why.endswith((" 401", " 403")) and options.api_key is None
+        yield NO_LOAD.format(why=why or NO_SERIES, key=_KEY if needs_key else "")
+    if not (options.block_size or scrape.block_size):
+        yield BLOCK_SIZE_ASSUMED

@@ -18,7 +18,7 @@ from kvrouter.worker.engines import vllm as vllm_texts
 from kvrouter.worker.engines.discovery import learn
 from kvrouter.worker.engines.endpoints import NO_REPLAY, REPLAY_NOT_GIVEN, contradictions
 from kvrouter.worker.engines.facts import EngineFacts, build_card, can_report, with_discovered
-from kvrouter.worker.engines.http import EngineError, EngineHttp, Models
+from kvrouter.worker.engines.http import EngineError, EngineGoneError, EngineHttp, Models
 from kvrouter.worker.engines.metrics import RankLoad, Scrape
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.zmq.sockets import EventEndpoints
@@ -43,6 +43,7 @@ class Recorded:
 
     url: str
     answers: dict[str, bytes]
+    statuses: dict[str, int] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
 
     @property
@@ -64,7 +65,7 @@ class Recorded:
         """Answer a request."""
         self.asked.append(http.path)
         body = self.answers.get(http.path)
-        return web.Response(status=404) if body is None else web.Response(body=body)
+        return web.Response(body=body, status=self.statuses.get(http.path, 404 if body is None else 200))
 
 
 @contextlib.asynccontextmanager
@@ -348,34 +349,158 @@ async def test_half_of_a_pair_of_sglang(sglang: Recorded, mode: str) -> None:
         await sglang.learn()
 
 
-async def test_half_of_a_pair_of_vllm(vllm: Recorded) -> None:
-    """A connector to another engine in the metrics is a reason to refuse, too."""
-    vllm.answers["/metrics"] += b'vllm:nixl_num_failed_transfers_total{engine="0"} 0.0\n'
+NIXL = b'vllm:nixl_num_failed_transfers_total{engine="0"} 0.0\n'
+ROLES: list[tuple[bytes | None, bytes, str]] = [
+    (None, b"", "none"),
+    (None, NIXL, "unknown"),
+    (b"nonsense", NIXL, "unknown"),
+    (b'{"vllm_config": {"kv_transfer_config": null}}', NIXL, "unknown"),
+    (b'{"vllm_config": {"kv_transfer_config": {"kv_connector": "MooncakeConnector"}}}', b"", "unknown"),
+    (b'{"vllm_config": {"kv_transfer_config": {"kv_role": "kv_both"}}}', NIXL, "whole"),
+    (b'{"vllm_config": {"kv_transfer_config": {"kv_role": "kv_both", "kv_connector": "X"}}}', b"", "whole"),
+    *(
+        (b'{"vllm_config": {"kv_transfer_config": {"kv_role": "%s"}}}' % role, metrics, "half")
+        for role in (b"kv_producer", b"kv_consumer")
+        for metrics in (NIXL, b"")
+    ),
+]
+"""What /server_info answers (None: 404), what the metrics have of a connector, and the role these show."""
 
-    with pytest.raises(EngineError, match=r"prefill/decode pair .NixlConnector.*give --whole-requests"):
-        await vllm.learn()
-    await vllm.learn(replace(vllm.options, whole_requests=True))
+
+@pytest.mark.parametrize(("info", "metrics", "role"), ROLES)
+@pytest.mark.parametrize("whole", [None, True, False])
+async def test_roles_of_vllm(
+    vllm: Recorded, info: bytes | None, metrics: bytes, role: str, whole: bool | None
+) -> None:
+    """Half of a pair is refused: by its own word, which no flag changes, or by the flag. All others serve.
+
+    An unknown role counts as whole, and `lacks` has the flags that settle it, unless one is given.
+    """
+    vllm.answers["/metrics"] += metrics
+    if info is not None:
+        vllm.answers["/server_info"] = info
+    options = replace(vllm.options, whole=whole)
+
+    if role == "half" or whole is False:
+        with pytest.raises(EngineError, match=r"prefill/decode pair .*: (start it without|leave that)"):
+            await vllm.learn(options)
+        return
+    lacks = (await vllm.learn(options)).lacks
+    assert [role == "unknown" and whole is None] == [bool(lacks)]
+    assert not lacks or "give --whole (kvrouter serve: whole=true)" in lacks[0]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+async def test_roles_of_sglang(sglang: Recorded, *, whole: bool) -> None:
+    """The flag holds for each kind of engine, and does not make a half a whole."""
+    options = replace(sglang.options, whole=whole)
+    with contextlib.nullcontext() if whole else pytest.raises(EngineError, match="--no-whole"):
+        await sglang.learn(options)
+
+    sglang.change("/server_info", disaggregation_mode="decode")
+    with pytest.raises(EngineError, match="prefill/decode pair"):
+        await sglang.learn(options)
+
+
+HTML = b"<!doctype html><html><body>It works</body></html>"
+UNUSABLE: list[tuple[int, bytes]] = [
+    *((status, b"") for status in (301, 401, 403, 404, 405, 429, 500, 501, 502, 503, 504)),
+    (200, b""),
+    (200, HTML),
+    (401, HTML),
+    (200, b'{"error": "Unexpected endpoint or method. (GET /metrics)"}'),
+    (200, b"\x00\xff" * 500),
+    (200, b"vllm:num_requests_running{"),
+    (200, b'vllm:num_requests_running{\x1b[2J="\r'),
+    (200, b"vllm:num_requests_running " + b"9" * 100_000),
+    (200, b"\n" * 300_000),
+    (200, b"process_start_time_seconds 10.0\npython_gc_objects_collected_total 1.0\n"),
+    (200, b"tgi_queue_size 0\n"),
+    (200, b'vllm:cache_config_info{block_size="None"} 1.0\n'),
+]
+"""Answers of /metrics that say nothing of load and blocks."""
+
+
+@pytest.mark.parametrize(("status", "body"), UNUSABLE)
+async def test_without_metrics(vllm: Recorded, status: int, body: bytes) -> None:
+    """An engine without usable metrics serves, with an assumed block size; `lacks` says what is missing."""
+    vllm.answers["/metrics"], vllm.statuses["/metrics"] = body, status
+
+    facts = await vllm.learn()
+
+    no_load, block_size = facts.lacks
+    assert "load unknown" in no_load
+    assert no_load.isprintable()
+    assert (f"answered {status}" in no_load) == (status != 200)
+    assert ("--engine-api-key-file" in no_load) == (status in {401, 403})
+    assert vllm_texts.BLOCK_SIZE_ASSUMED == block_size
+    card = _card(vllm.options, facts)
+    assert (16, 1, True) == (card.block_size, card.ranks, card.publishes_events)
+    assert not facts.has_metrics
+    given = replace(vllm.options, block_size=64)
+    assert 64 == _card(given, await vllm.learn(given)).block_size
+
+
+async def test_assumed_block_size(vllm: Recorded) -> None:
+    """The size that events show, and that of later metrics, count more than the assumed one."""
+    del vllm.answers["/metrics"]
+    facts = await vllm.learn()
+
+    assert [16, 8, 32] == [facts.block_size(vllm.options, size) for size in (0, 8, 32)]
+    assert 8 == facts.with_scrape(Scrape(block_size=8)).block_size(vllm.options)
 
 
 @pytest.mark.parametrize(
-    ("info", "is_used", "is_used_if_said"),
-    [
-        (b'{"vllm_config": {"kv_transfer_config": {"kv_role": "kv_both"}}}', True, True),
-        (b'{"vllm_config": {"kv_transfer_config": {"kv_role": "kv_producer"}}}', False, False),
-        (b'{"vllm_config": {"kv_transfer_config": {"kv_role": "kv_consumer"}}}', False, False),
-        (b'{"vllm_config": {"kv_transfer_config": null}}', False, True),
-        (b"nonsense", False, True),
-    ],
+    ("status", "body"),
+    [(200, HTML), (200, b""), (200, b"[]"), *((status, b"") for status in (401, 403, 404, 405, 410, 501))],
 )
-async def test_kv_role(vllm: Recorded, info: bytes, *, is_used: bool, is_used_if_said: bool) -> None:
-    """What /server_info says of the connector's role counts more than the setting."""
-    vllm.answers["/metrics"] += b'vllm:nixl_num_failed_transfers_total{engine="0"} 0.0\n'
-    vllm.answers["/server_info"] = info
+@pytest.mark.parametrize("path", ["/kv_event_sources", "/version", "/server_info"])
+async def test_hidden_paths(vllm: Recorded, path: str, status: int, body: bytes) -> None:
+    """A path that a gateway hides, or answers with a page of its own, is as if the engine had none."""
+    vllm.answers[path], vllm.statuses[path] = body, status
 
-    for expected, said in ((is_used, False), (is_used_if_said, True)):
-        refused = contextlib.nullcontext() if expected else pytest.raises(EngineError, match="NixlConnector")
-        with refused:
-            await vllm.learn(replace(vllm.options, whole_requests=said))
+    facts = await vllm.learn()
+
+    unknown = ["event endpoints unknown"] if path == "/kv_event_sources" else []
+    assert unknown == [lack.partition(",")[0] for lack in facts.lacks]
+    assert ("" if path == "/version" else "0.32.0") == facts.version
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
+async def test_events_are_asked_for_again(vllm: Recorded, status: int) -> None:
+    """A path of events that fails for now is asked again: without its answer the engine is routed by load."""
+    vllm.statuses["/kv_event_sources"] = status
+
+    with pytest.raises(EngineError, match=f"/kv_event_sources answered {status}"):
+        await vllm.learn()
+
+
+@pytest.mark.parametrize("owner", ["llamacpp", "library", "lmdeploy", "organization_owner", "sglang"])
+async def test_only_the_models(vllm: Recorded, owner: str) -> None:
+    """A server of any kind that has nothing but /v1/models serves, and `lacks` has what is missing."""
+    models = b'{"object": "list", "data": [{"id": "m", "owned_by": "%s"}]}' % owner.encode()
+    vllm.answers = {"/v1/models": models}
+
+    facts = await vllm.learn()
+
+    beginnings = {lack.partition(",")[0] for lack in facts.lacks} - {
+        sglang_texts.SETTINGS_UNKNOWN.partition(",")[0]
+    }
+    assert beginnings >= {"load unknown", "event endpoints unknown", "block size unknown"}
+    card = _card(vllm.options, facts)
+    assert ("m", 16, False) == (card.model, card.block_size, card.publishes_events)
+
+
+async def test_gone_between_two_answers(vllm: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that closes its port before it was asked for metrics is awaited, not taken without them."""
+
+    async def gone(_self: EngineHttp) -> Scrape:
+        raise EngineGoneError("/metrics: connection refused")
+
+    monkeypatch.setattr(EngineHttp, "scrape", gone)
+
+    with pytest.raises(EngineGoneError):
+        await vllm.learn()
 
 
 async def test_sglang_health(sglang: Recorded) -> None:

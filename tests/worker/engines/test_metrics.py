@@ -191,3 +191,12 @@ def test_endless_adapters() -> None:
 
     (load,) = read_metrics(f'vllm:lora_requests_info{{waiting_lora_adapters="{names}"}} 1\n').loads.values()
     assert MOST_NAMES == len(load.waiting_loras)
+
+
+def test_llama_cpp() -> None:
+    """The load of llama.cpp is that of one rank; it reports no block size."""
+    text = "llamacpp:requests_processing 3\nllamacpp:requests_deferred 2\nllamacpp:prompt_tokens_total 9\n"
+
+    scrape = read_metrics(text)
+
+    assert (RankLoad(3, 2), 0) == (scrape.loads[0], scrape.block_size)
