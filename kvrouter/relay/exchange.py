@@ -522,7 +522,8 @@ class Attempt:
         """The last read of a body, without what ends it; None if the body cannot be made longer."""
         if self._content is not None or self._begun is not None or isinstance(self._body, UntilCloseBody):
             return data
-        return data[: -len(LAST_CHUNK)] if data.endswith(LAST_CHUNK) else None
+        is_last_chunk = self._head is not None and self._head.is_chunked and data.endswith(LAST_CHUNK)
+        return data[: -len(LAST_CHUNK)] if is_last_chunk else None
 
     def _trouble_in(self, tail: bytes) -> _Trouble | None:
         """What is wrong with a stream that ends with these bytes."""
