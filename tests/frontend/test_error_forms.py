@@ -79,7 +79,7 @@ def _posted(body: Any) -> tuple[str, bytes]:
 NAMELESS = {"messages": [{"role": "user", "content": "x"}], "prompt": "x", "input": "x", "max_tokens": 1}
 BODIES: dict[str, tuple[int, Any]] = {
     "unknown model": (404, {**NAMELESS, "model": "nope"}),
-    "wrong type": (400, {**NAMELESS, "model": 5}),
+    "not an object": (400, []),
     "malformed": (400, b"{"),
     "wrong override": (400, {**NAMELESS, "model": "m", "kvrouter": {"mode": "unheard-of"}}),
 }
