@@ -14,7 +14,7 @@ import msgspec
 
 from kvrouter.errors import BadRequestError
 from kvrouter.frontend.bodies import lax
-from kvrouter.frontend.bodies.forms import FORM, guarded_in, parts_of, without_guarded
+from kvrouter.frontend.bodies.forms import FORM, guarded_in, parts, without_guarded
 from kvrouter.frontend.bodies.large import LARGE_BYTES
 from kvrouter.frontend.bodies.openai import CompletionRequest, parse_completion
 from kvrouter.relay.request import Request
@@ -42,10 +42,8 @@ class _Body(lax.Guarded):
     truncate_prompt_tokens: msgspec.Raw = _NULL
     path: str | None = None
     """Of a body for /v1/route."""
-    sampling_params: None = None
-    """Of /generate, as the next four: engines look in them for fields that no client may send (lax.py)."""
-    extra_args: None = None
     custom_params: None = None
+    """Engines look in it and in the next two for fields that no client may send (lax.py)."""
     instances: None = None
     parameters: None = None
 
@@ -126,14 +124,14 @@ def _overrides(raw: msgspec.Raw) -> dict[str, Any] | None:
 
 def _of_form(body: bytes, content_type: str) -> tuple[_Body, set[str]]:
     """The fields `model` and `stream` of a form, and the kinds of those that no client may send."""
-    found: dict[bytes, str] = {}
+    found: dict[str, str] = {}
     kinds: set[str] = set()
-    for part in parts_of(body, content_type):
-        if part.name in {b"model", b"stream"}:
-            found[part.name] = body[part.start : part.end][:256].decode("utf-8", "replace")
+    for part in parts(body, content_type):
+        for name in part.names & {"model", "stream"}:
+            found[name] = body[part.value_at : part.end][:256].decode("utf-8", "replace")
         kinds |= guarded_in(part, body)
     try:
-        is_stream = lax.as_bool(found.get(b"stream", "false"))
+        is_stream = lax.as_bool(found.get("stream", "false"))
     except ValueError:
         is_stream = False  # the engine judges it
-    return _Body(model=found.get(b"model") or None, stream=is_stream), kinds
+    return _Body(model=found.get("model") or None, stream=is_stream), kinds

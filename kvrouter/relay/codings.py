@@ -13,13 +13,15 @@ import brotli
 from kvrouter.errors import BadRequestError, RequestTooLargeError, UnsupportedCodingError
 
 if sys.version_info >= (3, 14):
-    from compression.zstd import ZstdDecompressor, ZstdError
+    from compression.zstd import DecompressionParameter, ZstdDecompressor, ZstdError
 else:
-    from backports.zstd import ZstdDecompressor, ZstdError
+    from backports.zstd import DecompressionParameter, ZstdDecompressor, ZstdError
 
 _GZIP_BITS = 31  # zlib: 16 for gzip, plus the largest window
 _ZLIB_BITS = 15
 _RAW_BITS = -15
+# 8 MiB (RFC 9659): a body states how much memory its unpacking takes.
+_ZSTD_WINDOW_LOG = 23
 # Nobody packs a body more often, and each coding may make it a thousand times longer.
 _MOST_CODINGS = 3
 _ERRORS = (zlib.error, ZstdError, brotli.error)
@@ -94,7 +96,7 @@ class _Zlib:
 
 class _Zstd:
     def __init__(self, _data: bytes) -> None:
-        self._unpacker = ZstdDecompressor()
+        self._unpacker = ZstdDecompressor(options={DecompressionParameter.window_log_max: _ZSTD_WINDOW_LOG})
 
     def take(self, data: bytes, most: int) -> bytes:
         return self._unpacker.decompress(data, most)

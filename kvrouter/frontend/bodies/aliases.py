@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Raw
 
 from kvrouter.errors import BadRequestError, ConfigError
-from kvrouter.frontend.bodies.forms import FORM, parts_of
+from kvrouter.frontend.bodies.forms import FORM, parts
 from kvrouter.frontend.bodies.lax import fields_of
 
 
@@ -62,9 +62,9 @@ def renamed(body: bytes, *, content_type: str, alias: str, model: str) -> bytes:
 
 def _renamed_form(body: bytes, content_type: str, alias: bytes, model: bytes) -> bytes:
     pieces, at = [], 0
-    for part in parts_of(body, content_type):
-        if part.name == b"model" and body[part.start : part.end] == alias:
-            pieces += [body[at : part.start], model]
+    for part in parts(body, content_type):
+        if "model" in part.names and body[part.value_at : part.end] == alias:
+            pieces += [body[at : part.value_at], model]
             at = part.end
     return b"".join([*pieces, body[at:]])
 

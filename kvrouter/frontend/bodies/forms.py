@@ -1,61 +1,96 @@
-"""The fields of a form (multipart/form-data), found without copying its files."""
+"""Forms (multipart/form-data), as the engines' parser reads them: their parts, with the names of each."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from email.message import Message
 
 import msgspec
+from msgspec import Struct
 
 from kvrouter.errors import BadRequestError
 from kvrouter.frontend.bodies import lax
 
 FORM = "multipart/form-data"
-# Parts of a form in which fields are searched: bounds the work for a hostile body.
-_MAX_PARTS = 64
-_NAME = re.compile(rb';\s*name="?([^";\r\n]*)', re.IGNORECASE)
-_BOUNDARY = re.compile(r';\s*boundary="?([^";]+)', re.IGNORECASE)
+# Starlette, the engines' server, takes 1,000 fields and 1,000 files.
+MOST_PARTS = 2_000
 # vLLM reads this part as a JSON object. A longer one is no list of arguments.
-_ARGUMENTS = b"vllm_xargs"
+_ARGUMENTS = "vllm_xargs"
 _MOST_ARGUMENTS_BYTES = 64 * 1024
+_HEAD_END = b"\r\n\r\n"
+_LINE_END = b"\r\n"
+_DISPOSITION = "content-disposition"
+# In nearly all heads: one line, one name in quotes, without escapes and RFC 2231's `name*`.
+_PLAIN_HEAD = re.compile(
+    rb'content-disposition:[^*\\\r\n;]*;\s*name="([^"*\\\r\n]*)"'
+    rb'(?:;\s*filename="[^"*\\\r\n]*")?(?:\r\n(?!content-disp)[^\r\n]*)*',
+    re.IGNORECASE,
+)
 
 
-class Part(NamedTuple):
-    name: bytes
-    at: int
-    """Where its delimiter begins."""
+class Part(Struct, frozen=True):
+    names: frozenset[str]
+    """Its name. Several if its head has several: which one counts is up to the engine."""
     start: int
-    """Of its value."""
+    """Where its delimiter begins."""
+    value_at: int
     end: int
+    """Where its value ends and the next delimiter begins."""
 
 
-def parts_of(body: bytes, content_type: str) -> Iterator[Part]:
-    """The parts that have a name. Malformed forms end early: the engine rejects them."""
-    boundary = _BOUNDARY.search(content_type)
-    if boundary is None:
-        return
-    delimiter = b"--" + boundary[1].encode("utf-8", "surrogateescape")
-    start = body.find(delimiter)
-    for _ in range(_MAX_PARTS):
-        head_end = body.find(b"\r\n\r\n", start)
-        end = body.find(b"\r\n" + delimiter, start + 1)
-        if start < 0 or head_end < 0 or end < 0:
+def parts(body: bytes, content_type: str) -> Iterator[Part]:
+    """The parts that are complete. Raises BadRequestError if there are more than MOST_PARTS."""
+    delimiter = _delimiter(content_type)
+    start = body.find(delimiter) if delimiter else -1
+    for _ in range(MOST_PARTS):
+        if start < 0:
             return
-        name = _NAME.search(body, start, head_end)
-        if name is not None and head_end < end:
-            yield Part(name[1], start, head_end + len(b"\r\n\r\n"), end)
-        start = end + len(b"\r\n")
+        end = body.find(_LINE_END + delimiter, start + 1)
+        if end < 0:
+            return
+        head_end = body.find(_HEAD_END, start, end)
+        if head_end >= 0:
+            head = body[body.find(_LINE_END, start + len(delimiter)) + 2 : head_end]
+            yield Part(_names(head), start, head_end + len(_HEAD_END), end)
+        start = end
+    raise BadRequestError(f"the form has more than {MOST_PARTS} parts")
+
+
+def _delimiter(content_type: str) -> bytes:
+    line = f"content-type: {content_type}".encode("utf-8", "surrogateescape")
+    boundary = next(iter(_values(line, "boundary")), "")
+    return b"--" + boundary.encode("utf-8", "surrogateescape") if boundary else b""
+
+
+def _names(head: bytes) -> frozenset[str]:
+    plain = _PLAIN_HEAD.fullmatch(head)
+    if plain is not None:
+        return frozenset({plain[1].decode("utf-8", "replace")})
+    lines = [line for line in head.split(_LINE_END) if line.lower().startswith(_DISPOSITION.encode())]
+    return frozenset(name for line in lines for name in _values(line, "name"))
+
+
+def _values(line: bytes, parameter: str) -> list[str]:
+    """The values of a header's parameter, as Python's email reads them: so does python-multipart."""
+    message = Message()
+    message["x"] = line.partition(b":")[2].strip().decode("latin-1")
+    found = message.get_params(failobj=[], header="x")
+    return [_text(value) for name, value in found if name.lower() == parameter]
+
+
+def _text(value: str | tuple[str | None, str | None, str]) -> str:
+    """RFC 2231 gives a charset and a language, too."""
+    return value if isinstance(value, str) else value[2]
 
 
 def guarded_in(part: Part, body: bytes) -> set[str]:
     """The kinds of fields in a part that no client may send."""
-    if kind := lax.kind_of(part.name.partition(b"[")[0].decode("utf-8", "replace")):
-        return {kind}
-    if part.name != _ARGUMENTS or part.end - part.start > _MOST_ARGUMENTS_BYTES:
-        return set()
+    kinds = {kind for name in part.names if (kind := lax.kind_of(name.partition("[")[0]))}
+    if kinds or _ARGUMENTS not in part.names or part.end - part.value_at > _MOST_ARGUMENTS_BYTES:
+        return kinds
     try:
-        return lax.guarded_in(lax.fields_of(body[part.start : part.end]))
+        return lax.guarded_in(lax.fields_of(body[part.value_at : part.end]))
     except BadRequestError:
         return set()  # not what an engine takes
 
@@ -63,14 +98,14 @@ def guarded_in(part: Part, body: bytes) -> set[str]:
 def without_guarded(content_type: str, body: bytes) -> bytes:
     """The form without such parts, and without such fields in its `vllm_xargs`."""
     pieces, at = [], 0
-    for part in parts_of(body, content_type):
+    for part in parts(body, content_type):
         if not guarded_in(part, body):
             continue
-        if part.name == _ARGUMENTS:
-            kept = lax.without_guarded(lax.fields_of(body[part.start : part.end]))
-            pieces += [body[at : part.start], msgspec.json.encode(kept)]
-            at = part.end
+        if any(lax.kind_of(name.partition("[")[0]) for name in part.names):
+            # Between two delimiters, and the line end before the second is the first one's.
+            pieces.append(body[at : part.start])
         else:
-            pieces.append(body[at : part.at])
-            at = part.end + len(b"\r\n")
+            kept = lax.without_guarded(lax.fields_of(body[part.value_at : part.end]))
+            pieces += [body[at : part.value_at], msgspec.json.encode(kept)]
+        at = part.end
     return b"".join([*pieces, body[at:]])

@@ -41,6 +41,8 @@ _FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
 # pydantic's: digits with single underscores between them, and a fraction of zeros.
 _INTEGER = re.compile(r"\s*([+-]?\d+(?:_\d+)*)(?:\.0*)?\s*", re.ASCII)
 _MOST_DIGITS = 40
+# A larger number decides nothing more here.
+_MOST_NUMBER = 2**31 - 1
 _NULL = b"null"
 
 _Body = TypeVar("_Body", bound=Struct)
@@ -61,6 +63,9 @@ class Guarded(Struct):
     bootstrap_pair_key: None = None
     disagg_prefill_dp_rank: None = None
     kv_cache_report_mode: None = None
+    sampling_params: None = None
+    """Objects in which engines look for these fields, so a body that has one is read slowly."""
+    extra_args: None = None
 
 
 class Found(Struct, Generic[_Body], frozen=True):
@@ -132,7 +137,7 @@ def _value(name: str, raw: Raw, kind: Any) -> Any:
     if bool in kinds:
         return as_bool(value)
     if int in kinds:
-        return msgspec.convert(as_int(value), kind)
+        return msgspec.convert(max(-_MOST_NUMBER - 1, min(_MOST_NUMBER, as_int(value))), kind)
     raise ValueError(name)
 
 
@@ -207,10 +212,19 @@ def without_guarded(fields: Mapping[str, Raw], depth: int = 0) -> dict[str, Raw]
 def _objects(raw: Raw) -> Iterable[dict[str, Raw]]:
     """An object, or those in a list."""
     try:
-        items = _decode_items(raw) if bytes(raw).lstrip().startswith(b"[") else [raw]
-        return [_decode_fields(item) for item in items]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        items = _items(bytes(raw)) if bytes(raw).lstrip().startswith(b"[") else [raw]
+        return [fields_of(bytes(item)) for item in items]
+    except BadRequestError:
         return ()  # not what an engine takes
+
+
+def _items(raw: bytes) -> list[Raw]:
+    """The values of a list. Raises BadRequestError."""
+    try:
+        return _decode_items(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        (whole,) = fields_of(b'{"":%b}' % raw).values()  # with Python's json, which may read it
+        return _decode_items(whole) if bytes(whole) != raw else []
 
 
 # UTF-16 and UTF-32
