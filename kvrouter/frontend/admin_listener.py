@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
-from aiohttp import HttpVersion10, web
+from aiohttp import HttpVersion10, HttpVersion11, web
 
 from kvrouter.errors import BadRequestError, KvRouterError
 from kvrouter.frontend.engine_routes import error_answer
@@ -18,11 +18,12 @@ from kvrouter.relay.begun import Begun
 from kvrouter.relay.codings import codings_of, too_large, unpack
 from kvrouter.relay.connection import Refused
 from kvrouter.relay.request import END, Request, RequestHead, host_error, request_id_of, without_root
-from kvrouter.relay.request_parser import unknown_version, unreadable
+from kvrouter.relay.request_parser import unexpected, unknown_version, unreadable
 from kvrouter.relay.routes import Routes
 
 # Bytes of an answer that its client has not read yet: beyond this its worker is paused.
 UNSENT_BYTES = 64 * 1024
+_CONTINUE = "100-continue"
 
 
 def application(
@@ -45,7 +46,8 @@ def application(
             http.transport.abort()
         return client.response
 
-    app.router.add_route("*", r"/{path:[\s\S]*}", serve)  # . is no line end, which %0A is
+    any_path = r"/{path:[\s\S]*}"  # . is no line end, which %0A is
+    app.router.add_route("*", any_path, serve, expect_handler=_invite)
     return app
 
 
@@ -60,8 +62,18 @@ async def _serve(routes: Routes, http: web.Request, request: Request, on_refused
     return await serve(request)
 
 
+async def _invite(http: web.Request) -> None:
+    """Invite the body. aiohttp would answer another expectation itself, as a text; `_check` rejects it."""
+    if http.version >= HttpVersion11 and http.headers["expect"].lower() == _CONTINUE:
+        await http.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        http.writer.output_size = 0  # else aiohttp takes it for the beginning of the answer
+
+
 def _check(http: web.Request) -> None:
     """Raise what the clients' port raises. aiohttp (3.14) checks neither `host` nor the version."""
+    expected = http.headers.get("expect", "")
+    if expected.lower() not in {"", _CONTINUE} and http.version >= HttpVersion11:
+        raise unexpected(expected)
     if http.version.major != 1:
         raise unknown_version(http.version.major)
     if wrong := host_error(http.headers.getall("host", []), is_http_10=http.version <= HttpVersion10):

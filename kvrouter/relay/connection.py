@@ -21,7 +21,6 @@ from functools import partial
 from typing import TypeAlias, cast
 
 from kvrouter.errors import (
-    ExpectationError,
     KvRouterError,
     NoRouteError,
     RequestStalledError,
@@ -43,7 +42,7 @@ from kvrouter.relay.request import (
     may_be_plain,
     request_id_of,
 )
-from kvrouter.relay.request_parser import AnyHead, ChunkFraming, HeadReader, LengthFraming
+from kvrouter.relay.request_parser import AnyHead, ChunkFraming, HeadReader, LengthFraming, unexpected
 from kvrouter.relay.routes import Routes
 from kvrouter.relay.transport import is_unsent, reset
 
@@ -290,7 +289,7 @@ class ClientConnection(asyncio.Protocol):
         if not expected or read.is_http_10 or self._transport is None:
             return
         if expected.lower() != "100-continue":
-            raise ExpectationError(f"expect {expected[:100]!r} is not supported: only 100-continue is")
+            raise unexpected(expected)
         self._connections.routes.find(read.head.method, read.head.path)
         self._transport.write(_CONTINUE)
 

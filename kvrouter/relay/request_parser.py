@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from kvrouter.errors import (
     BadRequestError,
+    ExpectationError,
     HeadTooLargeError,
     HttpVersionError,
     InvalidBodyError,
@@ -49,6 +50,10 @@ def unreadable(reason: object) -> BadRequestError:
 
 def unknown_version(major: int) -> HttpVersionError:
     return HttpVersionError(f"HTTP/{major} is not supported: use HTTP/1.1")
+
+
+def unexpected(expectation: str) -> ExpectationError:
+    return ExpectationError(f"expect {expectation[:100]!r} is not supported: only 100-continue is")
 
 
 class AnyHead(Struct, frozen=True):

@@ -97,8 +97,9 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "kvrouter_removed_fields_total": Metric(
             "counter",
             ("field",),
-            "fields and headers of clients that no engine gets: `kv_transfer_params`, `bootstrap_*`, "
-            "`disagg_*`, `kv_cache_report_mode`, `x-override-*`; one for each kind in a request",
+            "fields and headers of clients that no engine gets: `kv_transfer_params`, "
+            "`ec_transfer_params`, `bootstrap_*`, `disagg_*`, `kv_cache_report_mode`, `x-override-*`; "
+            "one for each kind in a request",
         ),
         "kvrouter_routing_revision": Metric(
             "gauge", (), "revision of `POST /routing`; 0: as configured. Equal in all replicas"

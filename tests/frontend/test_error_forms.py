@@ -183,6 +183,32 @@ async def test_before_routing(fleet_of: FleetOf, case: str) -> None:
         assert not fleet.requests
 
 
+@pytest.mark.parametrize("case", ["too large", "unknown coding", "expectation"])
+async def test_on_the_admin_listener(fleet_of: FleetOf, case: str) -> None:
+    """There aiohttp reads the heads; what it leaves to the router is refused as on the clients' port."""
+    status, lines = HEADS[case]
+    async with fleet_of("--max-body-mib", "1") as fleet:
+        for path in POSTS:
+            answer = await refused(fleet.frontend.admin_url, *lines(path))
+
+            assert status == answer.status, path
+            assert message_in(api_of(path), answer)
+        assert not fleet.requests
+
+
+async def test_the_body_is_invited_on_the_admin_listener(fleet_of: FleetOf) -> None:
+    """A client that waits for `100 Continue` gets it, and then its answer."""
+    async with fleet_of() as fleet, connected(fleet.frontend.admin_url) as client:
+        for expectation in ("100-continue", "100-Continue"):
+            length, data = _posted({**NAMELESS, "model": "m"})
+            head = ["POST /v1/completions HTTP/1.1", HOST, length, f"expect: {expectation}", "", ""]
+            client.writer.write("\r\n".join(head).encode())
+            assert b"HTTP/1.1 100 Continue\r\n\r\n" == await client.read_until(b"\r\n\r\n")
+            client.writer.write(data)
+
+            assert 200 == (await client.response()).status
+
+
 async def test_one_slash_too_many(fleet_of: FleetOf) -> None:
     """As FastAPI: a redirection that keeps method and body, and leads to the route below any prefix."""
     length, data = _posted(NAMELESS)

@@ -57,6 +57,7 @@ class Guarded(Struct):
     """
 
     kv_transfer_params: None = None
+    ec_transfer_params: None = None
     bootstrap_host: None = None
     bootstrap_port: None = None
     bootstrap_room: None = None
@@ -183,7 +184,7 @@ def as_int(value: object) -> int:
 
 def kind_of(name: str) -> str:
     """The kind of a field that no client may send; empty: any other field."""
-    if name in {"kv_transfer_params", "kv_cache_report_mode"}:
+    if name in {"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"}:
         return name
     return next((f"{start}*" for start in ("bootstrap_", "disagg_") if name.startswith(start)), "")
 

@@ -135,6 +135,7 @@ def test_own_fields(parse: Callable[[bytes], CompletionRequest], fields: dict[st
 
 FORBIDDEN = {
     "kv_transfer_params": "kv_transfer_params",
+    "ec_transfer_params": "ec_transfer_params",
     "bootstrap_host": "bootstrap_*",
     "bootstrap_port": "bootstrap_*",
     "bootstrap_room": "bootstrap_*",
