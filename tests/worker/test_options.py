@@ -120,6 +120,18 @@ def test_whole(flags: tuple[str, ...], whole: bool | None) -> None:
     assert whole is read(*flags).whole
 
 
+@pytest.mark.parametrize("flag", ["--engine-url", "--advertise-url"])
+@pytest.mark.parametrize("scheme", ["http", "https", "ftp"])
+@pytest.mark.parametrize("user", ["u:secret", "secret", "u:se/cret"])
+@pytest.mark.parametrize("rest", ["h", "h:1/a", "h:99999", "h:port", "[::1", "[::1]:x/a?b#c"])
+def test_password_in_a_url(flag: str, scheme: str, user: str, rest: str) -> None:
+    """A URL with credentials is refused, and the message does not show them, whatever else is wrong."""
+    with pytest.raises(ConfigError, match="without a user and password") as refused:
+        agent_options(["--engine-url=http://h:1", f"{flag}={scheme}://{user}@{rest}"])
+
+    assert not re.search("secret|se/|cret", str(refused.value))
+
+
 def test_ranks_from_the_first_port() -> None:
     """From one endpoint, rank r's port is r higher, for events and replay."""
     feeds = read("--kv-events", "tcp://e:5557", "--kv-replay", "tcp://e:5657", "--dp-size", "2").endpoints

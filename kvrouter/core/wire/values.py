@@ -76,6 +76,7 @@ Url = Annotated[
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})?|\[[0-9A-Fa-f:.]+\]")
 # What a path has of other characters, or of `%` without two hex digits (RFC 3986).
 _NOT_OF_A_PATH = re.compile(r"%(?![0-9A-Fa-f]{2})|[^A-Za-z0-9._~!$&'()*+,;=:@/%-]")
+_UNREADABLE = "a url with @ that cannot be read: use http://HOST:PORT, without a user and password"
 _DOTS = re.compile(r"(?:\.|%2[Ee]){1,2}")
 
 
@@ -89,7 +90,8 @@ def url_error(url: str) -> str:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        return f"url {url!r}: {error}"
+        # what is wrong may be a part of a password
+        return f"url {url!r}: {error}" if "@" not in url else _UNREADABLE
     if "@" in parts.netloc:  # not quoted: it may be a password
         return f"the url of {parts.hostname}: without a user and password"
     host = parts.netloc if port is None else parts.netloc.rpartition(":")[0]

@@ -41,7 +41,14 @@ from kvrouter.worker.blocks.resume_points import ALL
 from kvrouter.worker.engines.adapter import Batch, Reasons, Sink
 from kvrouter.worker.engines.endpoints import EVENTS_ARE_OFF, endpoint_lacks, read_sources
 from kvrouter.worker.engines.facts import EngineFacts
-from kvrouter.worker.engines.http import EngineError, EngineHttp, Models, half_of_a_pair, reason_of
+from kvrouter.worker.engines.http import (
+    EngineError,
+    EngineGoneError,
+    EngineHttp,
+    Models,
+    half_of_a_pair,
+    reason_of,
+)
 from kvrouter.worker.engines.metrics import Scrape
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.zmq.sockets import EventEndpoints
@@ -568,7 +575,14 @@ async def _endpoints(
     engine: EngineHttp, host: str, *, binds: bool
 ) -> tuple[tuple[EventEndpoints, ...] | None, str]:
     """The endpoints of each rank; or None, and why the answer cannot be read. Raises EngineError."""
-    sources = await engine.find_if_shown("kv_event_sources")
+    try:
+        sources = await engine.find_if_shown("kv_event_sources")
+    except EngineGoneError:
+        raise
+    except EngineError as error:
+        if await engine.version():
+            raise  # a vLLM has this path: when it answers, its events are known
+        return None, reason_of(error)  # a gateway that answers 502 to every path that it does not pass on
     try:
         return (read_sources(sources, host, binds=binds) if sources is not None else None), ""
     except EngineError as error:  # a gateway's page, for example

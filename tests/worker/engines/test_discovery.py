@@ -475,6 +475,18 @@ async def test_events_are_asked_for_again(vllm: Recorded, status: int) -> None:
         await vllm.learn()
 
 
+@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
+async def test_gateway_that_fails_on_other_paths(vllm: Recorded, status: int) -> None:
+    """A gateway that answers errors to all but OpenAI's paths is used: those of its engine stay unknown."""
+    for path in ("/kv_event_sources", "/version", "/server_info", "/metrics"):
+        vllm.statuses[path] = status
+
+    facts = await vllm.learn()
+
+    assert () == facts.endpoints
+    assert [lack for lack in facts.lacks if f"/kv_event_sources answered {status}" in lack]
+
+
 @pytest.mark.parametrize("owner", ["llamacpp", "library", "lmdeploy", "organization_owner", "sglang"])
 async def test_only_the_models(vllm: Recorded, owner: str) -> None:
     """A server of any kind that has nothing but /v1/models serves, and `lacks` has what is missing."""
