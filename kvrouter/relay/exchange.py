@@ -344,7 +344,8 @@ class Attempt:
         if isinstance(self._body, UntilCloseBody):
             self._pass_last(b"")
         if not self.outcome.done():
-            self._client.write(self._begun.end if self._begun is not None else b"")
+            if self._begun is not None:
+                self._client.write(self._begun.end)
             trouble = self._trouble or _GOOD
             done = Done(head.status, self._keeps_alive, trouble.reason, spares_worker=trouble.spares_worker)
             self._finish(done)

@@ -13,7 +13,6 @@ Sources: pydantic 2, "Conversion table"; RFC 8259; CPython, json.loads.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from types import NoneType, UnionType
@@ -41,6 +40,8 @@ _FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
 # pydantic's: digits with single underscores between them, and a fraction of zeros.
 _INTEGER = re.compile(r"\s*([+-]?\d+(?:_\d+)*)(?:\.0*)?\s*", re.ASCII)
 _MOST_DIGITS = 40
+# pydantic takes no whole number of more than 64 bits from a float.
+_MOST_FLOAT = 2.0**63
 # A larger number decides nothing more here.
 _MOST_NUMBER = 2**31 - 1
 _NULL = b"null"
@@ -171,7 +172,7 @@ def as_int(value: object) -> int:
     """As pydantic takes it. Raises ValueError."""
     if isinstance(value, int):
         return int(value)
-    if isinstance(value, float) and math.isfinite(value) and value.is_integer():
+    if isinstance(value, float) and -_MOST_FLOAT <= value < _MOST_FLOAT and value.is_integer():
         return int(value)
     found = _INTEGER.fullmatch(value) if isinstance(value, str) and len(value) <= _MOST_DIGITS else None
     if found is None:

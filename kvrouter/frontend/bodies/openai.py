@@ -13,7 +13,7 @@ from typing import Annotated, Any, Protocol, TypeGuard, TypeVar
 import msgspec
 
 from kvrouter.core.wire.values import TokenId, valid_unicode
-from kvrouter.errors import BadRequestError, KvRouterError
+from kvrouter.errors import KvRouterError
 from kvrouter.frontend.bodies import lax
 from kvrouter.frontend.bodies.nvext import Nvext
 from kvrouter.tokens.prompt import ChatPrompt, Prompt, TextPrompt, TokenPrompt
@@ -112,29 +112,22 @@ BESIDES_PROMPT = frozenset(
 
 
 def parse_chat(body: bytes) -> CompletionRequest:
-    """Parse a /v1/chat/completions body. Raises BadRequestError unless it is an object with `messages`."""
+    """Parse a /v1/chat/completions body. Raises BadRequestError for what is no JSON object."""
     return read(_CHAT, _ChatBody, body, _of_chat)
 
 
 def _of_chat(chat: _ChatBody, *, is_doubtful: bool) -> CompletionRequest:
-    if is_doubtful:
-        return _request(chat, None)
-    if chat.messages is None:
-        raise BadRequestError("`messages` must be given: a list of messages", param="messages")
-    return _request(chat, _chat_prompt(chat, chat.messages) if chat.messages else None)
+    messages = None if is_doubtful else chat.messages
+    return _request(chat, _chat_prompt(chat, messages) if messages else None)
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
-    """Parse a /v1/completions body. Raises BadRequestError unless it is an object with a prompt."""
+    """Parse a /v1/completions body. Raises BadRequestError for what is no JSON object."""
     return read(_COMPLETION, _CompletionBody, body, _of_completion)
 
 
 def _of_completion(completion: _CompletionBody, *, is_doubtful: bool) -> CompletionRequest:
-    if is_doubtful or (not completion.prompt and completion.prompt_embeds is not msgspec.UNSET):
-        return _request(completion, None)
-    if completion.prompt is None or completion.prompt == "":
-        raise BadRequestError("`prompt` must be given, and not be empty", param="prompt")
-    return _request(completion, _completion_prompt(completion))
+    return _request(completion, None if is_doubtful else _completion_prompt(completion))
 
 
 class _Build(Protocol[_Fields_contra, _Request_co]):
@@ -254,7 +247,7 @@ def template_variables(given: dict[str, Any] | None, effort: str | None) -> dict
 
 
 def _completion_prompt(body: _CompletionBody) -> TextPrompt | TokenPrompt | None:
-    """None for a list that is empty or mixed: the engine judges it."""
+    """None if there is none, or a list that is empty or mixed: the engine judges it."""
     prompt, kept = body.prompt, _kept_tokens(body)
     if not prompt:
         return None

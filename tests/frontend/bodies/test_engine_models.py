@@ -153,17 +153,15 @@ class Scalars(BaseModel):
 )
 def test_scalars(value: Any) -> None:
     """Truth values and whole numbers are those of pydantic, which reads the engines' bodies."""
-    for field, read in (("flag", lax.to_bool), ("number", lax.to_int)):
+    for field, read in (("flag", lax.as_bool), ("number", lax.as_int)):
         try:
             wanted = getattr(Scalars.model_validate({field: value}), field)
         except ValidationError:
             wanted = None
         try:
-            had: object = read(value)
+            had: object = None if value is None else read(value)
         except ValueError:
             had = None
-        if isinstance(wanted, int) and not isinstance(wanted, bool):
-            wanted = max(-(2**63) + 1, min(2**63 - 1, wanted))
         assert wanted == had
 
 
