@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,12 +10,9 @@ import openai
 import pydantic
 import pytest
 
+from tests.e2e.scripted_engine import PARTS, engine
 from tests.frontend.fleet import Fleet, running_fleet
-from tests.frontend.workers import LAST_CHUNK, SSE_HEAD, Received, Wire, answer, chunk
 
-ERROR = {"message": "the engine says no", "type": "x", "code": 0}
-USAGE = {"prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12}
-PARTS = ('{"ci', 'ty":"Par', 'is"}')
 TOOL = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FUNCTION: Any = {"type": "function", "function": {"name": "weather", "parameters": TOOL}}
 KINDS = {
@@ -30,82 +26,6 @@ KINDS = {
 
 class City(pydantic.BaseModel):
     city: str
-
-
-def chat_events(body: dict[str, Any]) -> list[Any]:
-    """The chunks of a chat: a call if there are tools, else the parts as text; usage if it is wanted."""
-    base: dict[str, Any] = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m"}
-
-    def event(delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
-        return base | {"choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
-
-    calls = [{"index": 0, "function": {"arguments": part}} for part in PARTS]
-    first: dict[str, Any] = {"index": 0, "id": "call_1", "type": "function"}
-    first["function"] = {"name": "weather", "arguments": ""}
-    deltas: list[dict[str, Any]] = [{"content": part} for part in PARTS]
-    if body.get("tools"):
-        deltas = [{"tool_calls": [call]} for call in (first, *calls)]
-    last = event({}, "tool_calls" if body.get("tools") else "stop")
-    usage = [base | {"choices": [], "usage": USAGE}] if body.get("stream_options") else []
-    return [event({"role": "assistant", "content": ""}), *map(event, deltas), last, *usage]
-
-
-def message_events() -> list[Any]:
-    """Thinking, text and a call, as Anthropic's API streams them."""
-    blocks: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
-        (
-            {"type": "thinking", "thinking": "", "signature": ""},
-            [{"type": "thinking_delta", "thinking": "hm"}, {"type": "signature_delta", "signature": "s"}],
-        ),
-        ({"type": "text", "text": ""}, [{"type": "text_delta", "text": "I look."}]),
-        (
-            {"type": "tool_use", "id": "t1", "name": "weather", "input": {}},
-            [{"type": "input_json_delta", "partial_json": part} for part in PARTS],
-        ),
-    ]
-    message: dict[str, Any] = {
-        "id": "m1",
-        "type": "message",
-        "role": "assistant",
-        "model": "m",
-        "content": [],
-    }
-    message |= {"stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": 9, "output_tokens": 0}}
-    events: list[Any] = [{"type": "message_start", "message": message}]
-    for index, (block, deltas) in enumerate(blocks):
-        events.append({"type": "content_block_start", "index": index, "content_block": block})
-        events += [{"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas]
-        events.append({"type": "content_block_stop", "index": index})
-    ending = {"stop_reason": "tool_use", "stop_sequence": None}
-    events.append({"type": "message_delta", "delta": ending, "usage": {"output_tokens": 3}})
-    return [*events, {"type": "message_stop"}]
-
-
-def sse(event: dict[str, Any]) -> bytes:
-    named = f"event: {event['type']}\n" if "type" in event else ""
-    return chunk(f"{named}data: {json.dumps(event)}\n\n".encode())
-
-
-async def engine(received: Received, wire: Wire) -> None:
-    """The last message says what to answer: a status, `break` for an error amid a stream, or an answer."""
-    body, is_message = received.json, received.head.startswith(b"POST /v1/messages ")
-    wanted = body["messages"][-1]["content"]
-    if wanted.isdigit():
-        error: dict[str, Any] = {"error": {**ERROR, "code": int(wanted)}}
-        await wire.send(answer(json.dumps(error).encode(), int(wanted), b"retry-after: 7\r\n"))
-        return
-    if not body.get("stream"):
-        message = {"role": "assistant", "content": None, "refusal": "I will not."}
-        choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
-        whole = {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": choices}
-        await wire.send(answer(json.dumps({**whole, "usage": USAGE}).encode()))
-        return
-    events = message_events() if is_message else chat_events(body)
-    if wanted == "break":
-        kind = {"type": "error"} if is_message else {}
-        events = [*events[:7], {**kind, "error": {**ERROR, "code": 500}}]
-    tail = b"" if is_message else chunk(b"data: [DONE]\n\n")
-    await wire.send(SSE_HEAD, *map(sse, events), tail + LAST_CHUNK)
 
 
 @pytest.fixture
@@ -135,7 +55,9 @@ async def test_openai_streams(fleet: Fleet) -> None:
             called = await stream.get_final_completion()
         async with client.chat.completions.stream(**asked, response_format=City) as stream:
             parsed = await stream.get_final_completion()
-        refused = await client.chat.completions.parse(model="m", messages=says("go"), response_format=City)
+        refused = await client.chat.completions.parse(
+            model="m", messages=says("refuse"), response_format=City
+        )
 
     (choice,) = called.choices
     assert choice.message.tool_calls is not None
