@@ -27,7 +27,7 @@ from kvrouter.frontend.bodies.aliases import renamed, renamed_target
 from kvrouter.frontend.bodies.apis import Api
 from kvrouter.frontend.bodies.edits import Edit, apply, edits_of, removed_from, with_request_id
 from kvrouter.frontend.bodies.large import LARGE_BYTES, LargeBody
-from kvrouter.frontend.bodies.lax import in_utf8
+from kvrouter.frontend.bodies.lax import PLAIN, in_utf8
 from kvrouter.frontend.kept_responses import (
     MOST_ID_CHARACTERS,
     KeptResponse,
@@ -108,7 +108,7 @@ class Accept:
         """Read what routing needs from a request. Raises KvRouterError."""
         parse, before, of_responses = api.parse, None, None
         body = await request.read() if request.body is None else request.body
-        if parse is not None or passthrough.is_json(request):
+        if not body.startswith(PLAIN) and (parse is not None or passthrough.is_json(request)):
             body = in_utf8(body) if len(body) <= LARGE_BYTES else await asyncio.to_thread(in_utf8, body)
         # Of routes without `parse` no values are decoded (passthrough.py).
         large = await LargeBody.read(body) if parse is not None and len(body) > LARGE_BYTES else None

@@ -45,6 +45,7 @@ from kvrouter.relay.events import (
     Kind,
     error_in_whole,
     events_at_the_end,
+    is_suspicious,
     message_in,
 )
 from kvrouter.relay.framing import (
@@ -410,7 +411,7 @@ class Attempt:
         if head.is_event_stream:
             error, is_empty = _error_of(self._events), not any(event.commits for event in self._events)
         else:
-            error, is_empty = error_in_whole(text), not text.strip()
+            error, is_empty = error_in_whole(text) if is_suspicious(text) else None, not text.strip()
         if error is not None and self._is_failure(error):
             self._fail(error)
         elif is_empty:

@@ -21,6 +21,7 @@ NOT_SHOWN = {
     "kvrouter_policy_troubles_total",
     "kvrouter_process_scraped",
     "kvrouter_remote_tokenizations_total",
+    "kvrouter_removed_fields_total",
     "kvrouter_spans_total",
     # sizes within fixed bounds
     "kvrouter_decisions_kept",

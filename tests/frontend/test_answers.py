@@ -315,4 +315,4 @@ async def test_others_do_not_rest(fleet_of: FleetOf, status: int) -> None:
         await fleet.ask()
 
         (router,) = fleet.frontend.replica.routers.values()
-        assert not router.tables.rests
+        assert not router.tables.rests.until

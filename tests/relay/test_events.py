@@ -17,6 +17,7 @@ from kvrouter.relay.events import (
     error_in_whole,
     event_of,
     events_at_the_end,
+    is_suspicious,
     message_in,
 )
 from tests.frontend.workers import LAST_CHUNK, chunk
@@ -179,7 +180,7 @@ def test_whole_answers(case: str) -> None:
     """An error in a whole answer with status 200 is found by its meaning, not by its bytes."""
     value, status = WHOLE[case]
     for body in (json.dumps(value), json.dumps(value, indent=1), json.dumps(value, separators=(",", ":"))):
-        error = error_in_whole(body.encode())
+        error = error_in_whole(body.encode()) if is_suspicious(body.encode()) else None
         assert status == (error.status if error is not None else 0)
 
 

@@ -107,8 +107,10 @@ async def ask_every_way(url: str, head: RequestHead) -> None:
 TARGETS = [
     ("GET", "/v1/models"),
     ("GET", "/health"),
+    ("GET", "/v1/models"),
     ("GET", "/server_info?config_format=json"),
     ("GET", "/health"),
+    ("GET", "/v1/models"),
     ("POST", "/tokenize"),
     ("GET", "/v1/models"),
     ("GET", "/health"),

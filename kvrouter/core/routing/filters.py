@@ -119,7 +119,7 @@ class Rest(Filter):
 
     def keep(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> Candidates:
         rests = moment.tables.rests
-        if not rests or request.wanted is not None:  # nearly always
+        if not rests.until or request.wanted is not None:  # nearly always
             return candidates
         awake = [rests.is_awake(target, moment.now) for target in candidates.targets()]
         return candidates.kept(awake) or candidates

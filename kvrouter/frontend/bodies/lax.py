@@ -45,6 +45,8 @@ _MOST_FLOAT = 2.0**63
 # A larger number decides nothing more here.
 _MOST_NUMBER = 2**31 - 1
 _NULL = b"null"
+# As nearly all bodies begin: in UTF-8, without a mark.
+PLAIN = (b'{"', b"{\n", b"{ ")
 
 _Body = TypeVar("_Body", bound=Struct)
 _decode_fields = msgspec.json.Decoder(dict[str, Raw]).decode
@@ -234,8 +236,6 @@ def _items(raw: bytes) -> list[Raw]:
 
 def in_utf8(body: bytes) -> bytes:
     """The body in UTF-8 without a byte order mark. Python's json, and so an engine, reads the others, too."""
-    if body.startswith((b'{"', b"{\n", b"{ ")):  # nearly always
-        return body
     coding = json.detect_encoding(body)
     if coding == "utf-8":
         return body

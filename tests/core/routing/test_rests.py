@@ -21,7 +21,7 @@ def test_rest_ends() -> None:
 
     assert [False, True] == [rests.is_awake(each, 9.9) for each in (W1, W2)]
     assert rests.is_awake(W1, 10.0)
-    assert not rests
+    assert not rests.until
 
 
 def test_longer_rest_stays() -> None:
