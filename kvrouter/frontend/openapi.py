@@ -236,8 +236,6 @@ _ABOUT = (
 def check_root_path(root_path: str) -> None:
     """Raise ConfigError for a prefix that own routes begin with: removing it would hide them."""
     for _, path in _ROUTES:
-        if path.startswith("/api/"):
-            continue  # Ollama's, below a prefix that many use: its clients send /api/api/… then
         if root_path and (path == root_path or path.startswith(f"{root_path}/") or _covers(path, root_path)):
             raise ConfigError(f"--root-path {root_path}: kvrouter serves {path} itself; use another prefix")
 

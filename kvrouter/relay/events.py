@@ -281,7 +281,8 @@ def error_in(value: dict[str, Any], name: str = "") -> EngineError | None:
         return _engine_error({each: value[each] for each in value if each != "object"})
     failed = _reasons(value) & _FAILED_REASONS
     if failed:
-        return EngineError(f"the worker ended the request with finish_reason {min(failed)!r}")
+        is_abort = "abort" in failed
+        return EngineError(f"the worker {'aborted' if is_abort else 'failed'} the request (finish_reason)")
     return None
 
 

@@ -49,7 +49,8 @@ class Routes:
     def _missing(self, method: str, path: str, query: str) -> NoRouteError:
         """As FastAPI, and so the engines, a path with one slash too many leads to its route."""
         meant = path.removesuffix("/")
-        if meant and meant != path and meant in self._by_path and not meant.endswith("/"):
+        is_beginning = path in self._by_path  # of paths below it, which name something
+        if meant and meant != path and meant in self._by_path and not (meant.endswith("/") or is_beginning):
             location = f"../{meant.rpartition('/')[2]}{query and f'?{query}'}"
             return TrailingSlashError(f"{method} {path}: use {meant}", location=location)
         reason = self._why_closed(meant or path)

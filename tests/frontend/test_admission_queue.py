@@ -123,7 +123,7 @@ async def test_fifo_knows_no_priority(fleet_of: FleetOf) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "header"), [({"priority": "high"}, ()), ({"priority": 2**40}, ()), ({}, ("1.5",)), ({}, ("x",))]
+    ("body", "header"), [({}, ("1.5",)), ({}, ("x",)), ({"nvext": {"agent_hints": {"priority": "high"}}}, ())]
 )
 async def test_wrong_priority(fleet_of: FleetOf, body: dict[str, Any], header: tuple[str, ...]) -> None:
     """A priority that is not a number is a 400 that names the field."""
@@ -131,7 +131,14 @@ async def test_wrong_priority(fleet_of: FleetOf, body: dict[str, Any], header: t
         response = await fleet.ask({**BODY, **body}, *(f"x-kvrouter-priority: {given}" for given in header))
 
         assert 400 == response.status
-        assert "priority" in response.json["error"]["param"]
+        assert response.json["error"]["param"] in {"x-kvrouter-priority", "nvext"}
+
+
+@pytest.mark.parametrize("priority", ["high", 2**40, 1.5, "7"])
+async def test_priorities_of_the_engine(fleet_of: FleetOf, priority: object) -> None:
+    """A priority in the body is the engine's field: it judges one that cannot be read here."""
+    async with fleet_of() as fleet:
+        assert 200 == (await fleet.ask({**BODY, "priority": priority})).status
 
 
 async def test_no_request_starves(fleet_of: FleetOf) -> None:

@@ -38,7 +38,7 @@ _MOST_DEPTH = 4
 _TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
 _FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
 # pydantic's: digits with single underscores between them, and a fraction of zeros.
-_INTEGER = re.compile(r"\s*([+-]?\d+(?:_\d+)*)(?:\.0*)?\s*", re.ASCII)
+_INTEGER = re.compile(r"\s*([+-]?\d+(?:_\d+)*)(?:\.0+)?\s*", re.ASCII)
 _MOST_DIGITS = 40
 # pydantic takes no whole number of more than 64 bits from a float.
 _MOST_FLOAT = 2.0**63

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Protocol, TypeGuard, TypeVar
 import msgspec
 
 from kvrouter.core.wire.values import TokenId, valid_unicode
-from kvrouter.errors import KvRouterError
+from kvrouter.errors import BadRequestError, KvRouterError
 from kvrouter.frontend.bodies import lax
 from kvrouter.frontend.bodies.nvext import Nvext
 from kvrouter.tokens.prompt import ChatPrompt, Prompt, TextPrompt, TokenPrompt
@@ -112,22 +112,29 @@ BESIDES_PROMPT = frozenset(
 
 
 def parse_chat(body: bytes) -> CompletionRequest:
-    """Parse a /v1/chat/completions body. Raises BadRequestError for what is no JSON object."""
+    """Parse a /v1/chat/completions body. Raises BadRequestError unless it has `messages`."""
     return read(_CHAT, _ChatBody, body, _of_chat)
 
 
 def _of_chat(chat: _ChatBody, *, is_doubtful: bool) -> CompletionRequest:
-    messages = None if is_doubtful else chat.messages
-    return _request(chat, _chat_prompt(chat, messages) if messages else None)
+    if is_doubtful:
+        return _request(chat, None)
+    if not chat.messages:
+        raise BadRequestError("`messages` must be a list with at least one message", param="messages")
+    return _request(chat, _chat_prompt(chat, chat.messages))
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
-    """Parse a /v1/completions body. Raises BadRequestError for what is no JSON object."""
+    """Parse a /v1/completions body. Raises BadRequestError unless it has a prompt."""
     return read(_COMPLETION, _CompletionBody, body, _of_completion)
 
 
 def _of_completion(completion: _CompletionBody, *, is_doubtful: bool) -> CompletionRequest:
-    return _request(completion, None if is_doubtful else _completion_prompt(completion))
+    if is_doubtful or (not completion.prompt and completion.prompt_embeds is not msgspec.UNSET):
+        return _request(completion, None)
+    if not completion.prompt:
+        raise BadRequestError("`prompt` must be given, and not be empty", param="prompt")
+    return _request(completion, _completion_prompt(completion))
 
 
 class _Build(Protocol[_Fields_contra, _Request_co]):

@@ -81,6 +81,9 @@ def test_never_refused(
 @given(name=st.sampled_from(["messages", "prompt", "input", "tools", "model", "cache_salt"]), value=values)
 def test_any_value(parse: Callable[[bytes], CompletionRequest], name: str, value: object) -> None:
     """A field that cannot be read costs the prompt at most; only a missing prompt is an error."""
+    if name in {"messages", "prompt"} and not value:
+        return  # no prompt, see test_openai.py
+
     assert parse(json.dumps(body_of(**{name: value})).encode()).stream is False
 
 

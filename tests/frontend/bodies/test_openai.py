@@ -193,7 +193,6 @@ def test_truncation(truncation: dict[str, Any], kept: slice | None) -> None:
 @pytest.mark.parametrize(
     "prompt",
     [
-        [],
         [[]],
         [[1], []],
         [1, "a"],
@@ -212,17 +211,25 @@ def test_unreadable_prompt(prompt: object) -> None:
     assert completion(prompt=prompt).prompt is None
 
 
-@pytest.mark.parametrize("prompt", [None, ""])
+@pytest.mark.parametrize("prompt", [None, "", []])
 def test_no_prompt(prompt: object) -> None:
-    """A completion without a prompt has none here, too: the engine replies with the reason."""
-    assert completion(prompt=prompt).prompt is None
+    """Without a prompt a completion is rejected with the name of the field, as by every engine."""
+    with pytest.raises(BadRequestError) as caught:
+        completion(prompt=prompt)
+    assert "prompt" == caught.value.param
+
+
+@pytest.mark.parametrize("messages", [None, []])
+def test_no_messages(messages: object) -> None:
+    """Without messages a chat is rejected with the name of the field."""
+    with pytest.raises(BadRequestError) as caught:
+        chat(messages=messages)
+    assert "messages" == caught.value.param
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("messages", None),
-        ("messages", []),
         ("messages", "hello"),
         ("messages", ["hello"]),
         ("tools", {}),
