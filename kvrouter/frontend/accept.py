@@ -85,6 +85,19 @@ class Work(Struct, frozen=True):
     """Whether its policy is told how long the answer was."""
 
 
+class _Read(Struct, frozen=True):
+    """A body and what was read from it."""
+
+    body: bytes
+    large: LargeBody | None
+    asked: openai.CompletionRequest
+    router: Router
+    before: KeptResponse | None
+    """The response that it continues."""
+    rename: Edit | None
+    """Replaces an alias by its model's own name."""
+
+
 class Accept:
     def __init__(
         self,
@@ -106,24 +119,8 @@ class Accept:
         self, request: Request, api: Api, request_id: str, received_at: float, notes: Notes | None = None
     ) -> Work:
         """Read what routing needs from a request. Raises KvRouterError."""
-        parse, before, of_responses = api.parse, None, None
-        body = await request.read() if request.body is None else request.body
-        if not body.startswith(PLAIN) and (parse is not None or passthrough.is_json(request)):
-            body = in_utf8(body) if len(body) <= LARGE_BYTES else await asyncio.to_thread(in_utf8, body)
-        # Of routes without `parse` no values are decoded (passthrough.py).
-        large = await LargeBody.read(body) if parse is not None and len(body) > LARGE_BYTES else None
-        readable = body if large is None else large.rest
-        asked = passthrough.parse(request, readable) if parse is None else parse(readable)
-        router = self._pools.router_for(self.aliases.get(asked.model or "", asked.model))
-        if isinstance(asked, responses.ResponseRequest):
-            before = self._response_before(asked, router, received_at)
-            if before is not None:
-                parse = partial(responses.parse, history=before.chat)
-                asked = parse(readable)
-            of_responses = asked
-        if large is not None and large.runs and parse is not None:
-            asked = await large.with_ids(asked, parse, _longest_context(router.pool))
-        asked, rename = _without_alias(request, asked, self.aliases)
+        read = await self._read(request, api, received_at)
+        asked, router, before = read.asked, read.router, read.before
         overrides = self._overrides(request, asked)
         wanted, mode = None, overrides.mode
         if overrides.target:
@@ -138,7 +135,7 @@ class Accept:
         # A request in a mode without tokens is tokenized, too, if other requests of the pool are placed by
         # the tokens and blocks that its booking holds.
         needs_tokens = router.needs_tokens or policy.needs_tokens
-        if asked.prompt is not None and needs_tokens and (parse is not None or _caches(router.pool)):
+        if asked.prompt is not None and needs_tokens and (api.parse is not None or _caches(router.pool)):
             try:
                 prompts = await self._prompts(router, asked, asked.prompt, notes)
             except BadRequestError:
@@ -159,11 +156,9 @@ class Accept:
             mode,
             reads_cache=asked.reads_cache,
         )
-        sent, response = _edited(body, large, asked, rename), None
-        if sent is not body or request.head.has_overrides:
-            self._count_removed(request, asked)
-        if of_responses is not None:
-            sent, response = _with_id(sent, of_responses, before)
+        sent, response = self._edited(request, read), None
+        if isinstance(asked, responses.ResponseRequest):
+            sent, response = _with_id(sent, asked, before)
         return Work(
             request_id,
             request,
@@ -180,13 +175,43 @@ class Accept:
             policy.reads_ends,
         )
 
-    def _count_removed(self, request: Request, asked: openai.CompletionRequest) -> None:
-        """Count what the client sent and no engine gets."""
-        kinds = removed_from(asked)
+    async def _read(self, request: Request, api: Api, now: float) -> _Read:
+        """Parse the body. A response continues the chat of the one before it."""
+        parse, before = api.parse, None
+        body = await request.read() if request.body is None else request.body
+        if not body.startswith(PLAIN) and (parse is not None or passthrough.is_json(request)):
+            body = in_utf8(body) if len(body) <= LARGE_BYTES else await asyncio.to_thread(in_utf8, body)
+        # Of routes without `parse` no values are decoded (passthrough.py).
+        large = await LargeBody.read(body) if parse is not None and len(body) > LARGE_BYTES else None
+        readable = body if large is None else large.rest
+        asked = passthrough.parse(request, readable) if parse is None else parse(readable)
+        router = self._pools.router_for(self.aliases.get(asked.model or "", asked.model))
+        if isinstance(asked, responses.ResponseRequest):
+            before = self._response_before(asked, router, now)
+            if before is not None:
+                parse = partial(responses.parse, history=before.chat)
+                asked = parse(readable)
+        if large is not None and large.runs and parse is not None:
+            asked = await large.with_ids(asked, parse, _longest_context(router.pool))
+        rename = None
+        if asked.model and (model := self.aliases.get(asked.model)) is not None:
+            asked, rename = _without_alias(request, asked, asked.model, model)
+        return _Read(body, large, asked, router, before, rename)
+
+    def _edited(self, request: Request, read: _Read) -> bytes:
+        """The body that an engine gets. What the client sent and no engine gets is counted."""
+        body, edits, removed = read.body, edits_of(read.asked), set[str]()
+        if edits:
+            removed = removed_from(read.asked)
+        if read.rename is not None:
+            edits.append(read.rename)
+        if edits:
+            body = apply(edits, body) if read.large is None else read.large.edited(edits)
         if request.head.has_overrides:
-            kinds.add(f"{OVERRIDES}*")
-        for kind in kinds:
+            removed.add(f"{OVERRIDES}*")
+        for kind in removed:
             self._metrics.removed_fields.inc(kind)
+        return body
 
     def _response_before(
         self, asked: responses.ResponseRequest, router: Router, now: float
@@ -240,28 +265,14 @@ def _with_id(
     return body if asked.own_id is not None else with_request_id(body, response_id), new
 
 
-def _without_alias(request: Request, asked: Asked, aliases: Mapping[str, str]) -> tuple[Asked, Edit | None]:
+def _without_alias(request: Request, asked: Asked, alias: str, model: str) -> tuple[Asked, Edit]:
     """The request by its model's own name, and the edit that its body needs. Its query is changed at once."""
-    alias = asked.model
-    if alias is None or alias not in aliases:
-        return asked, None
-    model, head = aliases[alias], request.head
-    target = renamed_target(head.path, alias, model)
-    if target != head.path:
-        request.head = head.with_path(target)  # a new one: requests share heads
+    target = renamed_target(request.head.path, alias, model)
+    if target != request.head.path:
+        request.head = request.head.with_path(target)  # a new one: requests share heads
     content_type = request.headers.get("content-type", "")
     edit = partial(renamed, content_type=content_type, alias=alias, model=model)
     return replace(asked, model=model), edit
-
-
-def _edited(
-    body: bytes, large: LargeBody | None, asked: openai.CompletionRequest, rename: Edit | None
-) -> bytes:
-    is_plain = asked.kvrouter is None and asked.engine_arguments is UNSET and asked.nvext is None
-    if is_plain and rename is None and not asked.removed:
-        return body
-    edits = [*edits_of(asked), *([rename] if rename is not None else [])]
-    return apply(edits, body) if large is None else large.edited(edits)
 
 
 def _caches(pool: Pool) -> bool:

@@ -33,6 +33,7 @@ _BOM = b"\xef\xbb\xbf"
 _BLANK_LINE = re.compile(rb"\r?\n\r?\n|\r\r")
 _MOST_BLANK_BYTES = len(b"\r\n\r")  # of an empty line whose last byte is still to come
 _LINE_END = re.compile(rb"\r\n?|\n")
+_BLANKS = re.compile(rb"[\r\n]*+")
 # The line between two chunks of a body with transfer-encoding: chunked.
 _CHUNK_LINE = re.compile(rb"(?:\A|\r\n)[0-9a-fA-F]{1,16}(?:;[^\r\n]*)?\r\n")
 _ERRORS = frozenset({"error", "response.failed"})
@@ -159,24 +160,20 @@ class EventReader:
 
 
 def _end_of_event(data: bytes, at: int, searched: int = 0) -> int:
-    """Where the event that begins at `at` ends, its empty line included; 0 if that has not arrived.
+    """Where the event that begins at `at` ends, with the empty lines before and after it; 0: not yet.
 
-    `searched`: no empty line ends before this place.
+    `searched`: no line that is looked for ends before this place: each byte is looked at once, as an engine
+    may send one at a time.
     """
-    start = at
-    while data[start : start + 1] in {b"\r", b"\n"}:  # empty lines before it belong to it
-        start += 1
-    if data[start : start + 1] == b":":
-        line = _LINE_END.search(data, start)
-        return _after_blank(data, line.end()) if line is not None else 0
-    blank = _BLANK_LINE.search(data, max(start, searched))
-    return blank.end() if blank is not None else 0
-
-
-def _after_blank(data: bytes, at: int) -> int:
-    """Where the empty line that begins at `at` ends; `at` itself if there is none."""
-    line = _LINE_END.match(data, at)
-    return line.end() if line is not None else at
+    start = _BLANKS.match(data, at).end()  # type: ignore[union-attr]  # it always matches
+    if data[start : start + 1] != b":":  # else a comment, which needs only the end of its line
+        blank = _BLANK_LINE.search(data, max(start, searched))
+        return blank.end() if blank is not None else 0
+    line = _LINE_END.search(data, max(start, searched))
+    if line is None:
+        return 0
+    blank = _LINE_END.match(data, line.end())
+    return blank.end() if blank is not None else line.end()
 
 
 def event_of(text: bytes) -> Event:

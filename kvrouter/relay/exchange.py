@@ -511,7 +511,8 @@ class Attempt:
 
     def _pass_last(self, data: bytes, head: bytes = b"") -> None:
         """Pass on the last read. A stream that must not look complete ends with an error event instead."""
-        trouble = self._trouble_in(b"".join((*self._last_reads, data))) if self._is_stream else self._trouble
+        tail = b"".join((*self._last_reads, data))[-ANSWER_BYTES:] if self._is_stream else b""
+        trouble = self._trouble_in(tail) if self._is_stream else self._trouble
         if trouble is not None and trouble.is_unsaid and (rest := self._without_end(data)) is not None:
             self._pass_on(rest, head)
             self._was_at_boundary = True

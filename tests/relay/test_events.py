@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvrouter.relay.engine_answers import TAIL_BYTES
 from kvrouter.relay.events import (
+    MOST_EVENT_BYTES,
     Event,
     EventReader,
     Kind,
@@ -117,6 +118,15 @@ def test_any_bytes(pieces: list[bytes]) -> None:
     found += events_at_the_end(b"".join(pieces))
 
     assert all(isinstance(event.kind, Kind) for event in found)
+
+
+@pytest.mark.parametrize("byte", [b"\n", b"\r", b":", b"d"])
+def test_one_byte_at_a_time(byte: bytes) -> None:
+    """However an engine cuts what says nothing, each byte is looked at once: else this takes minutes."""
+    reader, count = EventReader(), MOST_EVENT_BYTES // 2
+    events = [event for _ in range(count) for event in reader.feed(byte)]
+
+    assert count == len(reader.rest) + sum(len(event.text) for event in events)
 
 
 @pytest.mark.parametrize("api", APIS, ids=lambda api: api.path)

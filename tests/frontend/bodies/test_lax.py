@@ -13,13 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.errors import BadRequestError
-from kvrouter.frontend.bodies import lax
+from kvrouter.frontend.bodies import forms, lax
 from kvrouter.frontend.bodies.apis import BY_PATH
 from kvrouter.frontend.bodies.edits import apply, edits_of, removed_from
 from kvrouter.frontend.bodies.openai import CompletionRequest
 from tests.frontend.fleet import BODY, FleetOf
 
 parses = pytest.mark.parametrize("parse", [api.parse for api in BY_PATH.values()], ids=list(BY_PATH))
+CODINGS = ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"]
 WORDS = ["true", "TRUE", "on", "Off", "yes", "n", "T", "f", "1", "0", " true", "maybe", ""]
 NUMBERS = ["1.0", "2.50", " 7 ", "+3", "-0", "1_000", "1__0", "0x1", "1e3", "²", "٣", "9" * 30, "nan", "1."]
 scalars: st.SearchStrategy[Any] = (
@@ -33,6 +34,14 @@ scalars: st.SearchStrategy[Any] = (
     | st.sampled_from(WORDS + NUMBERS)
 )
 values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(), inner))
+
+
+def value_of(body: bytes) -> Any:
+    """What a body says to Python's json; None: nothing."""
+    try:
+        return json.loads(body)
+    except ValueError:
+        return None
 
 
 def accepted(kind: type, value: object) -> tuple[bool, Any]:
@@ -88,7 +97,7 @@ def test_any_value(parse: Callable[[bytes], CompletionRequest], name: str, value
 
 
 @parses
-@pytest.mark.parametrize("coding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"])
+@pytest.mark.parametrize("coding", CODINGS)
 def test_codings(parse: Callable[[bytes], CompletionRequest], coding: str) -> None:
     """A body in any coding of Unicode is the same body."""
     text = json.dumps(body_of(user="é𝄞"), ensure_ascii=False)
@@ -97,10 +106,13 @@ def test_codings(parse: Callable[[bytes], CompletionRequest], coding: str) -> No
     assert parse(text.encode()) == parse(lax.in_utf8(text.encode(coding)))
 
 
-@given(st.binary(max_size=40))
-def test_in_utf8(data: bytes) -> None:
-    """Any bytes come back as bytes; what is UTF-8 is left alone."""
-    assert isinstance(lax.in_utf8(data), bytes)
+@given(st.sampled_from(CODINGS), st.text(max_size=8), st.binary(max_size=4), st.integers(0, 4))
+def test_not_quite_codings(coding: str, text: str, more: bytes, cut: int) -> None:
+    """Bytes that are cut off, or have others behind them, say to Python's json what they said before."""
+    body = json.dumps(text).encode(coding)
+    body = body[: len(body) - cut] + more
+
+    assert value_of(body) == value_of(lax.in_utf8(body))
 
 
 @parses
@@ -247,6 +259,22 @@ async def test_in_forms(fleet_of: FleetOf) -> None:
         assert b"kv_" not in received
         assert b'{"mine":1}' in received
         assert bytes(range(256)) in received
+
+
+async def test_forms_that_take_long(fleet_of: FleetOf) -> None:
+    """Heads of which Python's email takes the square, or many that need it, are refused; a few are read."""
+    odd = b"--b\r\ncontent-disposition: form-data; name=%b\r\n\r\nm\r\n"
+    ends = b"--b--\r\n"
+    kind = "content-type: multipart/form-data; boundary=b"
+    async with fleet_of() as fleet:
+
+        async def status(body: bytes, kind: str = kind) -> int:
+            return (await fleet.ask(body + ends, kind, path="/v1/audio/transcriptions")).status
+
+        assert 400 == await status(odd % (b";" * forms.MOST_HEAD_BYTES))
+        assert 400 == await status(odd % b"a" * (forms.MOST_ODD_PARTS + 1))
+        assert 400 == await status(odd % b"a", kind + ";" * forms.MOST_HEAD_BYTES)
+        assert 200 == await status(odd % b"model" * forms.MOST_ODD_PARTS)
 
 
 def test_every_name_is_guarded() -> None:
