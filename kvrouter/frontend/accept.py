@@ -200,9 +200,8 @@ class Accept:
 
     def _edited(self, request: Request, read: _Read) -> bytes:
         """The body that an engine gets. What the client sent and no engine gets is counted."""
-        body, edits, removed = read.body, edits_of(read.asked), set[str]()
-        if edits:
-            removed = removed_from(read.asked)
+        body, edits = read.body, edits_of(read.asked)
+        removed = removed_from(read.asked) if edits else set()
         if read.rename is not None:
             edits.append(read.rename)
         if edits:

@@ -153,7 +153,9 @@ class Completions:
                 gate("a dry run", request.headers)
                 served = self._reply(request, self._decisions.preview(work))
             else:
-                served = self._finish(work, await self._kept_alive(work, tried, notes))
+                keeps_alive = self._limits.keep_alive_s and work.stream and api.has_end
+                relay = self._kept_alive if keeps_alive else self._try_workers
+                served = self._finish(work, await relay(work, tried, notes))
         except KvRouterError as error:
             wrong = error
             served = self._reply_error(api, request, request_id, error)
@@ -232,14 +234,11 @@ class Completions:
 
     async def _kept_alive(self, work: Work, tried: list[Running], notes: Notes | None) -> Outcome | None:
         """`_try_workers`, with comments for a client that waits for its stream (--sse-keep-alive-s)."""
-        every_s = self._limits.keep_alive_s
-        if not every_s or not work.stream or not work.api.has_end:
-            return await self._try_workers(work, tried, notes)
         request = work.request
         headers = f"x-request-id: {work.id}\r\nx-kvrouter-router: {self._replica.router_id}\r\n".encode()
         may_stay = request.head.wants_keep_alive and not self._is_draining
         start = partial(begin_unplaced, request.client, headers, may_stay=may_stay)
-        keep_alive = KeepAlive(request.client, start, every_s)
+        keep_alive = KeepAlive(request.client, start, self._limits.keep_alive_s)
         try:
             return await self._try_workers(work, tried, notes)
         finally:

@@ -35,7 +35,7 @@ _MOST_BLANK_BYTES = len(b"\r\n\r")  # of an empty line whose last byte is still 
 _LINE_END = re.compile(rb"\r\n?|\n")
 _BLANKS = re.compile(rb"[\r\n]*+")
 # The line between two chunks of a body with transfer-encoding: chunked.
-_CHUNK_LINE = re.compile(rb"(?:\A|\r\n)[0-9a-fA-F]{1,16}(?:;[^\r\n]*)?\r\n")
+_CHUNK_LINE = re.compile(rb"\r\n[0-9a-fA-F]{1,16}(?:;[^\r\n]*)?\r\n")
 _ERRORS = frozenset({"error", "response.failed"})
 # vLLM and SGLang end a request with these reasons if it failed; its output, if any, is not complete.
 _FAILED_REASONS = frozenset({"error", "abort", "ERROR"})
@@ -59,8 +59,8 @@ _TYPE = re.compile(rb'"type": ?"([a-z_.-]+)"\s*}?\s*\Z|\A\s*{"type": ?"([a-z_.-]
 _REASON = re.compile(rb'"(?:finish_reason|stop_reason)": ?"(\w+)"')
 # The end of `{"error": {…, "code": 500}}`.
 _ERROR_END = re.compile(rb'"code": ?[45]\d\d\s*}\s*}\s*\Z')
-# A body without these has no error in it. `"error":null`, which each Responses object has, is none.
-is_suspicious = re.compile(rb'"error"\s*:\s*[^\sn]|:\s*"(?:error|abort)"').search
+# `"error":null`, which each Responses object has, is no error.
+_SUSPICIOUS = re.compile(rb'"error"\s*:\s*[^\sn]|:\s*"(?:error|abort)"')
 
 
 class Kind(Enum):
@@ -301,9 +301,21 @@ def _shown(data: bytes) -> str:
     return data[:_MOST_REASON_CHARACTERS].decode("utf-8", "replace")
 
 
+def is_plain_end(tail: bytes) -> bool:
+    """Whether a body ends as OpenAI's streams do, without an error in its last bytes. False: read them."""
+    content = _without_chunks(tail)
+    if content.rfind(b"data: [DONE]") < 0 or content.find(b"event:") >= 0:
+        return False
+    return content.find(b'"error"') < 0 and content.find(b'"abort"') < 0
+
+
+def _without_chunks(tail: bytes) -> bytes:
+    return _CHUNK_LINE.sub(b"", b"\r\n" + tail)
+
+
 def events_at_the_end(tail: bytes) -> Iterable[Event]:
     """The events in the last bytes of a body, chunk framing included; the first may lack its beginning."""
-    content, at = _CHUNK_LINE.sub(b"", tail), 0
+    content, at = _without_chunks(tail), 0
     while (end := _end_of_event(content, at)) > 0:
         yield _maybe_cut(content[at:end], is_first=not at, is_last=not content[end:].strip())
         at = end
@@ -318,6 +330,13 @@ def _maybe_cut(text: bytes, *, is_first: bool, is_last: bool = False) -> Event:
     found = _of_pattern(text, "", text.strip())  # its `data:` may be missing
     # The only event, and so long that its beginning is missing: the last one of /v1/responses has all output.
     return replace(found, finishes=True) if is_last and found.error is None else found
+
+
+def is_suspicious(body: bytes) -> bool:
+    """Whether a whole answer may have an error in it."""
+    if body.find(b'"error"') < 0 and body.find(b'"abort"') < 0:  # nearly always
+        return False
+    return _SUSPICIOUS.search(body) is not None
 
 
 def error_in_whole(body: bytes) -> EngineError | None:

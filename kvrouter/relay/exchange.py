@@ -45,6 +45,7 @@ from kvrouter.relay.events import (
     Kind,
     error_in_whole,
     events_at_the_end,
+    is_plain_end,
     is_suspicious,
     message_in,
 )
@@ -70,6 +71,12 @@ _DATA = b"data:"
 # In JSON a line end is escaped, so this is always the beginning of a line.
 _DATA_LINE = b"\ndata:"
 _BLANK_LINES = b"\n\n"
+# Of a chunk with one event of one line: what is behind its data, and how long the line with its size may be.
+_ONE_END_BYTES = len(b"\n\n\r\n")
+_SIZE_BYTES = len(b"ffffff\r\n")
+# An event that ends so has not finished, so it was not aborted either.
+_UNFINISHED = b'"finish_reason":null'
+_MOST_QUIET_BYTES = 128
 _EVENT_ENDS = (b"\n\n", b"\n\r\n", b"\r\r", b"\n\n\r\n", b"\n\r\n\r\n")
 """As a read may end that ends an event; the last two have the line end of a chunk behind it."""
 _EMPTY = "the worker answered 200 with nothing in it"
@@ -191,8 +198,8 @@ class Attempt:
     __slots__ = (
         "_active_at", "_added_headers", "_begun", "_body", "_client", "_connection", "_content", "_events",
         "_form", "_head", "_held", "_is_flowing", "_is_holding", "_is_in_data", "_is_paused",
-        "_keeps_alive", "_last_reads", "_limits", "_loop", "_most_tail_bytes", "_on_first_output",
-        "_reader", "_trouble", "_was_at_boundary", "events", "outcome",
+        "_is_stream", "_keeps_alive", "_last_reads", "_limits", "_loop", "_most_tail_bytes",
+        "_on_first_output", "_quiet_end", "_reader", "_trouble", "_was_at_boundary", "events", "outcome",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0917  (passing them by keyword takes 0.4 µs a request)
@@ -228,8 +235,10 @@ class Attempt:
         self._reader: EventReader | None = None  # set while a stream is held
         self._events: list[Event] = []  # complete ones that are held
         self._is_holding = True
+        self._is_stream = False
         # A whole chunk can pass as it is: nothing is held, unpacked or searched for.
         self._is_flowing = False
+        self._quiet_end = b"\0"  # from _UNFINISHED on, of the last event that was searched; at first none
         self._begun: Begun | None = None  # set where the client has the head from elsewhere
         self._trouble: _Trouble | None = None
         self._was_at_boundary = True
@@ -291,6 +300,7 @@ class Attempt:
         if self.outcome.done():
             return
         if head.is_event_stream:
+            self._is_stream = head.status < 300
             self._events = EventReader().feed(data + _BLANK_LINES)
         self._judge_whole(head, data)
 
@@ -298,6 +308,7 @@ class Attempt:
         """The head has arrived. It is held until the body's beginning shows whether to pass it on."""
         self._head, self._body = head, body
         if head.is_event_stream and head.status < 300:  # a head is no output: the time goes on
+            self._is_stream = True
             self._reader = EventReader()
             self._content = ChunkContent() if head.is_chunked else None
         else:
@@ -320,10 +331,13 @@ class Attempt:
 
         This is the hottest path of a stream: 3 calls an event instead of 8.
         """
-        if not self._is_flowing or data.find(_ABORT) >= 0:
+        if data.endswith(self._quiet_end) and data.find(b"\n", _SIZE_BYTES) == len(data) - _ONE_END_BYTES:
+            lines = 1  # as the last one was
+        elif not self._is_flowing or data.find(_ABORT) >= 0:
             self.received(data)
             return
-        lines = data.count(_DATA_LINE)
+        else:
+            lines = self._lines_in(data)
         if lines:  # else a comment, which shows only that the connection is open
             self.events += lines
             self._active_at = self._loop.time()
@@ -331,6 +345,13 @@ class Attempt:
         self._last_reads.append(data)
         if self._client.is_slow:
             self._hold_up()
+
+    def _lines_in(self, data: bytes) -> int:
+        """The lines of data in a chunk, the end of which is remembered if the next ones may look the same."""
+        at = data.rfind(_UNFINISHED, -_MOST_QUIET_BYTES)
+        if at >= 0:
+            self._quiet_end = data[at:]
+        return data.count(_DATA_LINE)
 
     def ended(self) -> None:
         """The body is complete."""
@@ -393,11 +414,10 @@ class Attempt:
 
     def _judge_whole(self, head: ResponseHead, held: bytes) -> None:
         """Judge a complete answer, and pass it on unless another worker should be tried."""
-        if is_rejection(head.status, serves_model=self._form.is_native):
-            self._reject(head.status, _content(head, held))
-            return
         if head.status == 200:
             self._judge_good(head, held)
+        elif is_rejection(head.status, serves_model=self._form.is_native):
+            self._reject(head.status, _content(head, held))
         if self.outcome.done():
             return
         self._held = bytearray(held)
@@ -457,7 +477,7 @@ class Attempt:
             self._content = ChunkContent() if head.is_chunked and client.is_http_10 else None
             self._keeps_alive = self._keeps_alive and (passes_chunks or head.length is not None)
             self._is_flowing = self._reader is not None and passes_chunks
-            relay = self._pass_last if is_whole else self._pass_on
+            relay = self._pass_last if is_whole and self._is_stream else self._pass_on
             relay(held, self._client_head(head, passes_chunks=passes_chunks))
         self._reader = None
         if self._is_stream:
@@ -511,8 +531,9 @@ class Attempt:
 
     def _pass_last(self, data: bytes, head: bytes = b"") -> None:
         """Pass on the last read. A stream that must not look complete ends with an error event instead."""
-        tail = b"".join((*self._last_reads, data))[-ANSWER_BYTES:] if self._is_stream else b""
-        trouble = self._trouble_in(tail) if self._is_stream else self._trouble
+        trouble = self._trouble
+        if self._is_stream:
+            trouble = self._trouble_in(b"".join((*self._last_reads, data))[-ANSWER_BYTES:])
         if trouble is not None and trouble.is_unsaid and (rest := self._without_end(data)) is not None:
             self._pass_on(rest, head)
             self._was_at_boundary = True
@@ -530,6 +551,8 @@ class Attempt:
 
     def _trouble_in(self, tail: bytes) -> _Trouble | None:
         """What is wrong with a stream that ends with these bytes."""
+        if is_plain_end(tail):
+            return None
         events = list(events_at_the_end(tail))
         error = _error_of(events)
         if error is not None:
@@ -601,11 +624,6 @@ class Attempt:
         self._connection.cancel(self)
         if not self.outcome.done():
             self.outcome.set_result(outcome)
-
-    @property
-    def _is_stream(self) -> bool:
-        head = self._head
-        return head is not None and head.is_event_stream and head.status < 300
 
 
 def _content(head: ResponseHead, data: bytes) -> bytes:

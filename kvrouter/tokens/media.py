@@ -241,7 +241,7 @@ class Images:
 
 def _not_an_image(part: Mapping[str, Any], role: object) -> Outcome | None:
     """Why a part of content is not an image that can be placed; None if it may be one."""
-    if "image_url" not in part or part.get("type") not in {"image_url", "input_image", None}:
+    if "image_url" not in part or str(part.get("type") or "image_url") not in {"image_url", "input_image"}:
         return "kind"
     if not part.keys() <= _FIELDS:
         return "options"

@@ -259,7 +259,9 @@ def _fields(chat: list[Message], role: str, blocks: list[_Block]) -> Message:
     return fields
 
 
-def _image(source: dict[str, Any]) -> dict[str, Any]:
+def _image(source: object) -> dict[str, Any]:
+    if not isinstance(source, dict):
+        raise BadRequestError("`source` of an image must be an object", param="messages")
     if source.get("type") == "url":
         url = source.get("url", "")
     else:

@@ -198,7 +198,8 @@ def _prompt(body: _Body, history: Sequence[Message] | None) -> ChatPrompt | None
 
 
 def _is_unfinished(item: Item) -> bool:
-    return item.get("type", "message") in {"message", "reasoning"} and item.get("status") in _UNFINISHED
+    kind, status = str(item.get("type", "message")), str(item.get("status"))
+    return kind in {"message", "reasoning"} and status in _UNFINISHED
 
 
 def _chat(instructions: str | None, history: Sequence[Message], given: str | list[Item]) -> list[Message]:
@@ -231,7 +232,7 @@ def _joined(last: Message, message: Message) -> bool:
 
 
 def _message(item: Item) -> Message:
-    kind, role = item.get("type", "message"), item.get("role")
+    kind, role = str(item.get("type", "message")), item.get("role")
     if kind == "function_call":
         namespace = item.get("namespace")
         name = _string(item, "name")
