@@ -46,6 +46,7 @@ from kvrouter.relay.events import (
     error_in_whole,
     events_at_the_end,
     is_plain_end,
+    is_plain_output,
     is_suspicious,
     message_in,
 )
@@ -94,6 +95,10 @@ class _Trouble(Struct, frozen=True):
 
 
 _GOOD = _Trouble("")
+
+
+# In place of events that were not parsed.
+_OUTPUT = Event(Kind.OUTPUT)
 
 
 class Done(Struct, frozen=True):
@@ -389,6 +394,10 @@ class Attempt:
         assert head is not None
         self._held += data
         if reader is not None:
+            if self._is_plain(reader, data):
+                self._events += [_OUTPUT] * (data.count(_DATA_LINE) + data.startswith(_DATA))
+                self._commit(head)
+                return
             events = reader.feed(data if self._content is None else self._content.feed(data))
             self._events += events
             if body is not None and not body.is_over:  # else `ended` follows, and judges it as a whole
@@ -401,6 +410,12 @@ class Attempt:
                 self._reject(head.status, _content(head, bytes(self._held)))
         elif is_much or head.status >= 300 or head.is_media:
             self._commit(head)
+
+    def _is_plain(self, reader: EventReader, data: bytes) -> bool:
+        """Whether a read commits this attempt without being parsed."""
+        body = self._body
+        is_part = body is not None and not body.is_over
+        return is_part and not reader.rest and self._client.begun is None and is_plain_output(data)
 
     def _judge_stream(self, head: ResponseHead, events: list[Event]) -> None:
         """Judge a stream by its newest events."""
@@ -481,8 +496,8 @@ class Attempt:
             relay(held, self._client_head(head, passes_chunks=passes_chunks))
         self._reader = None
         if self._is_stream:
-            self.events = sum(event.kind is not Kind.COMMENT for event in events)
-            if any(event.shows_output for event in events) or len(held) > MOST_EVENT_BYTES:
+            self.events = len([event for event in events if event.kind is not Kind.COMMENT])
+            if len(held) > MOST_EVENT_BYTES or any(event.shows_output for event in events):
                 self._on_first_output()
 
     def _go_on(self, head: ResponseHead, begun: Begun, *, is_whole: bool) -> None:

@@ -13,6 +13,8 @@ NO_WORKER = (
 )
 NO_TARGET = "look at the log of each agent, which says what its engine lacks; kvrouter doctor looks at all"
 
+_LOOK_EVERY_S = 1.0
+
 
 class Connection(Protocol):
     """The part of a Bus that is asked here."""
@@ -25,16 +27,20 @@ class Connection(Protocol):
 
 
 class AwaitedWorkers:
-    """Looks whether requests would wait for workers. Call `look` every second, or more often."""
+    """Looks whether requests would wait for workers, once a second at most however often `look` is called."""
 
     def __init__(self, replica: Replica, bus: Connection, namespace: str) -> None:
         self._replica = replica
         self._bus = bus
         self._namespace = namespace
         self._wait: LongWait | None = None
+        self._next_look_at = 0.0
 
     def look(self, now: float) -> None:
         """Say what is missing while a known model, or all of them, has no worker that takes requests."""
+        if now < self._next_look_at:
+            return
+        self._next_look_at = now + _LOOK_EVERY_S
         missing = self._replica.awaited(now)
         # without NATS nothing is known of workers, and the bus itself says what it waits for
         if not missing or not self._bus.connected:

@@ -72,8 +72,8 @@ class _Common(lax.Guarded):
     kvrouter: dict[str, Any] | None = None
     nvext: Nvext | None = None
     prompt_logprobs: Any = None
-    echo: Any = None
-    use_beam_search: Any = None
+    echo: bool | None = None
+    use_beam_search: bool | None = None
     priority: _Priority | None = None
     vllm_xargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 

@@ -122,6 +122,7 @@ def is_read_alike(read: Mapping[str, Any], asked: CompletionRequest, route: str)
 @settings(deadline=None)
 @given(given=st.dictionaries(st.sampled_from(READ), SPELLED, max_size=5))
 @example(given={"n": 1.0, "stream": "on"})
+@example(given={"use_beam_search": "FALSE", "echo": "off", "logprobs": 1})
 @example(given={"stream": "f", "n": " 1_000 ", "priority": 1e2})
 def test_never_stricter(engine: str, route: str, given: dict[str, Any]) -> None:
     """No body is refused for a field, and one that the engine accepts is read as the engine reads it."""
