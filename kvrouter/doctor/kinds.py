@@ -201,7 +201,7 @@ _ALL = (
     Kind(
         "agent.shared_engine",
         "warning",
-        "Several workers have one address: the engine is counted once for each",
+        "Several agents have announced one engine: only the worker of the last one gets requests",
         "stop all of their agents but one",
         _WHO,
     ),

@@ -155,6 +155,7 @@ class Accept:
             overrides.parent_session,
             mode,
             reads_cache=asked.reads_cache,
+            context_tokens=0 if router.pool.has_equal_contexts else _context_tokens(asked, prompts),
         )
         sent, response = self._edited(request, read), None
         if isinstance(asked, responses.ResponseRequest):
@@ -272,6 +273,12 @@ def _without_alias(request: Request, asked: Asked, alias: str, model: str) -> tu
     content_type = request.headers.get("content-type", "")
     edit = partial(renamed, content_type=content_type, alias=alias, model=model)
     return replace(asked, model=model), edit
+
+
+def _context_tokens(asked: openai.CompletionRequest, prompts: tuple[Prompt, ...]) -> int:
+    """What the longest prompt and the asked output take of a context, estimated if tokens are not known."""
+    longest = max([prompt.isl for prompt in prompts], default=0) or texts.estimated_isl(asked.prompt)
+    return longest + max(1, asked.asked_output)
 
 
 def _caches(pool: Pool) -> bool:

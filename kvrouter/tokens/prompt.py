@@ -65,6 +65,8 @@ class TokenPrompt(Struct, frozen=True):
     kept_tokens: slice | None = None
 
 
+# English has 4 characters for a token; Chinese one or two, of 3 bytes.
+_BYTES_PER_TOKEN = 4
 # `kept_tokens` of each is the slice left by the client's `truncate_prompt_tokens`.
 Prompt: TypeAlias = ChatPrompt | TextPrompt | TokenPrompt
 
@@ -234,6 +236,23 @@ def text_characters(prompt: Prompt) -> int:
     if isinstance(prompt, TextPrompt):
         return sum(map(len, prompt.texts))
     return sum(_content_characters(message.get("content")) for message in prompt.messages)
+
+
+def estimated_isl(prompt: Prompt | None) -> int:
+    """About how many tokens the longest prompt has, before any is tokenized. Tools do not count."""
+    match prompt:
+        case TokenPrompt():
+            return max(map(len, prompt.token_ids), default=0)
+        case TextPrompt():
+            return max(map(_estimated, prompt.texts), default=0)
+        case ChatPrompt():
+            return _estimated(plain_text(prompt)) + estimated_tokens(prompt.messages)
+        case None:
+            return 0
+
+
+def _estimated(text: str) -> int:
+    return len(text.encode("utf-8", "replace")) // _BYTES_PER_TOKEN
 
 
 def has_media(prompt: Prompt) -> bool:

@@ -8,6 +8,7 @@ import json
 import socket
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
@@ -178,6 +179,38 @@ async def test_more_ids_than_any_context(fleet_of: FleetOf) -> None:
         assert (400, "prompt") == (response.status, response.json["error"]["param"])
         assert "100000 token ids" in response.json["error"]["message"]
         assert not fleet.requests
+
+
+def chat(text: str) -> list[dict[str, str]]:
+    """The messages of a chat."""
+    return [{"role": "user", "content": text}]
+
+
+@pytest.mark.parametrize("mode", ["kv", "round-robin", "prefix-affinity"])
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/completions", {"prompt": [7] * 100}),
+        ("/v1/completions", {"prompt": [7] * 90, "max_tokens": 11}),
+        ("/v1/completions", {"prompt": [[7], [7] * 100]}),
+        ("/v1/completions", {"prompt": "x" * 500}),
+        ("/v1/chat/completions", {"messages": chat("x" * 500)}),
+        ("/v1/chat/completions", {"messages": chat("x"), "max_tokens": 101}),
+        ("/v1/chat/completions", {"messages": chat("x"), "max_completion_tokens": 101}),
+        ("/v1/messages", {"messages": chat("x"), "max_tokens": 101}),
+        ("/v1/responses", {"input": "x", "max_output_tokens": "101"}),
+    ],
+)
+async def test_unequal_contexts(fleet_of: FleetOf, mode: str, path: str, asked: dict[str, Any]) -> None:
+    """A request goes to an engine whose context holds it, in each API and mode, its tokens known or not."""
+    async with fleet_of("--router-mode", mode, scripts=(OK, OK), max_model_len=100) as fleet:
+        fleet.announce(fleet.workers[1], max_model_len=200)
+        while fleet.frontend.replica.router(POOL).pool.has_equal_contexts:
+            await fleet.get("/live")
+
+        for _ in range(4):
+            assert 200 == (await fleet.ask({"model": "m", **asked}, path=path)).status
+        assert {"w1"} == set(fleet.requests)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -15,11 +15,11 @@ from kvrouter.core.audit.problems import (
     Problem,
     TokenComparison,
     name_conflicts,
+    problem_of_address,
     problem_of_answers,
     problems_of,
     problems_of_pool,
     problems_of_queue,
-    shared_addresses,
 )
 from kvrouter.core.feeds.trust import FeedState
 from kvrouter.core.fleet.pool import Pool
@@ -124,11 +124,11 @@ class Audit:
         return texts
 
     def degrading(self) -> list[str]:
-        """Sentences about workers that are up and serve nothing."""
+        """Sentences about workers that are up and serve nothing, or are not wanted."""
         return [
             f"{pool}: worker {worker} {found.problem.text}"
             for (pool, worker, kind), found in self._known.items()
-            if kind == "not_found"
+            if kind in {"not_found", "address"}
         ]
 
     def is_firm(self, pool_id: PoolId, target: Target) -> bool:
@@ -146,8 +146,6 @@ class Audit:
         for pool_id, sentences in name_conflicts(pools).items():
             yield Finding(pool_id, "", Problem("name", sentences[0]))
         for pool in pools:
-            for sentence in shared_addresses(pool)[:1]:
-                yield Finding(pool.id, "", Problem("address", sentence))
             for problem in problems_of_queue(pool) if self._has_queue else ():
                 yield Finding(pool.id, "", problem)
         for pool_id, known in compared.items():
@@ -161,8 +159,9 @@ class Audit:
         worker = router.pool.workers.get(worker_id) if router is not None else None
         if router is None or worker is None:
             return  # removed between two steps
-        if problem := problem_of_answers(worker):
-            yield Finding(pool_id, worker_id, problem)
+        for problem in (problem_of_answers(worker), problem_of_address(router.pool, worker)):
+            if problem is not None:
+                yield Finding(pool_id, worker_id, problem)
         record = router.predictions.records.get(worker_id)
         for problem in problems_of(router.pool, worker, record, compared):
             if router.needs_tokens:  # without tokens no overlap is predicted, so nothing can be wrong with it

@@ -117,17 +117,16 @@ def problem_of_answers(worker: Worker) -> Problem | None:
     )
 
 
-def shared_addresses(pool: Pool) -> list[str]:
-    """Sentences about engines whose address is on the cards of several workers."""
-    workers: dict[str, list[str]] = {}
-    for worker_id, worker in pool.workers.items():
-        workers.setdefault(worker.card.url, []).append(worker_id)
-    return [
-        f"workers {', '.join(sorted(names))} have one address, {url}: the engine is counted once for each "
-        "of them; stop all of their agents but one"
-        for url, names in sorted(workers.items())
-        if url and len(names) > 1
-    ]
+def problem_of_address(pool: Pool, worker: Worker) -> Problem | None:
+    """Why a worker that is up gets no request: another agent has announced its engine later."""
+    twin = pool.twins.get(WorkerId(worker.card.worker_id))
+    if twin is None:
+        return None
+    return Problem(
+        "address",
+        f"is the same engine as {twin} ({worker.card.url}), which was announced later and gets its requests: "
+        "stop one of the two agents",
+    )
 
 
 def name_conflicts(pools: Iterable[Pool]) -> dict[str, list[str]]:

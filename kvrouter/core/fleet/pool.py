@@ -98,6 +98,8 @@ class Pool:
         """The ranks of all workers, in any state."""
         self.targets: dict[Target, Worker] = {}
         self._is_stale = False  # a worker has changed since `targets` was built
+        self.twins: dict[WorkerId, WorkerId] = {}
+        """Workers that are no targets because a later agent has announced the same engine, and by whom."""
         self.changes = 0
         """How often `targets` was built again."""
         self.names: frozenset[str] = frozenset()
@@ -106,6 +108,8 @@ class Pool:
         """The names that are LoRA adapters."""
         self.max_model_len = 0
         """The longest prompt that any worker takes, in tokens; 0 if not known."""
+        self.has_equal_contexts = True
+        """Whether all targets take prompts of the same length, as far as their cards say."""
         self.index = settings.new_index(settings.index_bounds, settings.placement_secret)
         # Texts are assumed next to an index of KV events, never in it: an engine's digest would not match.
         secret = settings.placement_secret
@@ -264,9 +268,11 @@ class Pool:
         self._is_stale = False
         takers = [worker for worker in self.workers.values() if worker.state == "up"]
         eligible = [worker for worker in takers if not worker.silent] or takers
+        eligible, self.twins = _one_for_each_engine(eligible)
         self._size.count([worker.card for worker in eligible])
         self._use_size()
         pairs = [(target, worker) for worker in eligible for target in worker.targets()]
+        self.has_equal_contexts = len({worker.card.max_model_len for worker in eligible} - {0}) <= 1
         self.targets = dict(sorted(pairs, key=lambda pair: pair[0]))
         self._roster = Roster(self.targets.items())
         self.active.line_up(self._roster.targets)
@@ -368,4 +374,27 @@ class Pool:
     def _why_refused(self, worker: Worker, request: RouteRequest) -> str:
         if worker.state != "up":
             return worker.state
+        twin = self.twins.get(WorkerId(worker.card.worker_id))
+        if twin is not None:
+            return f"is the same engine as {twin}"
         return "silent" if worker.silent else f"has no adapter {request.lora_name!r}"
+
+
+def _one_for_each_engine(workers: list[Worker]) -> tuple[list[Worker], dict[WorkerId, WorkerId]]:
+    """The worker that was announced last for each address, and by which one each other is replaced.
+
+    Two agents of one engine would double its share. Workers without an address (simulated ones) are all kept.
+    """
+    last: dict[str, Worker] = {}
+    for worker in sorted(workers, key=_announced):
+        last[worker.card.url or worker.card.worker_id] = worker
+    twins = {
+        WorkerId(worker.card.worker_id): WorkerId(last[worker.card.url].card.worker_id)
+        for worker in workers
+        if worker.card.url and last[worker.card.url] is not worker
+    }
+    return list(last.values()), twins
+
+
+def _announced(worker: Worker) -> tuple[int, str]:
+    return worker.card.started_at_us, worker.card.worker_id

@@ -1,11 +1,13 @@
 """Filters: which candidates a policy may pick from. Each filter is a value and changes nothing.
 
+    first          Fits                               always leaves one
     requirements   Breaker, Busy, MaxOngoing          may leave no candidate: the request waits, or gets a 503
     preferences    Rest, Session, Multiplex, Locality narrow the candidates, but always leave one
 
-Requirements come first: a preferred worker that is full is out before the preference applies. Preferences do
-not apply to a request that names its target (mode direct). Workers that drain, are down or do not serve the
-adapter are not candidates in the first place (core/fleet/pool.py).
+A request waits for a target that it fits rather than getting another one's 400, so Fits is first.
+Requirements come before preferences: a preferred worker that is full is out before the preference applies.
+Preferences do not apply to a request that names its target (mode direct). Workers that drain, are down or do
+not serve the adapter are not candidates in the first place (core/fleet/pool.py).
 """
 
 from __future__ import annotations
@@ -47,6 +49,25 @@ class Filter(ABC):
     def bound_target(self, _request: RouteRequest, _moment: Moment) -> Target | None:
         """The only target that the request may go to, if this filter demands one."""
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class Fits(Filter):
+    """Removes targets whose context is too short for prompt and asked output; one of unknown length stays.
+
+    If it fits none, the longest stay: the engine tells the client why it refuses.
+    """
+
+    name = "context"
+    is_preference = True
+
+    def keep(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> Candidates:
+        needed = request.context_tokens
+        if not needed or request.wanted is not None:  # nearly always
+            return candidates
+        lengths = [card.max_model_len or needed for card in candidates.cards()]
+        enough = min(needed, max(lengths, default=0))
+        return candidates.kept([length >= enough for length in lengths])
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +298,7 @@ def new_filters(settings: FilterSettings, circuits: CircuitBreakers | None = Non
     # A hard session is first: filters after it may then remove its target, and the request waits or fails.
     if settings.session_affinity == "hard":
         filters.append(Session(is_hard=True))
+    filters.append(Fits())
     if circuits is not None:
         filters.append(Breaker(circuits))
     thresholds = (settings.active_decode_blocks_threshold, settings.active_prefill_tokens_threshold)

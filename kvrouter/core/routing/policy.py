@@ -61,6 +61,8 @@ class RouteRequest(Struct, frozen=True, gc=False):
     """For custom policies: why predicted seconds should not be compared; empty if they may be."""
     reads_cache: bool = True
     """False if the engine computes the whole prompt, cached or not: no target has an overlap."""
+    context_tokens: int = 0
+    """What prompt and asked output take of an engine's context; 0: it takes any, or all are equally long."""
 
     @property
     def isl(self) -> int:

@@ -90,6 +90,7 @@ class _Fields(lax.Guarded):
 
     model: str | None = None
     stream: bool | None = None
+    max_tokens: int | None = None
     session_id: str | None = None
     cache_salt: str | None = None
     kvrouter: dict[str, Any] | None = None
@@ -170,6 +171,7 @@ def _request(fields: _Fields, prompt: ChatPrompt | None) -> CompletionRequest:
         nvext=fields.nvext,
         priority=priority_of(None, fields.nvext),
         engine_arguments=fields.vllm_xargs,
+        asked_output=max(0, fields.max_tokens or 0),
     )
 
 

@@ -48,6 +48,8 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     """The raw JSON of vLLM's `vllm_xargs`."""
     removed: tuple[str, ...] = ()
     """The kinds of fields in it that no client may send (lax.py)."""
+    asked_output: int = 0
+    """Tokens of output at most, as the client asks; 0: it does not say."""
     remove: Callable[[bytes], bytes] | None = None
     """Removes them from a body that is not JSON; None: it is JSON."""
 
@@ -64,6 +66,7 @@ class _Common(lax.Guarded):
     model: str | None = None
     stream: bool | None = None
     n: int | None = None
+    max_tokens: int | None = None
     cache_salt: str | None = None
     session_id: str | None = None
     add_special_tokens: bool | None = None
@@ -87,6 +90,7 @@ class _ChatBody(_Common):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
+    max_completion_tokens: int | None = None
     mm_processor_kwargs: Any = None
     media_io_kwargs: Any = None
 
@@ -106,6 +110,7 @@ _COMPLETION = msgspec.json.Decoder(_CompletionBody)
 BESIDES_PROMPT = frozenset(
     {
         *("model", "stream", "n", "session_id", "priority", "vllm_xargs"),
+        *("max_tokens", "max_completion_tokens", "max_output_tokens"),
         *("prompt_logprobs", "echo", "logprobs", "use_beam_search"),
     }
 )
@@ -121,7 +126,7 @@ def _of_chat(chat: _ChatBody, *, is_doubtful: bool) -> CompletionRequest:
         return _request(chat, None)
     if not chat.messages:
         raise BadRequestError("`messages` must be a list with at least one message", param="messages")
-    return _request(chat, _chat_prompt(chat, chat.messages))
+    return _request(chat, _chat_prompt(chat, chat.messages), chat.max_completion_tokens)
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
@@ -185,7 +190,7 @@ def error_event(error: KvRouterError) -> bytes:
     return b"data: " + error_body(error) + b"\n\n"
 
 
-def _request(body: _Common, prompt: Prompt | None) -> CompletionRequest:
+def _request(body: _Common, prompt: Prompt | None, asked_output: int | None = None) -> CompletionRequest:
     return CompletionRequest(
         model=body.model,
         stream=bool(body.stream),
@@ -199,6 +204,7 @@ def _request(body: _Common, prompt: Prompt | None) -> CompletionRequest:
         is_beam_search=bool(body.use_beam_search),
         priority=priority_of(body.priority, body.nvext),
         engine_arguments=body.vllm_xargs,
+        asked_output=max(0, asked_output or body.max_tokens or 0),
     )
 
 

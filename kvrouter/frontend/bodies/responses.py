@@ -63,6 +63,7 @@ class _Fields(lax.Guarded):
 
     model: str | None = None
     stream: bool | None = None
+    max_output_tokens: int | None = None
     session_id: str | None = None
     cache_salt: str | None = None
     kvrouter: dict[str, Any] | None = None
@@ -172,6 +173,7 @@ def _request(fields: _Fields, prompt: ChatPrompt | None) -> ResponseRequest:
         nvext=fields.nvext,
         priority=max(-(2**31), min(2**31 - 1, priority_of(fields.priority, fields.nvext))),
         engine_arguments=fields.vllm_xargs,
+        asked_output=max(0, fields.max_output_tokens or 0),
         previous_id=fields.previous_response_id,
         own_id=fields.request_id,
         is_kept=fields.store is not False,

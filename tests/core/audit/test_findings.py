@@ -178,13 +178,15 @@ def test_worker_that_leaves_during_an_audit(replica: Replica) -> None:
 
 
 def test_two_workers_with_one_address(replica: Replica) -> None:
-    """Two ids for one engine are a problem of the pool that names both, until one leaves."""
+    """Of two agents of one engine the one that was announced first has a problem, until the other leaves."""
     audit = Audit(replica)
-    twin = replace(card("w2"), url=card("w1").url)
+    twin = card("w2", url=card("w1").url, started_at_us=1)
     replica.worker_heartbeat(W2, encode(worker_beat(twin)), 0.0)
 
     assert (["address"], []) == kinds(audit)
-    assert "workers w1, w2 have one address" in audit.problems(POOL, "")[0].text
+    (problem,) = audit.problems(POOL, "w1")
+    assert "is the same engine as w2 (http://w1:9000)" in problem.text
+    assert problem.text in audit.degrading()[0]
     replica.worker_heartbeat(W2, encode(worker_beat("w2", state="leave")), 0.0)
     assert ([], ["address"]) == kinds(audit)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import pytest
 
 from kvrouter.core.wire.heartbeats import RankBeat
-from kvrouter.core.wire.ids import Target
+from kvrouter.core.wire.ids import Target, WorkerId
 from tests.core.worlds import (
     T1,
     T2,
@@ -116,6 +118,27 @@ def test_silent_worker_is_kept_where_no_other_can_serve() -> None:
 
     pool.update(W2, worker_beat(card("w2", started_at_us=2)))
     assert (16, [T2]) == (pool.block_size, list(pool.targets))
+
+
+def test_two_agents_of_one_engine() -> None:
+    """One gets requests: the last one announced that is up, with any order of the heartbeats."""
+    beats = {
+        name: worker_beat(card(name, url=url, started_at_us=started, ranks=2))
+        for name, url, started in (("w1", "http://a", 2), ("w2", "http://a", 3), ("w3", "http://b", 1))
+    }
+    for order in permutations(beats):
+        pool = new_pool()
+        for name in order:
+            pool.update(WorkerId(name), beats[name])
+        assert [T2, Target(W2, 1), T3, Target(W3, 1)] == list(pool.targets)
+        assert {T1: "is the same engine as w2", Target(W1, 1): "is the same engine as w2"} == pool.refusals(
+            request()
+        )
+        pool.update(W2, worker_beat("w2", state="draining"))
+        assert ([W1, W3], {}) == (
+            [target.worker_id for target in pool.targets if not target.rank],
+            pool.twins,
+        )
 
 
 def test_live_targets() -> None:

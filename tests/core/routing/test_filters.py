@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec import structs
 
 from kvrouter.core.routing.breaker import BreakerSettings, CircuitBreakers
@@ -12,6 +14,7 @@ from kvrouter.core.routing.filters import (
     Busy,
     Filter,
     FilterSettings,
+    Fits,
     Locality,
     MaxOngoing,
     Multiplex,
@@ -173,9 +176,24 @@ def test_circuit_breaker() -> None:
     assert ["w1", "w2"] == kept(Breaker(circuits), *both, using=moment(now=60.0))
 
 
+@given(st.lists(st.sampled_from([0, 10, 20, 30]), min_size=1), st.integers(0, 40))
+def test_contexts(lengths: list[int], needed: int) -> None:
+    """A target stays if the request fits, or its context is not known. If it fits none, the longest stay."""
+    candidates = [candidate(f"w{place}", max_model_len=length) for place, length in enumerate(lengths)]
+    fit = [f"w{place}" for place, length in enumerate(lengths) if not length or length >= needed]
+    longest = [f"w{place}" for place, length in enumerate(lengths) if length == max(lengths)]
+
+    asked = structs.replace(REQUEST, context_tokens=needed)
+    assert (fit or longest) == kept(Fits(), *candidates, request=asked)
+    everywhere = [f"w{place}" for place in range(len(lengths))]
+    assert everywhere == kept(Fits(), *candidates)
+    named = structs.replace(asked, wanted=Wanted(WorkerId("w0"), None))
+    assert everywhere == kept(Fits(), *candidates, request=named)
+
+
 def test_no_settings_no_filters() -> None:
-    """Without agents' sessions, the default settings need only the filter of workers that ask for a rest."""
-    assert (Rest(),) == new_filters(FilterSettings(agent_sessions=False))
+    """Without agents' sessions, the default settings need only what engines say."""
+    assert (Fits(), Rest()) == new_filters(FilterSettings(agent_sessions=False))
 
 
 def test_order_of_filters() -> None:
@@ -183,6 +201,7 @@ def test_order_of_filters() -> None:
     settings = FilterSettings(0.9, 1000, 8, "soft", multiplex=True, zone="z")
 
     assert [
+        "context",
         "circuit-breaker",
         "busy",
         "max-ongoing-requests",
