@@ -58,7 +58,7 @@ class Fits(Filter):
     If it fits none, the longest stay: the engine tells the client why it refuses.
     """
 
-    name = "context"
+    name = "fits"
     is_preference = True
 
     def keep(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> Candidates:

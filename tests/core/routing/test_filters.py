@@ -201,7 +201,7 @@ def test_order_of_filters() -> None:
     settings = FilterSettings(0.9, 1000, 8, "soft", multiplex=True, zone="z")
 
     assert [
-        "context",
+        "fits",
         "circuit-breaker",
         "busy",
         "max-ongoing-requests",

@@ -55,4 +55,4 @@ def test_always_there() -> None:
     """The filter needs no setting, and applies before the preferences that may be set."""
     filters = new_filters(FilterSettings(session_affinity="soft"))
 
-    assert ["context", "retry-after", "session"] == [each.name for each in filters][:3]
+    assert ["fits", "retry-after", "session"] == [each.name for each in filters][:3]
