@@ -39,7 +39,7 @@ from kvrouter.core.routing.cost import Prompt
 from kvrouter.core.routing.policy import AUTO, Candidate, OverlapWeight, RouteRequest, parse_wanted
 from kvrouter.core.routing.selection import Decision
 from kvrouter.core.tables.approx import DEFAULT_TTL_S
-from kvrouter.core.wire.hashes import Multimodal, block_hashes, sequence_hashes
+from kvrouter.core.wire.hashes import Multimodal, block_seed, media_prompt_hashes, multimodal_id
 from kvrouter.core.wire.heartbeats import Card, RankBeat
 from kvrouter.core.wire.ids import PoolId, RouterId, Target, WorkerId, check_identifier
 from kvrouter.core.wire.senders import SyncSource
@@ -341,14 +341,10 @@ class KvRouter(HandFed):
         lora_name, size = about.get("lora_name"), self._router.pool.block_size
         prompts: tuple[Prompt, ...] = ()
         if size:  # 0 before the first worker: without a block size there are no blocks to hash
-            hashes = block_hashes(
-                tokens,
-                size,
-                lora_name=lora_name,
-                salt=about.get("salt"),
-                multimodal=about.get("multimodal", ()),
-            )
-            prompts = (Prompt(sequence_hashes(hashes), len(tokens), block_size=size),)
+            seed, ahead = block_seed(lora_name, about.get("salt")), self._router.pool.lookahead
+            spans = [(start, end, multimodal_id(item)) for start, end, item in about.get("multimodal", ())]
+            hashes = media_prompt_hashes(tokens, size, seed, spans, ahead)
+            prompts = (Prompt(hashes, len(tokens), block_size=size),)
         return _request_of(prompts, about)
 
     def _targets_of(self, worker_ids: Collection[str]) -> frozenset[Target]:

@@ -201,8 +201,9 @@ class Accept:
 
     def _edited(self, request: Request, read: _Read) -> bytes:
         """The body that an engine gets. What the client sent and no engine gets is counted."""
-        body, edits = read.body, edits_of(read.asked)
-        removed = removed_from(read.asked) if edits else set()
+        if read.asked.is_plain and read.rename is None and not request.head.has_overrides:  # nearly always
+            return read.body
+        body, edits, removed = read.body, edits_of(read.asked), removed_from(read.asked)
         if read.rename is not None:
             edits.append(read.rename)
         if edits:

@@ -244,7 +244,7 @@ def kind_of(prompt: ChatPrompt | TextPrompt) -> Kind:
 
 
 def named(encoded: Iterable[Encoded], naming: Naming, known: PrefixHashes | None = None) -> Hashes:
-    size = naming.pool.block_size
+    size, ahead = naming.pool.block_size, naming.pool.lookahead
     if not size:
         return ()
     seed = block_seed(naming.lora_name, naming.salt)
@@ -252,8 +252,8 @@ def named(encoded: Iterable[Encoded], naming: Naming, known: PrefixHashes | None
     prompts = []
     for ids, isl, beginnings, media, outcome in encoded:
         # Most blocks of a chat are those of its previous turn: their hashes are looked up, not computed.
-        if media:
-            hashes = media_prompt_hashes(ids, size, seed, media)
+        if media or ahead:
+            hashes = media_prompt_hashes(ids, size, seed, media, ahead)
         elif known is None or beginnings is None:
             hashes = seeded_prompt_hashes(ids, size, seed)
         else:

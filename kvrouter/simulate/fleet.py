@@ -139,7 +139,7 @@ def reference_kind(model: StepModel, capacity_blocks: int) -> EngineKind:
 def _card(block_size: int, blocks: int, step_tokens: int, max_num_seqs: int) -> Card:
     return Card(
         worker_id="w",
-        url="http://w:9000",
+        url="",
         model="simulated",
         block_size=block_size,
         tiers={"device": blocks},

@@ -250,6 +250,7 @@ class Agent:
             self._facts,
             event_block_size=max((publisher.event_block_size for publisher in publishers), default=0),
             widest_tier=max((publisher.blocks.widest_tier for publisher in publishers), default=0),
+            lookahead=max((rank.lookahead for rank in self._ranks), default=0),
             started_at_us=self._incarnation,
             repairs_by_report=any(rank.repairs for rank in self._ranks),
             notes=sorted({note for notes in self._notes() for note in notes}),

@@ -172,6 +172,11 @@ class EngineRank:
         if isinstance(self._adapter, VllmAdapter):
             self._adapter.speculates = speculates
 
+    @property
+    def lookahead(self) -> int:
+        """How many tokens behind a block are part of its name."""
+        return self._adapter.lookahead if isinstance(self._adapter, VllmAdapter) else 0
+
     def go_down(self) -> None:
         """The engine is gone, and its blocks with it."""
         self._is_down = True
@@ -204,6 +209,7 @@ class EngineRank:
             self._adapter.group,
             self._first_ts,
             self.publisher.event_block_size,
+            self.lookahead,
         )
         return RankState(head, blocks.image())
 
@@ -316,7 +322,7 @@ class EngineRank:
         self._first_ts, self._position = head.first_ts, (head.seq, head.digest)
         self._removals_before -= head.removals
         if isinstance(self._adapter, VllmAdapter):
-            self._adapter.restore(head.group, head.event_block_size)
+            self._adapter.restore(head.group, head.event_block_size, head.lookahead)
         self.publisher.restore(former.image, head.event_block_size)
         log.info("engine.history_continued", rank=head.rank, seq=head.seq, blocks=len(former.image.known))
 

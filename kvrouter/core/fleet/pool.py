@@ -10,6 +10,7 @@ Invariant: `targets` holds the ranks of exactly those workers that take requests
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -24,7 +25,7 @@ from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.approx import DEFAULT_TTL_S, ApproxIndex
 from kvrouter.core.tables.block_index import BlockIndex, IndexBounds
 from kvrouter.core.tables.bookings import BookingTable
-from kvrouter.core.wire.heartbeats import WorkerBeat
+from kvrouter.core.wire.heartbeats import Card, WorkerBeat
 from kvrouter.core.wire.ids import PoolId, Target, WorkerId
 from kvrouter.settings.declare import Settings, setting
 
@@ -93,6 +94,8 @@ class Pool:
         self._size = PoolBlockSize(settings.block_size)
         self.block_size = self._size.size
         """For hashing prompts. An engine with another block size has overlap 0."""
+        self.lookahead = 0
+        """How many tokens behind a block are part of its name, on most targets."""
         self.workers: dict[WorkerId, Worker] = {}
         self.ranks = 0
         """The ranks of all workers, in any state."""
@@ -272,6 +275,7 @@ class Pool:
         self._size.count([worker.card for worker in eligible])
         self._use_size()
         pairs = [(target, worker) for worker in eligible for target in worker.targets()]
+        self.lookahead = _most_common([worker.card for worker in eligible])
         self.has_equal_contexts = len({worker.card.max_model_len for worker in eligible} - {0}) <= 1
         self.targets = dict(sorted(pairs, key=lambda pair: pair[0]))
         self._roster = Roster(self.targets.items())
@@ -300,9 +304,14 @@ class Pool:
     def size_note(self, worker: Worker) -> str:
         """A sentence if the worker's block size is not the pool's; else empty."""
         size = worker.card.block_size
-        if size == self.block_size or not self.block_size:  # 0: no worker has taken requests yet
+        if not self.block_size:  # no worker has taken requests yet
             return ""
-        return f"block size {size}, pool has {self.block_size}: no overlap is predicted"
+        if size != self.block_size:
+            return f"block size {size}, pool has {self.block_size}: no overlap is predicted"
+        ahead = worker.card.lookahead
+        if ahead == self.lookahead:
+            return ""
+        return f"look-ahead of {ahead} tokens, pool has {self.lookahead}: no overlap is predicted"
 
     def sizes_note(self) -> str:
         """One sentence about all targets with another block size; empty if there are none."""
@@ -394,6 +403,14 @@ def _one_for_each_engine(workers: list[Worker]) -> tuple[list[Worker], dict[Work
         if worker.card.url and last[worker.card.url] is not worker
     }
     return list(last.values()), twins
+
+
+def _most_common(cards: list[Card]) -> int:
+    """The look-ahead of most targets; of several the longest."""
+    targets: Counter[int] = Counter()
+    for card in cards:
+        targets[card.lookahead] += card.ranks
+    return max(targets, key=lambda lookahead: (targets[lookahead], lookahead), default=0)
 
 
 def _announced(worker: Worker) -> tuple[int, str]:

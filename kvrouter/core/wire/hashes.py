@@ -98,19 +98,33 @@ def seeded_prompt_hashes(
 
 
 def media_prompt_hashes(
-    tokens: Sequence[int], block_size: int, seed: int, spans: Iterable[MediaSpan]
+    tokens: Sequence[int], block_size: int, seed: int, spans: Iterable[MediaSpan], lookahead: int = 0
 ) -> array[int]:
-    """The sequence hashes of a prompt with media, in the places of which `tokens` has placeholders."""
-    return array("Q", sequence_hashes(_media_block_hashes(tokens, block_size, seed, spans)))
+    """The sequence hashes of a prompt with media, in the places of which `tokens` has placeholders.
+
+    `lookahead`: engines name each block by so many tokens behind it, too (vLLM 0.33 with EAGLE or MTP). A
+    block with fewer tokens behind it has no name.
+    """
+    return array("Q", sequence_hashes(_media_block_hashes(tokens, block_size, seed, spans, lookahead)))
+
+
+def lookahead_id(tokens: Sequence[int]) -> int:
+    """The 64-bit id, among those of a block, of the tokens behind it."""
+    return xxh3_64_intdigest(_token_bytes(tokens), SEED)
 
 
 def _media_block_hashes(
-    tokens: Sequence[int], block_size: int, seed: int, spans: Iterable[MediaSpan]
+    tokens: Sequence[int], block_size: int, seed: int, spans: Iterable[MediaSpan], lookahead: int = 0
 ) -> list[BlockHash]:
-    extras: list[list[int]] = [[] for _ in range(len(tokens) // (_step(block_size) // 4))]
+    count = max(0, len(tokens) - lookahead) // (_step(block_size) // 4)
+    extras: list[list[int]] = [[] for _ in range(count)]
     for start, end, item in spans:
-        for index in range(max(start, 0) // block_size, min((end - 1) // block_size + 1, len(extras))):
+        first = max(start - lookahead, 0) // block_size
+        for index in range(first, min((end - 1) // block_size + 1, count)):
             extras[index].append(item)
+    for index in range(count if lookahead else 0):
+        end = (index + 1) * block_size
+        extras[index].append(lookahead_id(tokens[end : end + lookahead]))
     return seeded_block_hashes(tokens, block_size, seed, extras)
 
 

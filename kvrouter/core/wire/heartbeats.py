@@ -20,6 +20,7 @@ from kvrouter.core.wire.values import (
     Finite,
     Identifier,
     Line,
+    Lookahead,
     Number,
     Rank,
     RankHeader,
@@ -80,6 +81,8 @@ class Card(Struct, frozen=True, kw_only=True):
     engine_started_at_us: Number = 0
     # whether the engine decodes speculatively: with EAGLE or MTP it reuses one block less than it holds
     speculates: bool = False
+    # so many tokens behind a block are part of its name (vLLM 0.33 with EAGLE or MTP)
+    lookahead: Lookahead = 0
     # the directory or hub id of the engine's model, as the engine names it
     tokenizer: Line = ""
     # of the program that announces the worker; empty: it reports none

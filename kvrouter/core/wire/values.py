@@ -44,6 +44,9 @@ Total = Annotated[int, Meta(ge=0, le=1 << 53)]
 Rank = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]
 Ranks = Annotated[int, Meta(ge=1, le=MOST_RANKS)]
 BlockSize = Annotated[int, Meta(ge=1, le=MOST_BLOCK_SIZE)]
+# Tokens behind a block: a draft model of vLLM proposes far fewer.
+MOST_LOOKAHEAD = 256
+Lookahead = Annotated[int, Meta(ge=0, le=MOST_LOOKAHEAD)]
 Tier = Annotated[int, Meta(ge=0, le=2)]
 # A fraction 0..1 of the KV blocks. Engines that also count swapped blocks report more than 1.
 Share = Annotated[float, Meta(ge=0, le=MOST_SHARE)]

@@ -41,7 +41,7 @@ def edits_of(request: CompletionRequest) -> list[Edit]:
         edits.append(without_overrides)
     if request.nvext is not None:
         edits.append(partial(without_nvext, salt=request.nvext.cache_salt))
-    if request.removed or (request.engine_arguments is not UNSET and removed_from(request)):
+    if removed_from(request):
         edits.append(request.remove or without_guarded)
     return edits
 

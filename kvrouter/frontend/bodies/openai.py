@@ -53,6 +53,12 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     remove: Callable[[bytes], bytes] | None = None
     """Removes them from a body that is not JSON; None: it is JSON."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing in its body is for the router, or forbidden: the engine gets it as it is."""
+        is_for_engine = self.kvrouter is None and self.nvext is None and not self.removed
+        return is_for_engine and self.engine_arguments is msgspec.UNSET
+
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 _Request = TypeVar("_Request", bound=CompletionRequest)

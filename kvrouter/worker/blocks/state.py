@@ -70,6 +70,7 @@ class RankHead(Struct, frozen=True, array_like=True, tag=1):
     group: int | None
     first_ts: float | None
     event_block_size: int
+    lookahead: int = 0
 
 
 class KnownRows(Struct, frozen=True, array_like=True, tag=2):

@@ -78,11 +78,12 @@ def build_card(
     *,
     event_block_size: int,
     widest_tier: int,
+    lookahead: int = 0,
     started_at_us: int,
     repairs_by_report: bool = False,
     notes: Sequence[str] = (),
 ) -> Card:
-    """The card of an engine. Its events have shown `event_block_size`, `widest_tier` and `notes`.
+    """The card of an engine. Its events have shown sizes, tiers, `lookahead` and `notes`.
 
     Its notes begin with what the engine lacks for its events.
     """
@@ -111,7 +112,8 @@ def build_card(
         repairs_by_report=repairs_by_report,
         notes=tuple(note[:MOST_TEXT_CHARACTERS] for note in notes)[:MOST_NAMES],
         prefix_caching=scrape.has_prefix_caching,
-        speculates=scrape.speculates,
+        speculates=scrape.speculates and not lookahead,
+        lookahead=lookahead,
         engine_started_at_us=min(round(scrape.started_s * 1e6), MOST_NUMBER),
         tokenizer=facts.tokenizer if facts.tokenizer.isprintable() and len(facts.tokenizer) <= 1024 else "",
         agent_version=__version__,

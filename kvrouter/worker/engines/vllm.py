@@ -5,9 +5,12 @@
     event   = {"type": "BlockStored", "block_hashes": …}      vLLM after June 2026
             | ["BlockStored", block_hashes, …]                 until 0.23, and SGLang
 
-Fields and meanings were observed on vLLM 0.32; later fields are ignored. A BlockStored that cannot be read is
-skipped: its blocks are missed, which is only an undercount. A removal that cannot be read makes the batch
-malformed, because blocks that no longer exist would stay published.
+Fields and meanings were observed on vLLM 0.32 and 0.33; other fields are ignored. A BlockStored that cannot
+be read is skipped: its blocks are missed, which is only an undercount. A removal that cannot be read makes
+the batch malformed, because blocks that no longer exist would stay published.
+
+With EAGLE or MTP vLLM 0.33 names a block by its own tokens and those behind it (`lookahead_token_ids`); so do
+prompts then (core/wire/hashes.py). Earlier versions, and engines with a connector, drop a block instead.
 
 A model with layers of several kinds has a KV group for each. The blocks of the first group with full
 attention are published. Another group tells where the engine can resume a prompt (docs/concepts/depth.md), if
@@ -32,9 +35,9 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from kvrouter.core.wire.hashes import multimodal_id
+from kvrouter.core.wire.hashes import lookahead_id, multimodal_id
 from kvrouter.core.wire.ops import UNREADABLE
-from kvrouter.core.wire.values import MOST_BLOCK_SIZE, Text, TokenId
+from kvrouter.core.wire.values import MOST_BLOCK_SIZE, MOST_LOOKAHEAD, Text, TokenId
 from kvrouter.errors import MalformedFrameError
 from kvrouter.worker.blocks.engine_blocks import BlockIds
 from kvrouter.worker.blocks.resume_points import ALL
@@ -95,6 +98,8 @@ class BlockStored(Struct, frozen=True, tag="BlockStored", tag_field="type"):
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
     locality: str | None = None
+    # Of each block the tokens behind it that are part of its hash (EAGLE and MTP since 0.33).
+    lookahead_token_ids: list[Annotated[list[TokenId], Meta(max_length=MOST_LOOKAHEAD)]] | None = None
 
 
 class BlockRemoved(Struct, frozen=True, tag="BlockRemoved", tag_field="type"):
@@ -248,6 +253,8 @@ class VllmAdapter:
         self.group: int | None = None
         # Whether the engine drops the last block that it finds (EAGLE, MTP): windows then need one more.
         self.speculates = False
+        # How many tokens behind a block are part of its hash: then no block is dropped.
+        self.lookahead = 0
         # The size of the blocks of that group, the largest so far; 0 before its first store.
         self._block_size = 0
         # By KV group: the largest block on the device in this life of the engine.
@@ -274,9 +281,9 @@ class VllmAdapter:
             notes.append(f"predictions may be too high: overlap does not follow {', '.join(ignored)}")
         return notes
 
-    def restore(self, group: int | None, block_size: int) -> None:
+    def restore(self, group: int | None, block_size: int, lookahead: int) -> None:
         """Continue with the published group of a saved state."""
-        self.group, self._block_size = group, block_size
+        self.group, self._block_size, self.lookahead = group, block_size, lookahead
 
     def forget(self) -> None:
         # another life of the engine may have other KV groups
@@ -316,6 +323,8 @@ class VllmAdapter:
         elif event.token_ids and tier != "device" and event.extra_keys is None:
             self._store_chunks(event, tier, sink)
         else:
+            if tier == "device" and event.token_ids:
+                self.lookahead = len(next(iter(event.lookahead_token_ids or ()), ()))
             _store(event, tier, sink, is_part=tier == "device" and self._is_part(event))
 
     def _is_part(self, event: BlockStored) -> bool:
@@ -379,7 +388,7 @@ class VllmAdapter:
             self._other_kinds[number] = f"group {number} ({_named(event)})"
         if number in self._others:
             self._other_sizes[number] = max(self._other_sizes.get(number, 0), event.block_size)
-        needed = needed_blocks(event, speculates=self.speculates)
+        needed = needed_blocks(event, speculates=self.speculates and not self.lookahead)
         if not self._block_size:
             return  # no block has a name so far, and one of another size never gets one
         # a smaller block than the published ones is the filled part of a last block, which has no name there
@@ -424,6 +433,8 @@ def _named(event: BlockStored) -> str:
 
 def _store(event: BlockStored, tier: str, sink: Sink, *, is_part: bool) -> None:
     salt, ids = read_extra_keys(event)
+    if event.lookahead_token_ids and event.token_ids:
+        ids = _with_lookahead(ids or [()] * len(event.block_hashes), event.lookahead_token_ids)
     sink.stored(
         event.block_hashes,
         event.token_ids,
@@ -436,6 +447,13 @@ def _store(event: BlockStored, tier: str, sink: Sink, *, is_part: bool) -> None:
     )
 
 
+def _with_lookahead(ids: Sequence[BlockIds], lookahead: Sequence[Sequence[int]]) -> list[BlockIds]:
+    return [
+        None if known is None else [*known, lookahead_id(behind)]
+        for known, behind in zip(ids, lookahead, strict=True)
+    ]
+
+
 def word(text: object) -> str:
     """A name given by an engine, short enough for a reason."""
     return str(text)[:_MAX_WORD]
@@ -446,7 +464,8 @@ def _is_whole(event: BlockStored) -> bool:
     count = len(event.block_hashes)
     has_keys = event.extra_keys is None or len(event.extra_keys) == count
     has_tokens = event.block_size > 0 and len(event.token_ids) == count * event.block_size
-    return not event.token_ids or (has_keys and has_tokens)
+    has_lookahead = event.lookahead_token_ids is None or len(event.lookahead_token_ids) == count
+    return not event.token_ids or (has_keys and has_tokens and has_lookahead)
 
 
 def read_extra_keys(event: BlockStored) -> tuple[str | None, list[BlockIds]]:

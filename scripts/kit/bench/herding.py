@@ -63,7 +63,7 @@ def new_router(number: int, busy: int, rng: random.Random, *, learns: bool = Tru
     """A replica with one idle worker and seven with `busy` long requests each."""
     pool = Pool(POOL, PoolSettings())
     for worker_id in WORKERS:
-        card = Card(worker_id=worker_id, url="http://x", model="m", block_size=16)
+        card = Card(worker_id=worker_id, url="", model="m", block_size=16)
         pool.update(worker_id, WorkerBeat(VERSION, 1, "up", POOL, [RankBeat(0, 1, 0)], 1, card))
     for place, worker_id in enumerate(WORKERS[1:] * busy):
         hashes = [SequenceHash(rng.getrandbits(64)) for _ in range(BLOCKS)]

@@ -296,7 +296,7 @@ class World:
         for name in (f"w{one}" for one in range(load.targets)):
             card = Card(
                 worker_id=name,
-                url="http://127.0.0.1:1",
+                url="",
                 model="bench",
                 block_size=BLOCK_SIZE,
                 tiers={"device": load.capacity_blocks},

@@ -89,8 +89,10 @@ class Worker:
         self.id = WorkerId(f"w{number:04}")
         self.incarnation = time.time_ns() // 1000
         self.seq = 0
+        # with a path of its own, as one address is one engine; the mock engine reads none
+        url = f"{engine_url}/{self.id}"
         self._card = Card(
-            worker_id=self.id, url=engine_url, model=MODEL, block_size=BLOCK_SIZE, started_at_us=1 + number
+            worker_id=self.id, url=url, model=MODEL, block_size=BLOCK_SIZE, started_at_us=1 + number
         )
         base = prefix_hashes(number % PREFIXES)
         self._base = Stored(DEVICE, None, pack_hashes(base))

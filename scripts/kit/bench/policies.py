@@ -140,7 +140,7 @@ def new_pool(count: int, chain: Sequence[int], rng: random.Random) -> Pool:
         worker_id = WorkerId(f"w{number:03d}")
         card = Card(
             worker_id=str(worker_id),
-            url="http://127.0.0.1:1",
+            url="",
             model="bench",
             block_size=BLOCK_SIZE,
             tiers={"device": 10_000},

@@ -33,7 +33,7 @@ from typing import Any
 import zmq
 
 from kvrouter.core.tables.block_index import BlockIndex
-from kvrouter.core.wire.hashes import block_hashes, sequence_hashes
+from kvrouter.core.wire.hashes import block_seed, media_prompt_hashes
 from kvrouter.core.wire.ids import Target, WorkerId
 from kvrouter.core.wire.ops import Cleared, NotResumable, Op, Removed, Resumable, Stored
 from kvrouter.tokens.tiny import build_tiny_model
@@ -120,10 +120,10 @@ class Prediction:
     def compare(self, tokens: Sequence[int], cached_tokens: int, lora: str, salt: str) -> None:
         """Count the predictions of a request that the engine has answered, before its events are applied."""
         most = max(0, len(tokens) - 1) // self.block_size
-        names = block_hashes(tokens, self.block_size, lora_name=lora or None, salt=salt or None)
-        chain = sequence_hashes(names)
+        ahead = self._adapter.lookahead
+        chain = media_prompt_hashes(tokens, self.block_size, block_seed(lora, salt), (), ahead)
         for name, index in self._indexes.items():
-            is_less = self._one_less and name == "all groups"
+            is_less = self._one_less and not ahead and name == "all groups"
             # with EAGLE several groups are looked up to the end of the prompt, see core/routing/candidates.py
             last = len(chain) if is_less and index.limited else most
             depth = min(last, index.overlap(chain, last).get(TARGET, 0))

@@ -382,7 +382,7 @@ def test_group_with_other_block_size_comes_first() -> None:
 def test_group_with_other_block_size_after_a_restart() -> None:
     """An agent that continues with a saved state knows the size of the published blocks."""
     adapter, ledger = VllmAdapter(), Ledger()
-    adapter.restore(1, 2)
+    adapter.restore(1, 2, 0)
     adapter.publish(adapter.decode(pack({**WINDOW, "block_size": 1})), ledger)
 
     assert [] == ledger.calls
