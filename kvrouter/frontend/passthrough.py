@@ -42,10 +42,6 @@ class _Body(lax.Guarded):
     truncate_prompt_tokens: msgspec.Raw = _NULL
     path: str | None = None
     """Of a body for /v1/route."""
-    custom_params: None = None
-    """Engines look in it and in the next two for fields that no client may send (lax.py)."""
-    instances: None = None
-    parameters: None = None
 
 
 _BODY = msgspec.json.Decoder(_Body)

@@ -45,10 +45,12 @@ from kvrouter.relay.events import (
     Kind,
     error_in_whole,
     events_at_the_end,
+    has_nothing,
     is_plain_end,
     is_plain_output,
     is_suspicious,
     message_in,
+    names_failure,
 )
 from kvrouter.relay.framing import (
     LAST_CHUNK,
@@ -63,11 +65,9 @@ from kvrouter.relay.upstream import WorkerConnection
 
 # A longer answer is passed on before it is complete: this bounds the memory that one request holds here.
 HELD_BYTES = 1024 * 1024
-# Searched with `find`, not `in`: bytes' `in` first tries its operand as a number, and the exception that this
-# raises inside makes it half as slow again (CPython 3.11).
-_ABORT = b'"abort"'
-# Of each of the last reads at least this much is kept: an error event has its place in it.
-_KEPT_READ_BYTES = 4096
+_PINGS = (b"event: ping", b"event: keepalive")
+# Small reads are kept as one, up to this much: an engine may send each byte by itself.
+_JOINED_BYTES = 4096
 _DATA = b"data:"
 # In JSON a line end is escaped, so this is always the beginning of a line.
 _DATA_LINE = b"\ndata:"
@@ -81,6 +81,8 @@ _MOST_QUIET_BYTES = 128
 _EVENT_ENDS = (b"\n\n", b"\n\r\n", b"\r\r", b"\n\n\r\n", b"\n\r\n\r\n")
 """As a read may end that ends an event; the last two have the line end of a chunk behind it."""
 _EMPTY = "the worker answered 200 with nothing in it"
+# A longer answer has something in it.
+_SHORT_BYTES = 64
 _NO_END = "the worker's stream ended without a finish reason"
 _NO_STREAM = "the worker did not answer with a stream"
 
@@ -204,7 +206,8 @@ class Attempt:
         "_active_at", "_added_headers", "_begun", "_body", "_client", "_connection", "_content", "_events",
         "_form", "_head", "_held", "_is_flowing", "_is_holding", "_is_in_data", "_is_paused",
         "_is_stream", "_keeps_alive", "_last_reads", "_limits", "_loop", "_most_tail_bytes",
-        "_on_first_output", "_quiet_end", "_reader", "_trouble", "_was_at_boundary", "events", "outcome",
+        "_on_first_output", "_quiet_end", "_reader", "_sent_before", "_trouble",
+        "_was_at_boundary", "events", "outcome",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0917  (passing them by keyword takes 0.4 µs a request)
@@ -244,6 +247,7 @@ class Attempt:
         # A whole chunk can pass as it is: nothing is held, unpacked or searched for.
         self._is_flowing = False
         self._quiet_end = b"\0"  # from _UNFINISHED on, of the last event that was searched; at first none
+        self._sent_before: frozenset[str] | None = None  # the openings that the client has from other workers
         self._begun: Begun | None = None  # set where the client has the head from elsewhere
         self._trouble: _Trouble | None = None
         self._was_at_boundary = True
@@ -324,8 +328,8 @@ class Attempt:
         body = self._body
         if self._is_holding:
             self._hold(data)
-        elif self._was_at_boundary and data.find(_ABORT) >= 0 and (error := _last_error(data)) is not None:
-            self._break_off(error.message)
+        elif self._was_at_boundary and names_failure(data) and self._is_broken_off(data):
+            return
         elif body is not None and body.is_over:
             self._pass_last(data)
         else:
@@ -338,21 +342,37 @@ class Attempt:
         """
         if data.endswith(self._quiet_end) and data.find(b"\n", _SIZE_BYTES) == len(data) - _ONE_END_BYTES:
             lines = 1  # as the last one was
-        elif not self._is_flowing or data.find(_ABORT) >= 0:
+        elif not self._is_flowing or names_failure(data):
             self.received(data)
             return
         else:
             lines = self._lines_in(data)
-        if lines:  # else a comment, which shows only that the connection is open
+        if lines:  # else a comment or a ping, which show only that the connection is open
             self.events += lines
             self._active_at = self._loop.time()
+            self._last_reads.append(data)
         self._client.write(data)
-        self._last_reads.append(data)
         if self._client.is_slow:
             self._hold_up()
 
+    def _is_broken_off(self, data: bytes) -> bool:
+        """Whether these bytes, amid an answer, ended it. An error that tells the client is only counted."""
+        error = _error_of(events_at_the_end(data))
+        if error is None:
+            return False
+        if not error.body:
+            self._break_off(error.message)
+            return True
+        self._trouble = self._trouble or _in_stream(error)
+        return False
+
     def _lines_in(self, data: bytes) -> int:
-        """The lines of data in a chunk, the end of which is remembered if the next ones may look the same."""
+        """The lines of data in a chunk, the end of which is remembered if the next ones may look the same.
+
+        0 for a ping.
+        """
+        if data.startswith(_PINGS, data.find(b"\n") + 1):
+            return 0
         at = data.rfind(_UNFINISHED, -_MOST_QUIET_BYTES)
         if at >= 0:
             self._quiet_end = data[at:]
@@ -383,7 +403,7 @@ class Attempt:
             return
         if self._is_holding:
             self._finish(Lost(reason, self._connection.is_stale))
-        else:
+        elif not self._ends_already():
             self._break_off(f"the worker broke off: {reason}")
 
     # Holding
@@ -442,15 +462,26 @@ class Attempt:
 
     def _judge_good(self, head: ResponseHead, held: bytes) -> None:
         """Look for an error, or for nothing, in a complete answer with status 200."""
-        text = _content(head, held)
         if head.is_event_stream:
             error, is_empty = _error_of(self._events), not any(event.commits for event in self._events)
         else:
-            error, is_empty = error_in_whole(text) if is_suspicious(text) else None, not text.strip()
+            text = _content(head, held)
+            error, is_empty = error_in_whole(text) if is_suspicious(text) else None, self._is_empty(text)
         if error is not None and self._is_failure(error):
             self._fail(error)
+        elif error is not None:
+            self._trouble = _in_stream(error)
         elif is_empty:
             self._finish(Lost(_EMPTY))
+
+    def _is_empty(self, text: bytes) -> bool:
+        """Whether a whole answer has nothing in it; of an API's own routes also if it is cut, or a page."""
+        text = text.strip()
+        if not text or not self._form.is_native:
+            return not text
+        if text.startswith((b"{", b"<")) and not text.endswith(b"}"):
+            return True
+        return len(text) < _SHORT_BYTES and has_nothing(text)
 
     def _is_failure(self, error: EngineError) -> bool:
         """Whether another worker may do better. An error of the client is passed on as it is."""
@@ -474,7 +505,9 @@ class Attempt:
 
     def _unsent(self, begun: Begun) -> bytes:
         """The text of the held events, without openings that the client has from another worker."""
-        sent = begun.openings.copy()
+        if self._sent_before is None:
+            self._sent_before = frozenset(begun.openings)
+        sent = self._sent_before
         kept = [event for event in self._events if event.kind is not Kind.OPENING or event.name not in sent]
         begun.openings.update(event.name for event in kept if event.kind is Kind.OPENING)
         self._events, self._held = [], bytearray()
@@ -533,7 +566,7 @@ class Attempt:
         if self._begun is not None:
             content = self._begun.frame(content) if content else b""
         client.write(head + content)
-        self._last_reads.append(data[-max(self._most_tail_bytes, _KEPT_READ_BYTES) :])
+        self._keep(data)
         lines = data.count(_DATA_LINE) + data.startswith(_DATA)
         self.events += lines
         # A read within an event may have no data line of its own.
@@ -544,10 +577,18 @@ class Attempt:
         if client.is_slow:
             self._hold_up()
 
+    def _keep(self, data: bytes) -> None:
+        """Keep the last reads, for their usage and how they end."""
+        reads = self._last_reads
+        if reads and len(reads[-1]) + len(data) <= _JOINED_BYTES:
+            reads[-1] += data
+        else:
+            reads.append(data[-max(self._most_tail_bytes, MOST_EVENT_BYTES) :])
+
     def _pass_last(self, data: bytes, head: bytes = b"") -> None:
         """Pass on the last read. A stream that must not look complete ends with an error event instead."""
         trouble = self._trouble
-        if self._is_stream:
+        if trouble is None and self._is_stream:
             trouble = self._trouble_in(b"".join((*self._last_reads, data))[-ANSWER_BYTES:])
         if trouble is not None and trouble.is_unsaid and (rest := self._without_end(data)) is not None:
             self._pass_on(rest, head)
@@ -571,8 +612,7 @@ class Attempt:
         events = list(events_at_the_end(tail))
         error = _error_of(events)
         if error is not None:
-            reason = f"the worker's stream has an error: {error.message}"
-            return _Trouble(reason, spares_worker=error.is_clients, is_unsaid=not error.body)
+            return _in_stream(error)
         is_good = any(event.finishes or event.kind is Kind.END for event in events)
         return None if is_good or not self._form.has_end else _Trouble(_NO_END, is_unsaid=True)
 
@@ -602,6 +642,24 @@ class Attempt:
             Done(head.status, False, reason, needs_reset=not takes_event, spares_worker=spares_worker)
         )
 
+    def _ends_already(self) -> bool:
+        """End a stream that lacks only the end of its body. False: the last event of its API is not there."""
+        head, begun = self._head, self._begun
+        is_whole = self._was_at_boundary if begun is None else begun.ends_event
+        if head is None or not self._is_stream or not is_whole:
+            return False
+        events = list(events_at_the_end(b"".join(self._last_reads)))
+        if _error_of(events) is not None or all(event.kind is not Kind.END for event in events):
+            return False
+        if begun is not None or (head.is_chunked and self._content is None):
+            self._client.write(LAST_CHUNK if begun is None else begun.end)
+        trouble = self._trouble or _GOOD
+        needs_reset = head.length is not None and begun is None
+        self._finish(
+            Done(head.status, False, trouble.reason, needs_reset, spares_worker=trouble.spares_worker)
+        )
+        return True
+
     def _framed_end(self, head: ResponseHead, event: bytes) -> bytes:
         """The last event of a stream, and the end of its body."""
         if self._begun is not None:
@@ -622,7 +680,7 @@ class Attempt:
         elif self._is_paused:
             reason = f"the client read nothing for {limit:g} s"
             self._finish(Done(200, False, reason, needs_reset=True, spares_worker=True))
-        else:
+        elif not self._ends_already():
             reason = f"the worker sent no output for {limit:g} s"
             self._break_off(reason, WorkerSilentError(reason))
         return 0
@@ -650,5 +708,6 @@ def _error_of(events: Iterable[Event]) -> EngineError | None:
     return next((event.error for event in events if event.error is not None), None)
 
 
-def _last_error(data: bytes) -> EngineError | None:
-    return _error_of(events_at_the_end(data))
+def _in_stream(error: EngineError) -> _Trouble:
+    reason = f"the worker's stream has an error: {error.message}"
+    return _Trouble(reason, spares_worker=error.is_clients, is_unsaid=not error.body)

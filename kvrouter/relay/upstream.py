@@ -258,8 +258,13 @@ class WorkerConnection(asyncio.Protocol):
     def _finish(self) -> None:
         receiver = self._receiver
         self._release()
-        if receiver is not None:
+        if receiver is None:
+            return
+        try:
             receiver.ended()
+        except Exception as error:  # nothing else would end its request
+            receiver.lost(f"its answer could not be read: {error}")
+            raise
 
     def _release(self) -> None:
         """The answer is complete: become idle, or close."""

@@ -28,7 +28,7 @@ from tests.frontend.workers import (
     says_and_stalls,
     until,
 )
-from tests.relay.answers import APIS, DONE, QUIET, ApiStream
+from tests.relay.answers import APIS, DONE, QUIET, ApiStream, sse, typed
 
 UNTIL_CLOSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
 by_api = pytest.mark.parametrize("api", APIS, ids=lambda api: api.path.rpartition("/")[2])
@@ -79,6 +79,67 @@ async def test_another_worker_goes_on(fleet_of: FleetOf, api: ApiStream) -> None
         assert not fleet.logged("request.failed")
 
 
+def byte_by_byte(text: bytes) -> list[bytes]:
+    """Pieces of one byte each."""
+    return [bytes([byte]) for byte in text]
+
+
+@by_api
+async def test_cut_anywhere(fleet_of: FleetOf, api: ApiStream) -> None:
+    """A stream that two reads cut at any place, also in a chunk's size, is the same, or the next worker's."""
+    good = b"".join(map(chunk, (*api.opening, *api.outputs, *api.end))) + LAST_CHUNK
+    bad = b"".join(map(chunk, (*api.opening, api.errors[0]))) + LAST_CHUNK
+    cases = [
+        (beginning + text, at)
+        for beginning in (b"", chunk(b": keep-alive\n\n"))
+        for text in (good, bad)
+        for at in [*range(1, len(text), 13), *range(len(text) - 12, len(text))]
+    ]
+    tries = [0] * len(cases)
+
+    async def script(received: Received, wire: Wire) -> None:
+        case = int(received.headers("x-case")[0])
+        (text, at), tries[case] = cases[case], tries[case] + 1
+        await wire.send(*((SSE_HEAD + text[:at], text[at:]) if tries[case] == 1 else (SSE_HEAD + good,)))
+
+    async with fleet_of("--idle-timeout-s", "5", scripts=(script, script)) as fleet:
+        for case, (text, at) in enumerate(cases):
+            response = await fleet.ask(api.body, f"x-case: {case}", path=api.path)
+
+            assert (200, True) == (response.status, response.is_whole), (text, at)
+            is_bad = text.endswith(bad)
+            assert 1 + is_bad == tries[case], (text, at)
+            # of the openings of two workers a client gets some from each
+            begins = (
+                sum(event.kind is Kind.OPENING for event in EventReader().feed(api.whole)) if is_bad else 0
+            )
+            wanted = told(api.whole)[begins:]
+            assert wanted == told(response.body)[-len(wanted) :], (text, at)
+        assert not fleet.logged("request.failed")
+
+
+@by_api
+async def test_after_the_end(fleet_of: FleetOf, api: ApiStream) -> None:
+    """Nothing is added behind an API's last event, whatever the worker does with the end of the body."""
+    whole = [SSE_HEAD, *map(chunk, (*api.opening, *api.outputs, *api.end))]
+    last = b"".join(map(chunk, api.end)) + LAST_CHUNK
+    endings = [
+        says(*whole, *[chunk(b": bye\n\n")] * 5, LAST_CHUNK),
+        says(*whole, *[chunk(b"\n")] * 5, LAST_CHUNK),
+        says(*whole[: -len(api.end)], *byte_by_byte(last)),
+        says_and_closes(*whole),
+        says_and_resets(*whole),
+        says_and_stalls(*whole),
+    ]
+    for ending in endings:
+        async with fleet_of("--idle-timeout-s", "0.2", scripts=(ending,)) as fleet:
+            response = await fleet.ask(api.body, path=api.path)
+
+            assert (200, True) == (response.status, response.is_whole)
+            assert told(api.whole) == told(response.body)
+            assert not fleet.logged("request.failed")
+
+
 @by_api
 async def test_errors_after_output(fleet_of: FleetOf, api: ApiStream) -> None:
     """After output an error is the client's, and counts as a failure; so does a stream without an end."""
@@ -86,6 +147,11 @@ async def test_errors_after_output(fleet_of: FleetOf, api: ApiStream) -> None:
     endings: list[tuple[bytes, ...]] = [(LAST_CHUNK,), (chunk(b": bye\n\n"), LAST_CHUNK)]
     for error in api.errors:
         endings += [(chunk(error) + LAST_CHUNK,), (chunk(error), chunk(DONE), LAST_CHUNK)]
+        endings += [(chunk(error), *[chunk(b": bye\n\n")] * 4, chunk(DONE), LAST_CHUNK)]
+        endings += [(chunk(error), *map(chunk, (*api.outputs, *api.end)), LAST_CHUNK)]
+        endings += [(*byte_by_byte(chunk(error)), chunk(DONE), LAST_CHUNK)]
+    long = sse({"error": {"message": "x" * 9000, "code": 500}})
+    endings += [(chunk(long)[:20], chunk(long)[20:], chunk(DONE), LAST_CHUNK)]
     for ending in endings:
         async with fleet_of("--circuit-breaker", scripts=(says(*begun, *ending),)) as fleet:
             response = await fleet.ask(api.body, path=api.path)
@@ -153,7 +219,10 @@ async def test_silence_before_output(fleet_of: FleetOf, silence: bytes) -> None:
         assert (response.status, "sent no output" in failed["error"]) in {(504, True), (200, True)}
 
 
-@pytest.mark.parametrize("silence", [b": keep-alive\n\n", b": ping\n", b"retry: 1\n\n"])
+PINGS = [typed("ping"), typed("keepalive")]
+
+
+@pytest.mark.parametrize("silence", [b": keep-alive\n\n", b": ping\n", b"retry: 1\n\n", *PINGS])
 async def test_silence_amid_output(fleet_of: FleetOf, silence: bytes) -> None:
     """Comments amid a stream pass, but do not put off the idle limit."""
 
@@ -170,12 +239,34 @@ async def test_silence_amid_output(fleet_of: FleetOf, silence: bytes) -> None:
         assert b"GatewayTimeoutError" in response.body
 
 
-@pytest.mark.parametrize("body", [b"", b"  \r\n"])
+@pytest.mark.parametrize(
+    "body", [b"", b"  \r\n", b"{}", b'{"choices":[]}', b'{"id":"x","choices":[{"ind', b"<html>busy</html>"]
+)
 async def test_nothing_in_it(fleet_of: FleetOf, body: bytes) -> None:
     """A whole answer with status 200 and nothing in it is a failure that another worker makes good."""
     scripts = in_turn(says(answer(body)), OK)
     async with fleet_of(scripts=(scripts, scripts)) as fleet:
         assert (200, 2) == ((await fleet.ask()).status, len(fleet.requests))
+
+
+async def test_nothing_in_messages(fleet_of: FleetOf) -> None:
+    """Of /v1/messages an end alone is nothing, too: its last event does not say how the answer ended."""
+    (api,) = [api for api in APIS if api.path == "/v1/messages"]
+    good = says(SSE_HEAD, *map(chunk, (*api.opening, *api.outputs, *api.end)), LAST_CHUNK)
+    scripts = in_turn(says(SSE_HEAD, *map(chunk, (*api.opening, api.end[-1])), LAST_CHUNK), good)
+    async with fleet_of(scripts=(scripts, scripts)) as fleet:
+        response = await fleet.ask(api.body, path=api.path)
+
+        assert (told(api.whole), 2) == (told(response.body), len(fleet.requests))
+
+
+async def test_error_with_status_200(fleet_of: FleetOf) -> None:
+    """An error of the client's in a whole answer reaches it, and is no success."""
+    wrong = b'{"error":{"message":"no","type":"BadRequestError","code":400}}'
+    async with fleet_of(scripts=(says(answer(wrong)),)) as fleet:
+        assert (200, wrong) == ((found := await fleet.ask()).status, found.body)
+        (failed,) = fleet.logged("request.failed")
+        assert "broken" == failed["outcome"]
 
 
 # --sse-keep-alive-s

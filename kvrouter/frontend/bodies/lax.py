@@ -70,6 +70,10 @@ class Guarded(Struct):
     sampling_params: None = None
     """Objects in which engines look for these fields, so a body that has one is read slowly."""
     extra_args: None = None
+    custom_params: None = None
+    extra_body: None = None
+    instances: None = None
+    parameters: None = None
 
 
 class Found(Struct, Generic[_Body], frozen=True):
