@@ -65,7 +65,8 @@ from kvrouter.relay.upstream import WorkerConnection
 
 # A longer answer is passed on before it is complete: this bounds the memory that one request holds here.
 HELD_BYTES = 1024 * 1024
-_PINGS = (b"event: ping", b"event: keepalive")
+# Comments and pings show only that a connection is open.
+_SILENT = (b":", b"event: ping", b"event: keepalive")
 # Small reads are kept as one, up to this much: an engine may send each byte by itself.
 _JOINED_BYTES = 4096
 _DATA = b"data:"
@@ -341,16 +342,14 @@ class Attempt:
         This is the hottest path of a stream: 3 calls an event instead of 8.
         """
         if data.endswith(self._quiet_end) and data.find(b"\n", _SIZE_BYTES) == len(data) - _ONE_END_BYTES:
-            lines = 1  # as the last one was
+            self.events += 1  # as the last one was
+            self._active_at = self._loop.time()
+            self._last_reads.append(data)
         elif not self._is_flowing or names_failure(data):
             self.received(data)
             return
         else:
-            lines = self._lines_in(data)
-        if lines:  # else a comment or a ping, which show only that the connection is open
-            self.events += lines
-            self._active_at = self._loop.time()
-            self._last_reads.append(data)
+            self._look_at(data)
         self._client.write(data)
         if self._client.is_slow:
             self._hold_up()
@@ -366,17 +365,18 @@ class Attempt:
         self._trouble = self._trouble or _in_stream(error)
         return False
 
-    def _lines_in(self, data: bytes) -> int:
-        """The lines of data in a chunk, the end of which is remembered if the next ones may look the same.
-
-        0 for a ping.
-        """
-        if data.startswith(_PINGS, data.find(b"\n") + 1):
-            return 0
+    def _look_at(self, data: bytes) -> None:
+        """Look at a chunk; its end is remembered if the next ones may look the same."""
+        if data.startswith(_SILENT, data.find(b"\n") + 1):
+            return
         at = data.rfind(_UNFINISHED, -_MOST_QUIET_BYTES)
         if at >= 0:
             self._quiet_end = data[at:]
-        return data.count(_DATA_LINE)
+        self._keep(data)
+        lines = data.count(_DATA_LINE)
+        if lines:
+            self.events += lines
+            self._active_at = self._loop.time()
 
     def ended(self) -> None:
         """The body is complete."""

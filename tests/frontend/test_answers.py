@@ -127,6 +127,7 @@ async def test_after_the_end(fleet_of: FleetOf, api: ApiStream) -> None:
         says(*whole, *[chunk(b": bye\n\n")] * 5, LAST_CHUNK),
         says(*whole, *[chunk(b"\n")] * 5, LAST_CHUNK),
         says(*whole[: -len(api.end)], *byte_by_byte(last)),
+        says(SSE_HEAD, *map(chunk, byte_by_byte(api.whole)), LAST_CHUNK),
         says_and_closes(*whole),
         says_and_resets(*whole),
         says_and_stalls(*whole),
