@@ -65,8 +65,8 @@ from kvrouter.relay.upstream import WorkerConnection
 
 # A longer answer is passed on before it is complete: this bounds the memory that one request holds here.
 HELD_BYTES = 1024 * 1024
-# Comments and pings show only that a connection is open.
-_SILENT = (b":", b"event: ping", b"event: keepalive")
+# They show only that a connection is open.
+_PINGS = (b"event: ping", b"event: keepalive")
 # Small reads are kept as one, up to this much: an engine may send each byte by itself.
 _JOINED_BYTES = 4096
 _DATA = b"data:"
@@ -367,14 +367,12 @@ class Attempt:
 
     def _look_at(self, data: bytes) -> None:
         """Look at a chunk; its end is remembered if the next ones may look the same."""
-        if data.startswith(_SILENT, data.find(b"\n") + 1):
-            return
         at = data.rfind(_UNFINISHED, -_MOST_QUIET_BYTES)
         if at >= 0:
             self._quiet_end = data[at:]
         self._keep(data)
         lines = data.count(_DATA_LINE)
-        if lines:
+        if lines and not data.startswith(_PINGS, data.find(b"\n") + 1):  # else nothing of an answer
             self.events += lines
             self._active_at = self._loop.time()
 
