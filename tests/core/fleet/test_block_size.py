@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import permutations
 
 import pytest
 from hypothesis import given, settings
@@ -195,6 +196,20 @@ def test_assumed_blocks_are_dropped_with_the_size() -> None:
     assert 32 == pass_rounds(pool, ROUNDS)[-1]
     assert {} == pool.index.overlap(CHAIN)
     assert [True, False] == [pool.may_assume(target) for target in (T1, Target(W3))]
+
+
+def test_lookahead_of_most() -> None:
+    """A pool takes the look-ahead of most targets, in any order; the others have a note, and no overlap."""
+    workers = [card("w1", lookahead=1), card("w2", ranks=3), card("w3", lookahead=1), card("w4", lookahead=2)]
+    for order in permutations(workers):
+        pool = new_pool(*order)
+        assert 0 == pool.lookahead
+        assert "look-ahead of 1 tokens, pool has 0: no overlap is predicted" == pool.size_note(
+            pool.workers[W1]
+        )
+        pool.update(W2, worker_beat(card("w2", ranks=3), state="draining"))
+        assert 1 == pool.lookahead
+        assert "" == pool.size_note(pool.workers[W1])
 
 
 def test_notes_about_sizes() -> None:

@@ -15,6 +15,7 @@ from xxhash import xxh3_64_digest, xxh3_64_intdigest
 from kvrouter.core.wire.hashes import (
     block_hashes,
     block_seed,
+    media_prompt_hashes,
     multimodal_id,
     pack_hashes,
     pool_token,
@@ -252,3 +253,35 @@ def test_pool_token() -> None:
     assert pool_token("a/b") != pool_token("a.b")
     assert "-" == pool_token("модель.*>")[-9]
     assert pool_token("модель.*>")[:-9].strip("-") == ""
+
+
+@given(st.lists(st.integers(0, 9), max_size=40), st.integers(1, 4), st.integers(0, 3), st.data())
+def test_lookahead(tokens: list[int], size: int, ahead: int, data: st.DataObject) -> None:
+    """A block's hash depends on it, all before it, and the tokens behind it: on no others, on each of these."""
+    hashes = media_prompt_hashes(tokens, size, 1, (), ahead)
+    assert max(0, len(tokens) - ahead) // size == len(hashes)
+    if not tokens:
+        return
+    place = data.draw(st.integers(0, len(tokens) - 1))
+    other = media_prompt_hashes([*tokens[:place], 10, *tokens[place + 1 :]], size, 1, (), ahead)
+
+    same = max(0, place - ahead) // size
+    assert [index < same for index in range(len(hashes))] == [
+        one == two for one, two in zip(hashes, other, strict=True)
+    ]
+
+
+@given(st.integers(0, 3), st.integers(0, 20), st.integers(1, 6))
+def test_media_behind_a_block(ahead: int, start: int, length: int) -> None:
+    """An item that touches the tokens behind a block is part of its hash."""
+    tokens, size, span = list(range(24)), 4, (start, start + length, 7)
+    plain = media_prompt_hashes(tokens, size, 1, (), ahead)
+    changed = media_prompt_hashes(tokens, size, 1, (span,), ahead)
+
+    touched = [
+        start < end + ahead and start + length > end - size
+        for end in range(size, size * len(plain) + 1, size)
+    ]
+    first = touched.index(True) if any(touched) else len(plain)
+    assert list(plain[:first]) == list(changed[:first])
+    assert first == len(plain) or plain[first] != changed[first]
