@@ -257,7 +257,7 @@ def test_pool_token() -> None:
 
 @given(st.lists(st.integers(0, 9), max_size=40), st.integers(1, 4), st.integers(0, 3), st.data())
 def test_lookahead(tokens: list[int], size: int, ahead: int, data: st.DataObject) -> None:
-    """A block's hash depends on it, all before it, and the tokens behind it: on no others, on each of these."""
+    """A block's hash depends on it, on all before it and on the tokens behind it, and on no others."""
     hashes = media_prompt_hashes(tokens, size, 1, (), ahead)
     assert max(0, len(tokens) - ahead) // size == len(hashes)
     if not tokens:
