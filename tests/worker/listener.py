@@ -20,6 +20,7 @@ from kvrouter.core.wire.ops import (
     decode_frame,
 )
 from kvrouter.core.wire.ops import encode as encode_op
+from kvrouter.errors import MalformedFrameError
 from tests.bus.watching import ask
 from tests.worker.closed_sets import ClosedSets
 
@@ -118,9 +119,14 @@ class Listener:
         return decode_answer(await ask(self.bus, subject, request))
 
     async def _recover(self) -> None:
-        """Request frames, or a snapshot if the agent no longer has them."""
+        """Request frames, or a snapshot if the agent no longer has them; one that ends may not answer."""
         incarnation, seq = self._life
-        answer = await self._ask(incarnation, seq + 1)
+        try:
+            async with asyncio.timeout(1):
+                answer = await self._ask(incarnation, seq + 1)
+        except (TimeoutError, MalformedFrameError):  # no answer; an empty one: nothing has subscribed
+            await asyncio.sleep(0.05)
+            return
         if isinstance(answer, SnapshotChunk):
             self._reader = ClosedSets().apply(answer.ops)
             self._life = (answer.incarnation, answer.as_of_seq)
