@@ -329,7 +329,7 @@ class Attempt:
         body = self._body
         if self._is_holding:
             self._hold(data)
-        elif self._was_at_boundary and names_failure(data) and self._is_broken_off(data):
+        elif self._is_stream and self._was_at_boundary and names_failure(data) and self._is_broken_off(data):
             return
         elif body is not None and body.is_over:
             self._pass_last(data)
@@ -362,7 +362,7 @@ class Attempt:
         if not error.body:
             self._break_off(error.message)
             return True
-        self._trouble = self._trouble or _in_stream(error)
+        self._trouble = self._trouble or _reported(error)
         return False
 
     def _look_at(self, data: bytes) -> None:
@@ -468,7 +468,7 @@ class Attempt:
         if error is not None and self._is_failure(error):
             self._fail(error)
         elif error is not None:
-            self._trouble = _in_stream(error)
+            self._trouble = _reported(error)
         elif is_empty:
             self._finish(Lost(_EMPTY))
 
@@ -610,7 +610,7 @@ class Attempt:
         events = list(events_at_the_end(tail))
         error = _error_of(events)
         if error is not None:
-            return _in_stream(error)
+            return _reported(error)
         is_good = any(event.finishes or event.kind is Kind.END for event in events)
         return None if is_good or not self._form.has_end else _Trouble(_NO_END, is_unsaid=True)
 
@@ -706,6 +706,6 @@ def _error_of(events: Iterable[Event]) -> EngineError | None:
     return next((event.error for event in events if event.error is not None), None)
 
 
-def _in_stream(error: EngineError) -> _Trouble:
-    reason = f"the worker's stream has an error: {error.message}"
+def _reported(error: EngineError) -> _Trouble:
+    reason = f"the worker's answer has an error: {error.message}"
     return _Trouble(reason, spares_worker=error.is_clients, is_unsaid=not error.body)
