@@ -275,7 +275,7 @@ class Pool:
         self._size.count([worker.card for worker in eligible])
         self._use_size()
         pairs = [(target, worker) for worker in eligible for target in worker.targets()]
-        self.lookahead = _most_common([worker.card for worker in eligible])
+        self.lookahead = _most_common([worker.card for worker in eligible if self._shows_lookahead(worker)])
         self.has_equal_contexts = len({worker.card.max_model_len for worker in eligible} - {0}) <= 1
         self.targets = dict(sorted(pairs, key=lambda pair: pair[0]))
         self._roster = Roster(self.targets.items())
@@ -309,9 +309,13 @@ class Pool:
         if size != self.block_size:
             return f"block size {size}, pool has {self.block_size}: no overlap is predicted"
         ahead = worker.card.lookahead
-        if ahead == self.lookahead:
+        if ahead == self.lookahead or not self._shows_lookahead(worker):
             return ""
         return f"look-ahead of {ahead} tokens, pool has {self.lookahead}: no overlap is predicted"
+
+    def _shows_lookahead(self, worker: Worker) -> bool:
+        """Whether its look-ahead is known: an engine that speculates shows it with its first block."""
+        return not worker.card.speculates or any(self.index.blocks(target) for target in worker.targets())
 
     def sizes_note(self) -> str:
         """One sentence about all targets with another block size; empty if there are none."""

@@ -211,6 +211,21 @@ def test_lookahead_of_most() -> None:
         assert "" == pool.size_note(pool.workers[W1])
 
 
+def test_lookahead_that_is_not_known() -> None:
+    """Engines that speculate and hold no block yet have no say and no note; with blocks they have both."""
+    pool = new_pool(*(card(name, speculates=True) for name in ("w1", "w2", "w3")))
+    assert 0 == pool.lookahead
+    pool.update(W1, worker_beat(card("w1", lookahead=1)))
+    assert (1, "") == (pool.lookahead, pool.size_note(pool.workers[W2]))
+
+    for target in (T2, Target(W3)):
+        pool.index.store(target, CHAIN)
+    pool.update(W1, worker_beat(card("w1", lookahead=1), state="draining"))
+    pool.update(W1, worker_beat(card("w1", lookahead=1)))
+    assert (0, "") == (pool.lookahead, pool.size_note(pool.workers[W2]))
+    assert pool.size_note(pool.workers[W1])
+
+
 def test_notes_about_sizes() -> None:
     """One note for each worker, and one sentence for all of them that names a few."""
     pool = of_three(16, 16, 32)
