@@ -62,6 +62,10 @@ class HeadTooLargeError(BadRequestError):
     status = 431
 
 
+class NotMendedError(BadRequestError):
+    """The body is no JSON that is read fast. It is large: mend it in slices and read it again."""
+
+
 class UnsupportedCodingError(BadRequestError):
     """The body is packed in a way that is not supported (`content-encoding`)."""
 

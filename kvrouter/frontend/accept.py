@@ -20,11 +20,11 @@ from kvrouter.core.fleet.pools import Pools
 from kvrouter.core.fleet.router import Router
 from kvrouter.core.routing.cost import Prompt
 from kvrouter.core.routing.policy import RouteRequest
-from kvrouter.errors import BadRequestError
+from kvrouter.errors import NotMendedError
 from kvrouter.frontend import passthrough
 from kvrouter.frontend.bodies import openai, responses
 from kvrouter.frontend.bodies.aliases import renamed, renamed_target
-from kvrouter.frontend.bodies.apis import Api
+from kvrouter.frontend.bodies.apis import Api, Parse
 from kvrouter.frontend.bodies.edits import Edit, apply, edits_of, removed_from, with_request_id
 from kvrouter.frontend.bodies.large import LARGE_BYTES, LargeBody
 from kvrouter.frontend.bodies.lax import PLAIN, in_utf8
@@ -136,11 +136,7 @@ class Accept:
         # the tokens and blocks that its booking holds.
         needs_tokens = router.needs_tokens or policy.needs_tokens
         if asked.prompt is not None and needs_tokens and (api.parse is not None or _caches(router.pool)):
-            try:
-                prompts = await self._prompts(router, asked, asked.prompt, notes)
-            except BadRequestError:
-                if api.is_native:
-                    raise
+            prompts = await self._prompts(router, asked, asked.prompt, notes)
         route = RouteRequest(
             request_id,
             prompts,
@@ -182,16 +178,18 @@ class Accept:
         body = await request.read() if request.body is None else request.body
         if not body.startswith(PLAIN) and (parse is not None or passthrough.is_json(request)):
             body = in_utf8(body) if len(body) <= LARGE_BYTES else await asyncio.to_thread(in_utf8, body)
-        # Of routes without `parse` no values are decoded (passthrough.py).
-        large = await LargeBody.read(body) if parse is not None and len(body) > LARGE_BYTES else None
-        readable = body if large is None else large.rest
-        asked = passthrough.parse(request, readable) if parse is None else parse(readable)
+        passed: Parse = partial(passthrough.parse, request)
+        large = None
+        if len(body) > LARGE_BYTES:
+            # Of routes without `parse` no values are decoded (passthrough.py).
+            large = await LargeBody.read(body) if parse is not None else LargeBody(body)
+        asked, large = await _parsed(parse or passed, body, large)
         router = self._pools.router_for(self.aliases.get(asked.model or "", asked.model))
         if isinstance(asked, responses.ResponseRequest):
             before = self._response_before(asked, router, now)
             if before is not None:
                 parse = partial(responses.parse, history=before.chat)
-                asked = parse(readable)
+                asked, large = await _parsed(parse, body, large)
         if large is not None and large.runs and parse is not None:
             asked = await large.with_ids(asked, parse, _longest_context(router.pool))
         rename = None
@@ -252,6 +250,18 @@ class Accept:
             self._metrics.tokenize.observe(time.perf_counter() - began)
             if notes is not None:
                 notes.tokenized(began)
+
+
+async def _parsed(
+    parse: Parse, body: bytes, large: LargeBody | None
+) -> tuple[openai.CompletionRequest, LargeBody | None]:
+    """The request, and its body if that has to be read in slices."""
+    if large is None:
+        try:
+            return parse(body), None
+        except NotMendedError:
+            large = LargeBody(body)
+    return await large.parse(parse), large
 
 
 def _with_id(

@@ -185,10 +185,9 @@ class CardBlocks(LocalBlocks):
         return self.tokenizers.why_not(pool, kind)
 
     async def hashes(self, prompt: Prompt, naming: Naming) -> Hashes | None:
-        """None if the template rejects the prompt: no operator chose this template, so the engine decides."""
         try:
             return await super().hashes(prompt, naming)
-        except (BadRequestError, RuntimeError):  # RuntimeError: the tokenizer was retired meanwhile
+        except RuntimeError:  # the tokenizer was retired meanwhile
             return None
 
 

@@ -153,7 +153,7 @@ class Completions:
                 gate("a dry run", request.headers)
                 served = self._reply(request, self._decisions.preview(work))
             else:
-                keeps_alive = self._limits.keep_alive_s and work.stream and api.has_end
+                keeps_alive = self._limits.keep_alive_s and work.stream and api.streams
                 relay = self._kept_alive if keeps_alive else self._try_workers
                 served = self._finish(work, await relay(work, tried, notes))
         except KvRouterError as error:

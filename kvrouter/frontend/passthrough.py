@@ -102,11 +102,13 @@ def _inputs(fields: _Body) -> Prompt | None:
 
 def _of_json(body: bytes) -> tuple[_Body, tuple[str, ...]]:
     """The fields, and the kinds of those that no client may send."""
-    try:
-        return _BODY.decode(body), ()
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        found = lax.read(_Body, body)
-        return found.body, found.removed
+    if not lax.is_suspicious(body):
+        try:
+            return _BODY.decode(body), ()
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            pass  # read below
+    found = lax.read(_Body, body)
+    return found.body, found.removed
 
 
 def _overrides(raw: msgspec.Raw) -> dict[str, Any] | None:

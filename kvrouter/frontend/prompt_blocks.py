@@ -138,13 +138,15 @@ class LocalBlocks:
         return ""
 
     async def hashes(self, prompt: Prompt, naming: Naming) -> Hashes | None:
-        """Raises BadRequestError if the chat template rejects the prompt."""
+        """None if the template rejects the chat: that of its engine, which decides, may be another one."""
         encoder = self._encoders.of(naming.pool)
         if isinstance(prompt, ChatPrompt):
             prompt = encoder.settled(prompt)
         try:
             model = naming.engine_model() if has_media(prompt) else None
             encoded = await encoder.encode_known(prompt, engine_model=model)
+        except BadRequestError:
+            return None
         except TemplateLimitError as error:
             self._warn_once(naming, error)
             return None
@@ -200,10 +202,7 @@ class PromptWays:
         self._ids = PromptEncoder.load(None)
 
     async def hashes(self, prompt: Prompt, naming: Naming) -> Hashes:
-        """Hashes and length of each prompt; empty if it is placed by load.
-
-        Raises BadRequestError if the template of --model-path rejects a chat.
-        """
+        """Hashes and length of each prompt; empty if it is placed by load."""
         if isinstance(prompt, TokenPrompt):
             return named(await self._ids.encode_known(prompt) or [], naming)
         kind = kind_of(prompt)

@@ -24,6 +24,9 @@ _RAW_BITS = -15
 _ZSTD_WINDOW_LOG = 23
 # Nobody packs a body more often, and each coding may make it a thousand times longer.
 _MOST_CODINGS = 3
+# A gzip file may have several members, zstd data several frames; bgzip begins a new one every 64 KiB.
+_MOST_PARTS = 4096
+_SLICE_BYTES = 64 * 1024
 _ERRORS = (zlib.error, ZstdError, brotli.error)
 
 
@@ -64,22 +67,46 @@ class _Unpacker(Protocol):
         ...
 
     @property
-    def trouble(self) -> str:
-        """Why the data is not one whole packed body; empty: it is."""
+    def is_over(self) -> bool:
+        """Whether the end of the packed data was reached."""
+        ...
+
+    @property
+    def rest(self) -> bytes:
+        """The bytes behind that end."""
         ...
 
 
 def _unpack(data: bytes, coding: str, most: int) -> bytes:
+    contents: list[bytes] = []
+    at, parts, left = 0, 1, most
     unpacker = _UNPACKERS[coding](data)
-    try:
-        content = unpacker.take(data, most + 1)
-    except _ERRORS as error:
-        raise BadRequestError(f"the body is not valid {coding}: {error}") from None
-    if len(content) > most:
-        raise too_large(most)
-    if unpacker.trouble:
-        raise BadRequestError(f"the body is not valid {coding}: {unpacker.trouble}")
-    return content
+    while True:
+        piece = data[at : at + _SLICE_BYTES]  # what follows a part is copied: little of it
+        at += len(piece)
+        try:
+            contents.append(unpacker.take(piece, left + 1))
+        except _ERRORS as error:
+            raise _invalid(coding, str(error)) from None
+        left -= len(contents[-1])
+        if left < 0:
+            raise too_large(most)
+        if unpacker.is_over:
+            at -= len(unpacker.rest)
+            if at == len(data):
+                return b"".join(contents)
+            if coding not in _OF_PARTS:
+                raise _invalid(coding, "bytes follow its end")
+            parts += 1
+            if parts > _MOST_PARTS:
+                raise _invalid(coding, f"it has more than {_MOST_PARTS} parts")
+            unpacker = _UNPACKERS[coding](data)
+        elif at == len(data):
+            raise _invalid(coding, "its end is missing")
+
+
+def _invalid(coding: str, reason: str) -> BadRequestError:
+    return BadRequestError(f"the body is not valid {coding}: {reason}")
 
 
 class _Zlib:
@@ -90,8 +117,12 @@ class _Zlib:
         return self._unpacker.decompress(data, most)
 
     @property
-    def trouble(self) -> str:
-        return _trouble(is_over=self._unpacker.eof, has_more=bool(self._unpacker.unused_data))
+    def is_over(self) -> bool:
+        return self._unpacker.eof
+
+    @property
+    def rest(self) -> bytes:
+        return self._unpacker.unused_data
 
 
 class _Zstd:
@@ -102,11 +133,17 @@ class _Zstd:
         return self._unpacker.decompress(data, most)
 
     @property
-    def trouble(self) -> str:
-        return _trouble(is_over=self._unpacker.eof, has_more=bool(self._unpacker.unused_data))
+    def is_over(self) -> bool:
+        return self._unpacker.eof
+
+    @property
+    def rest(self) -> bytes:
+        return self._unpacker.unused_data
 
 
 class _Brotli:
+    rest = b""  # bytes behind the end are an error of `process`
+
     def __init__(self, _data: bytes) -> None:
         self._unpacker = brotli.Decompressor()
 
@@ -120,14 +157,8 @@ class _Brotli:
         return bytes(content)
 
     @property
-    def trouble(self) -> str:  # bytes after the end are an error of `process`
-        return _trouble(is_over=self._unpacker.is_finished(), has_more=False)
-
-
-def _trouble(*, is_over: bool, has_more: bool) -> str:
-    if has_more:
-        return "bytes follow its end"
-    return "" if is_over else "its end is missing"
+    def is_over(self) -> bool:
+        return bool(self._unpacker.is_finished())
 
 
 def _deflate(data: bytes) -> _Zlib:
@@ -146,4 +177,6 @@ _UNPACKERS: dict[str, Callable[[bytes], _Unpacker]] = {
     "zstd": _Zstd,
     "br": _Brotli,
 }
+# RFC 1952, section 2.2, and RFC 8878, section 3.
+_OF_PARTS = frozenset({"gzip", "x-gzip", "zstd"})
 ACCEPTED = "gzip, deflate, br, zstd"

@@ -356,6 +356,36 @@ async def test_keep_alive_is_for_streams(fleet_of: FleetOf) -> None:
         assert 400 == (await fleet.ask(BODY)).status
 
 
+@pytest.mark.parametrize("path", ["/generate", "/inference/v1/generate", "/cohere/v2/chat", "/invocations"])
+async def test_keep_alive_where_engines_stream(fleet_of: FleetOf, path: str) -> None:
+    """Streams of routes that are passed on get comments, too."""
+    whole = b'data: {"text": "a"}\n\n'
+
+    async def late(_received: Received, wire: Wire) -> None:
+        await asyncio.sleep(0.05)
+        await wire.send(SSE_HEAD, chunk(whole) + LAST_CHUNK)
+
+    async with fleet_of("--sse-keep-alive-s", "0.01", scripts=(late,)) as fleet:
+        response = await fleet.ask(STREAM, path=path)
+
+        assert response.body.startswith(b": keep-alive\n\n")
+        assert response.body.endswith(whole)
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/embeddings", "/v1/audio/speech", "/api/chat", "/v1/chat/completions/render"]
+)
+async def test_keep_alive_where_no_events_come(fleet_of: FleetOf, path: str) -> None:
+    """Elsewhere `stream` does not mean server-sent events: an answer stays what it is."""
+
+    async def late(_received: Received, wire: Wire) -> None:
+        await asyncio.sleep(0.05)
+        await wire.send(answer(b'{"a": 1}'))
+
+    async with fleet_of("--sse-keep-alive-s", "0.01", scripts=(late,)) as fleet:
+        assert b'{"a": 1}' == (await fleet.ask(STREAM, path=path)).body
+
+
 async def test_keep_alive_for_http_10(fleet_of: FleetOf) -> None:
     """A client that knows no chunks gets the comments and the stream without them."""
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Literal, Protocol, TypeAlias
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvrouter.core.tables.predictions import Usage
 from kvrouter.errors import KvRouterError
@@ -35,8 +36,9 @@ class Api(Struct, frozen=True):
     """The name of an API whose requests are converted to chats."""
 
     is_native: bool = False
-    """Whether every engine has the route and takes the prompt as it is. Then a 404 means that the engine does
-    not serve the model, and the engine, too, rejects what the chat template rejects."""
+    """Whether every engine has the route, so that a 404 means that the engine does not serve the model."""
+    streams: bool = True
+    """Whether `"stream": true` asks for server-sent events, in which the router may send comments."""
     error_schema: str = "Error"
     """The name of its error's schema (openapi.py)."""
     id_header: str = ""
@@ -67,14 +69,22 @@ MESSAGES = Api(
     id_header="request-id",
 )
 RESPONSES = Api(responses.parse, openai.error_body, responses.error_event, responses.find_usage, "responses")
-PASSED_ON = Api(None)
+PASSED_ON = Api(None, streams=False)
 """Of OpenAI's form, like all routes without an API of their own."""
+STREAM_PASSED_ON = Api(None)
 MESSAGES_PASSED_ON = Api(
-    None, messages.error_body, messages.error_event, error_schema="AnthropicError", id_header="request-id"
+    None,
+    messages.error_body,
+    messages.error_event,
+    error_schema="AnthropicError",
+    id_header="request-id",
+    streams=False,
 )
-COHERE = Api(None, cohere.error_body, cohere.error_event, error_schema="CohereError")
-COHERE_OR_OPENAI = Api(None, cohere.shared_error_body, error_schema="CohereOrOpenAIError")
-OLLAMA = Api(None, ollama.error_body, ollama.error_event, error_schema="OllamaError")
+COHERE_CHAT = Api(None, cohere.error_body, cohere.error_event, error_schema="CohereError")
+COHERE = replace(COHERE_CHAT, streams=False)
+COHERE_OR_OPENAI = Api(None, cohere.shared_error_body, error_schema="CohereOrOpenAIError", streams=False)
+OLLAMA = Api(None, ollama.error_body, ollama.error_event, error_schema="OllamaError", streams=False)
+"""Its streams are lines of JSON."""
 
 BY_PATH = {
     "/v1/chat/completions": CHAT,

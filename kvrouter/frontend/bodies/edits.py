@@ -22,6 +22,7 @@ from typing import TypeAlias
 import msgspec
 from msgspec import UNSET, Raw
 
+from kvrouter.errors import BadRequestError
 from kvrouter.frontend.bodies import lax
 from kvrouter.frontend.bodies.openai import CompletionRequest
 
@@ -47,9 +48,10 @@ def edits_of(request: CompletionRequest) -> list[Edit]:
 
 
 def apply(edits: Iterable[Edit], body: bytes) -> bytes:
+    has_nan = b"NaN" in body
     for edit in edits:
         body = edit(body)
-    return body
+    return lax.with_nan(body) if has_nan else body
 
 
 def without_overrides(body: bytes) -> bytes:
@@ -89,12 +91,13 @@ def with_report_mode(body: bytes, *, has_arguments: bool) -> bytes:
     if not has_arguments:  # nearly all: no second pass over the body
         rest = body.lstrip()[1:].lstrip()
         return b"".join((_ASKING, b"" if rest.startswith(b"}") else b",", rest))
-    fields = lax.fields_of(body)
     try:
+        fields = lax.fields_of(body)
         arguments = msgspec.json.decode(fields[_ARGUMENTS], type=dict[str, Raw] | None)
-    except msgspec.ValidationError:
+    except (BadRequestError, msgspec.DecodeError, UnicodeDecodeError):
         return body
-    return msgspec.json.encode(fields | {_ARGUMENTS: (arguments or {}) | {_MODE: _FULL}})
+    asking = msgspec.json.encode(fields | {_ARGUMENTS: (arguments or {}) | {_MODE: _FULL}})
+    return lax.with_nan(asking) if b"NaN" in body else asking
 
 
 def with_request_id(body: bytes, request_id: str) -> bytes:

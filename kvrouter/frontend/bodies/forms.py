@@ -19,9 +19,8 @@ MOST_PARTS = 2_000
 MOST_HEAD_BYTES = 1024
 # Of heads that need Python's email at all.
 MOST_ODD_PARTS = 64
-# vLLM reads this part as a JSON object. A longer one is no list of arguments.
+# vLLM reads this part as a JSON object.
 _ARGUMENTS = "vllm_xargs"
-_MOST_ARGUMENTS_BYTES = 64 * 1024
 _HEAD_END = b"\r\n\r\n"
 _LINE_END = b"\r\n"
 _DISPOSITION = "content-disposition"
@@ -97,10 +96,14 @@ def _text(value: str | tuple[str | None, str | None, str]) -> str:
 
 
 def guarded_in(part: Part, body: bytes) -> set[str]:
-    """The kinds of fields in a part that no client may send."""
+    """The kinds of forbidden fields in a part. Raises BadRequestError for a long `vllm_xargs`."""
     kinds = {kind for name in part.names if (kind := lax.kind_of(name.partition("[")[0]))}
-    if kinds or _ARGUMENTS not in part.names or part.end - part.value_at > _MOST_ARGUMENTS_BYTES:
+    if kinds or _ARGUMENTS not in part.names:
         return kinds
+    if part.end - part.value_at > lax.MOST_MENDED_BYTES:
+        raise BadRequestError(
+            f"more than {lax.MOST_MENDED_BYTES} bytes are not allowed here", param=_ARGUMENTS
+        )
     try:
         return lax.guarded_in(lax.fields_of(body[part.value_at : part.end]))
     except BadRequestError:
@@ -118,6 +121,6 @@ def without_guarded(content_type: str, body: bytes) -> bytes:
             pieces.append(body[at : part.start])
         else:
             kept = lax.without_guarded(lax.fields_of(body[part.value_at : part.end]))
-            pieces += [body[at : part.value_at], msgspec.json.encode(kept)]
+            pieces += [body[at : part.value_at], lax.with_nan(msgspec.json.encode(kept))]
         at = part.end
     return b"".join([*pieces, body[at:]])

@@ -1,7 +1,7 @@
 """Large bodies: values are counted and token ids read in slices, so that other requests run in between.
 
     body ──a slice at a time──> runs of ids, and the rest: the body with MARK in place of each run
-    rest ──parsed──> the prompt is one run ──longer than any context──> 400
+    rest ──mended if need be (lax.py), parsed──> the prompt is one run ──longer than any context──> 400
                          │                └────────────────────────────> its ids, a slice at a time
                          ├─ many prompts, or of unknown use ──> not read: the request is placed by load
                          └─ a text, a chat ──> the body is parsed as a whole, runs included
@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TypeAlias
 
 import msgspec
 
 from kvrouter.core.wire.values import TokenId
-from kvrouter.errors import BadRequestError
+from kvrouter.errors import BadRequestError, NotMendedError
+from kvrouter.frontend.bodies import lax
 from kvrouter.frontend.bodies.edits import Edit, apply
 from kvrouter.frontend.bodies.openai import CompletionRequest
 from kvrouter.tokens.prompt import TokenPrompt
@@ -59,6 +60,7 @@ class LargeBody:
         self.body = body
         self.runs = runs
         self.rest = self._without_runs() if runs else body
+        self._is_mended = False
 
     @classmethod
     async def read(cls, body: bytes) -> LargeBody:
@@ -66,6 +68,15 @@ class LargeBody:
         large = cls(body, await _runs(body))
         await _count_values(large.rest)
         return large
+
+    async def parse(self, parse: Parse) -> CompletionRequest:
+        """The request of `rest`, which is mended if only Python's json reads it. Raises BadRequestError."""
+        try:
+            return parse(self.rest)
+        except NotMendedError:
+            self.rest = await _in_slices(lax.mended(self.rest))
+            self._is_mended = True
+            return parse(self.rest)
 
     async def with_ids(
         self, request: CompletionRequest, parse: Parse, longest_context: int
@@ -97,16 +108,20 @@ class LargeBody:
 
     async def _parsed(self, parse: Parse) -> CompletionRequest:
         await _count_values(self.body)
-        return parse(self.body)
+        return parse(self._with_runs(self.rest) or self.body)
 
     def edited(self, edits: Sequence[Edit]) -> bytes:
         """The body after edits. They get `rest`, so they are fast."""
         if not edits:
             return self.body
-        edited = apply(edits, self.rest)
-        pieces = edited.split(_MARKED) if self.runs else [edited]
+        edited = self._with_runs(apply(edits, self.rest)) or apply(edits, self.body)
+        return lax.with_nan(edited) if self._is_mended else edited
+
+    def _with_runs(self, rest: bytes) -> bytes:
+        """The whole body again; empty if that is not possible, as the client sent a MARK itself."""
+        pieces = rest.split(_MARKED) if self.runs else [rest]
         if len(pieces) != len(self.runs) + 1:
-            return apply(edits, self.body)  # the client sent a MARK itself
+            return b""
         parts = [pieces[0]]
         for (start, end), piece in zip(self.runs, pieces[1:], strict=True):
             parts += [b"[", self.body[start:end], b"]", piece]
@@ -174,6 +189,15 @@ async def _end_of_string(body: bytes, at: int) -> int:
         if end < at + STRING_SLICE_BYTES - 1 or end >= len(body):  # the slice may end in a backslash
             return end + 1
         at = end
+        await asyncio.sleep(0)
+
+
+async def _in_slices(steps: Generator[None, None, bytes]) -> bytes:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return bytes(end.value)
         await asyncio.sleep(0)
 
 

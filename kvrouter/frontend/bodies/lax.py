@@ -14,17 +14,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
 from types import NoneType, UnionType
 from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin
 
 import msgspec
 from msgspec import Raw, Struct
 
-from kvrouter.errors import BadRequestError
+from kvrouter.errors import BadRequestError, NotMendedError
 
-# Python's json cannot be interrupted; it reads this much in 5 ms.
-MOST_SLOW_BYTES = 256 * 1024
+# Larger bodies are mended in slices only (large.py): this much may take 20 ms.
+MOST_MENDED_BYTES = 32 * 1024
+_SLICE_BYTES = 64 * 1024
+# A step costs as much as this many bytes of a string.
+_STEP_COST_BYTES = 512
+# 3 s altogether. A body without lists of ids that an API reads has at most a fifth of it (large.py).
+_MOST_STEPS = 1_000_000
 # Fields of kvrouter's own: a wrong one is an error here, as no engine gets it.
 _OWN = frozenset({"kvrouter", "nvext"})
 # Objects inside a body in which engines look for the same fields.
@@ -45,6 +50,17 @@ _MOST_FLOAT = 2.0**63
 # A larger number decides nothing more here.
 _MOST_NUMBER = 2**31 - 1
 _NULL = b"null"
+# In place of NaN: no type takes it, as a number of Python's json it would be infinite, and nobody writes it.
+NAN = b"1e930772281"
+_CONSTANTS = {b"NaN": NAN, b"Infinity": b"1e999", b"-Infinity": b"-1e999"}
+_CONSTANT_BYTES = len(b"-Infinity")
+_QUOTE_OR_CONSTANT = re.compile(rb'"|NaN|-?Infinity')
+# The inside of a string, up to its end or to half of a surrogate pair.
+_PAIR = rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_IN_STRING = re.compile(rb'(?:[^"\\]++|\\[^u]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|%b)*+' % _PAIR)
+_ESCAPE = re.compile(rb"(?:%b|\\u([dD][89a-fA-F][0-9a-fA-F]{2})|\\.)" % _PAIR, re.DOTALL)
+# Finds what may be a field of a router for prefill and decode workers, besides those of Guarded; 1 ns a byte.
+is_suspicious = re.compile(rb'"(?:bootstrap|disagg)_').search
 # As nearly all bodies begin: in UTF-8, without a mark.
 PLAIN = (b'{"', b"{\n", b"{ ")
 
@@ -56,7 +72,8 @@ _decode_items = msgspec.json.Decoder(list[Raw]).decode
 class Guarded(Struct):
     """Fields that no client may send, as engines take them from routers and hand-over partners only.
 
-    With any value but null the fast decoder refuses the body, which costs other bodies nothing.
+    With any value but null the fast decoder refuses the body, which costs other bodies nothing. Names that
+    only begin as such fields do are found by `is_suspicious`.
     """
 
     kv_transfer_params: None = None
@@ -105,7 +122,7 @@ def read(kind: type[_Body], body: bytes) -> Found[_Body]:
 
 
 def fields_of(body: bytes) -> dict[str, Raw]:
-    """The fields of an object, each as it is written. Raises BadRequestError."""
+    """The fields of an object, each as it is written, or mended. Raises BadRequestError."""
     if not body.strip():
         raise BadRequestError("the request has no body: send a JSON object")
     try:
@@ -115,22 +132,16 @@ def fields_of(body: bytes) -> dict[str, Raw]:
     except RecursionError:
         raise BadRequestError("the body is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return _python_fields(body, error)
+        return _mended_fields(body, error)
 
 
-def _python_fields(body: bytes, error: Exception) -> dict[str, Raw]:
-    """With Python's json, which reads NaN, and halves of surrogate pairs."""
+def _mended_fields(body: bytes, error: Exception) -> dict[str, Raw]:
+    if len(body) > MOST_MENDED_BYTES:
+        raise NotMendedError(f"the body is not valid JSON: {error}") from None
     try:
-        value = json.loads(body if len(body) <= MOST_SLOW_BYTES else b"null")
-        if not isinstance(value, dict):
-            raise ValueError(value)
-        fields = {name: Raw(json.dumps(each).encode()) for name, each in value.items()}
-        msgspec.json.encode(list(fields))  # a name may be no Unicode
-    except ValueError:
-        raise BadRequestError(f"the body is not valid JSON: {error}") from None
-    except RecursionError:
-        raise BadRequestError("the body is nested too deeply") from None
-    return fields
+        return _decode_fields(at_once(mended(body)))
+    except (msgspec.DecodeError, UnicodeDecodeError) as still:
+        raise BadRequestError(f"the body is not valid JSON: {still}") from None
 
 
 def _value(name: str, raw: Raw, kind: Any) -> Any:
@@ -230,9 +241,68 @@ def _items(raw: bytes) -> list[Raw]:
     """The values of a list. Raises BadRequestError."""
     try:
         return _decode_items(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        (whole,) = fields_of(b'{"":%b}' % raw).values()  # with Python's json, which may read it
-        return _decode_items(whole) if bytes(whole) != raw else []
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequestError(f"the list is not valid JSON: {error}") from None
+
+
+# What only Python's json reads
+
+
+def mended(body: bytes) -> Generator[None, None, bytes]:
+    """Returns the body with NaN, infinities and halves of surrogate pairs as msgspec reads them.
+
+    Python's json reads the same from both, but for NaN, which is NAN then. Half of a pair becomes the three
+    bytes that Python decodes with "surrogatepass". Yields after each slice of the body.
+    Raises BadRequestError for a body that would take too long.
+    """
+    out = bytearray()
+    copied, at, is_in_string, left, steps = 0, 0, False, _SLICE_BYTES, 0
+    while at < len(body):
+        steps += 1
+        if steps > _MOST_STEPS:
+            raise BadRequestError("the body is not valid JSON, and has too many values to be read otherwise")
+        begin, until = at, min(at + _SLICE_BYTES, len(body))
+        instead: bytes | None = None
+        if is_in_string:
+            found = _IN_STRING.match(body, at, until)
+            start = at = found.end() if found is not None else at
+            if body[at : at + 1] == b'"':
+                at, is_in_string = at + 1, False
+            elif (escape := _ESCAPE.match(body, at)) is not None:  # also one that the slice's end has cut
+                at = escape.end()
+                if escape[1] is not None:
+                    instead = chr(int(escape[1], 16)).encode("utf-8", "surrogatepass")
+            elif at < until:
+                at = until  # not JSON either
+        else:
+            found = _QUOTE_OR_CONSTANT.search(body, at, until + _CONSTANT_BYTES)
+            start, at = found.span() if found is not None else (until, until)
+            is_in_string = found is not None and found[0] == b'"'
+            instead = None if found is None else _CONSTANTS.get(found[0])
+        if instead is not None:
+            out += body[copied:start]
+            out += instead
+            copied = at
+        left -= at - begin + _STEP_COST_BYTES
+        if left < 0:
+            left = _SLICE_BYTES
+            yield
+    out += body[copied:]
+    return bytes(out)
+
+
+def with_nan(body: bytes) -> bytes:
+    """An edited body as the engine gets it."""
+    return body.replace(NAN, b"NaN")
+
+
+def at_once(steps: Generator[None, None, bytes]) -> bytes:
+    """What `mended` returns, without a pause."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return bytes(end.value)
 
 
 # UTF-16 and UTF-32

@@ -129,10 +129,11 @@ def parse_chat(body: bytes) -> CompletionRequest:
 
 def _of_chat(chat: _ChatBody, *, is_doubtful: bool) -> CompletionRequest:
     if is_doubtful:
-        return _request(chat, None)
-    if not chat.messages:
-        raise BadRequestError("`messages` must be a list with at least one message", param="messages")
-    return _request(chat, _chat_prompt(chat, chat.messages), chat.max_completion_tokens)
+        return _request(chat, None, chat.max_completion_tokens)
+    if chat.messages is None:
+        raise BadRequestError("`messages` must be given, as a list of messages", param="messages")
+    prompt = _chat_prompt(chat, chat.messages) if chat.messages else None
+    return _request(chat, prompt, chat.max_completion_tokens)
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
@@ -143,8 +144,8 @@ def parse_completion(body: bytes) -> CompletionRequest:
 def _of_completion(completion: _CompletionBody, *, is_doubtful: bool) -> CompletionRequest:
     if is_doubtful or (not completion.prompt and completion.prompt_embeds is not msgspec.UNSET):
         return _request(completion, None)
-    if not completion.prompt:
-        raise BadRequestError("`prompt` must be given, and not be empty", param="prompt")
+    if completion.prompt is None:
+        raise BadRequestError("`prompt` must be given", param="prompt")
     return _request(completion, _completion_prompt(completion))
 
 
@@ -162,12 +163,14 @@ def read(
 ) -> _Request:
     """Read a body with the fast decoder, else field by field. Raises BadRequestError."""
     try:
-        fields = decoder.decode(body)
+        fields = None if lax.is_suspicious(body) else decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        found = lax.read(kind, body)
-        request = build(found.body, is_doubtful=found.shapes_prompt(BESIDES_PROMPT))
-        return msgspec.structs.replace(request, removed=found.removed)
-    return build(fields, is_doubtful=False)
+        fields = None
+    if fields is not None:
+        return build(fields, is_doubtful=False)
+    found = lax.read(kind, body)
+    request = build(found.body, is_doubtful=found.shapes_prompt(BESIDES_PROMPT))
+    return msgspec.structs.replace(request, removed=found.removed)
 
 
 def error_message(error: KvRouterError) -> str:

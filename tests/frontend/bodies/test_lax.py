@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from kvrouter.errors import BadRequestError
 from kvrouter.frontend.bodies import forms, lax
 from kvrouter.frontend.bodies.apis import BY_PATH
 from kvrouter.frontend.bodies.edits import apply, edits_of, removed_from
+from kvrouter.frontend.bodies.large import LargeBody
 from kvrouter.frontend.bodies.openai import CompletionRequest
 from tests.frontend.fleet import BODY, FleetOf
 
@@ -92,7 +94,7 @@ def test_never_refused(
 @given(name=st.sampled_from(["messages", "prompt", "input", "tools", "model", "cache_salt"]), value=values)
 def test_any_value(parse: Callable[[bytes], CompletionRequest], name: str, value: object) -> None:
     """A field that cannot be read costs the prompt at most; only a missing prompt is an error."""
-    if name in {"messages", "prompt"} and not value:
+    if name in {"messages", "prompt"} and value is None:
         return  # no prompt, see test_openai.py
 
     assert parse(json.dumps(body_of(**{name: value})).encode()).stream is False
@@ -127,6 +129,57 @@ def test_what_python_reads(parse: Callable[[bytes], CompletionRequest], odd: byt
     assert ("m", True) == (asked.model, asked.stream)
 
 
+ODD_TEXTS = ["\ud83d", "\udc00\ud83d", "é\U0001f600", 'NaN, "Infinity"', "\\", '\\"', "\\\\ud83d", "x" * 9]
+odd_values = st.recursive(
+    st.sampled_from([*ODD_TEXTS, math.nan, math.inf, -math.inf, 1, None]) | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(ODD_TEXTS), inner, max_size=3)
+    ),
+)
+
+
+@given(value=odd_values, size=st.sampled_from([1, 2, 3, 5, 12, 1000]), cost=st.sampled_from([0, 256]))
+def test_mended(value: object, size: int, cost: int) -> None:
+    """What Python's json reads, msgspec reads once it is mended, wherever a slice ends, as equal values."""
+    body = json.dumps({"a": value}).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lax, "_SLICE_BYTES", size)
+        patch.setattr(lax, "_STEP_COST_BYTES", cost)
+        mended = lax.at_once(lax.mended(body))
+
+    (raw,) = lax._decode_items(b"[%b]" % mended)
+    assert repr(json.loads(body)) == repr(json.loads(lax.with_nan(bytes(raw))))
+
+
+@given(body=st.binary() | st.text('\\"ud83NaInfty-{}[]:,', max_size=20).map(str.encode))
+def test_mending_what_is_no_json(body: bytes) -> None:
+    """It ends, and leaves alone what it does not know."""
+    mended = lax.at_once(lax.mended(body))
+
+    assert value_of(body) is not None or body == mended or value_of(mended) is None
+
+
+@parses
+async def test_large_bodies_that_python_reads(parse: Callable[[bytes], CompletionRequest]) -> None:
+    """Of any size: read in slices, and what is changed in them keeps the rest."""
+    fields = body_of(odd=[math.nan, math.inf, "\ud83d"], more="\n\ud83d" * 100_000, stream=1)
+    body = json.dumps({**fields, "bootstrap_room": 7, "vllm_xargs": {"disagg_x": math.nan, "b": 1}}).encode()
+    large = await LargeBody.read(body)
+    asked = await large.parse(parse)
+
+    assert ("m", True) == (asked.model, asked.stream)
+    assert {"bootstrap_*", "disagg_*"} == removed_from(asked)
+    found = json.loads(large.edited(edits_of(asked)))
+    assert repr({**fields, "vllm_xargs": {"b": 1}}) == repr(found)
+
+
+@parses
+async def test_large_bodies_that_are_no_json(parse: Callable[[bytes], CompletionRequest]) -> None:
+    large = await LargeBody.read(b'{"model": "m", "n": NaN, "more": "%b", nan}' % (b"x" * 300_000))
+    with pytest.raises(BadRequestError, match="not valid JSON"):
+        await large.parse(parse)
+
+
 @parses
 @pytest.mark.parametrize(
     ("fields", "said"),
@@ -146,6 +199,13 @@ def test_own_fields(parse: Callable[[bytes], CompletionRequest], fields: dict[st
 
 # Fields that no client may send
 
+# Those of routers and engines that are newer than this one begin so, too.
+INVENTED = {
+    "bootstrap_": "bootstrap_*",
+    "bootstrap_rooms_v2": "bootstrap_*",
+    "disagg_prefill_url": "disagg_*",
+    "disagg_é": "disagg_*",
+}
 FORBIDDEN = {
     "kv_transfer_params": "kv_transfer_params",
     "ec_transfer_params": "ec_transfer_params",
@@ -166,7 +226,10 @@ def sent(parse: Callable[[bytes], CompletionRequest], body: bytes) -> tuple[dict
 
 
 @parses
-@given(fields=st.dictionaries(st.sampled_from(sorted(FORBIDDEN)), forged, min_size=1), inside=st.booleans())
+@given(
+    fields=st.dictionaries(st.sampled_from(sorted(FORBIDDEN | INVENTED)), forged, min_size=1),
+    inside=st.booleans(),
+)
 def test_removed(parse: Callable[[bytes], CompletionRequest], fields: dict[str, Any], inside: bool) -> None:
     """They reach no engine, neither at the top nor in `vllm_xargs`; all other fields do."""
     kept = {"top_k": 1.50, "vllm_xargs": {"mine": 1}}
@@ -177,7 +240,7 @@ def test_removed(parse: Callable[[bytes], CompletionRequest], fields: dict[str, 
     found, removed = sent(parse, json.dumps(body).encode())
 
     assert body_of(**kept) == found
-    assert {FORBIDDEN[name] for name in fields} == removed
+    assert {(FORBIDDEN | INVENTED)[name] for name in fields} == removed
 
 
 @parses
@@ -193,7 +256,7 @@ def test_escaped_and_repeated_names(parse: Callable[[bytes], CompletionRequest])
 @parses
 def test_text_is_not_a_name(parse: Callable[[bytes], CompletionRequest]) -> None:
     """A prompt or a tool may speak of these fields."""
-    text = '"kv_transfer_params": {"bootstrap_host": 1}'
+    text = '"kv_transfer_params": {"bootstrap_host": 1, "disagg_x": 2}'
     tool = {"type": "function", "function": {"name": "f", "parameters": {"bootstrap_servers": {}}}}
     body = body_of(messages=[{"role": "user", "content": text}], tools=[tool])
 
@@ -208,6 +271,9 @@ PLACES = [
     {"instances": [{"text": "x", "kv_transfer_params": {}}]},
     {"kv_transfer_params": {"a": 1}},
     {"bootstrap_room": [1, 2], "bootstrap_host": "h"},
+    {"bootstrap_rooms": [1, 2], "disagg_url": "h"},
+    {"sampling_params": [{"kv_transfer_params": {}, "temperature": math.nan}], "n": math.nan},
+    {"bootstrap_room": 7, "more": "x" * 300_000, "n": math.nan},
 ]
 
 
@@ -261,6 +327,21 @@ async def test_in_forms(fleet_of: FleetOf) -> None:
         assert b"kv_" not in received
         assert b'{"mine":1}' in received
         assert bytes(range(256)) in received
+
+
+async def test_arguments_in_forms(fleet_of: FleetOf) -> None:
+    """What only Python's json reads hides no field; what is too long to be searched is refused."""
+    head = b'--b\r\ncontent-disposition: form-data; name="vllm_xargs"\r\n\r\n'
+    kind = "content-type: multipart/form-data; boundary=b"
+    async with fleet_of() as fleet:
+        for padding, status in ((b"x", 200), (b"x" * lax.MOST_MENDED_BYTES, 400)):
+            arguments = b'{"n": NaN, "bootstrap_room": 1, "p": "%b"}\r\n--b--\r\n' % padding
+            answer = await fleet.ask(head + arguments, kind, path="/v1/audio/transcriptions")
+            assert status == answer.status
+
+        (received,) = [each.body for worker in fleet.workers for each in worker.requests]
+        assert b"NaN" in received
+        assert b"bootstrap" not in received
 
 
 async def test_forms_that_take_long(fleet_of: FleetOf) -> None:
