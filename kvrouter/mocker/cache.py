@@ -34,6 +34,7 @@ from kvrouter.mocker.hashing import (
     chain_hashes,
     images_by_block,
     images_key,
+    lookahead_key,
     lora_key,
     root_hash,
 )
@@ -100,6 +101,7 @@ class Chain:
         "_root",
         "blocks",
         "hashes",
+        "lookahead",
         "lora_name",
         "salt",
         "stored_blocks",
@@ -115,8 +117,11 @@ class Chain:
         salt: str | None = None,
         hashes: list[int] | None = None,
         media: Sequence[MediaSpan] = (),
+        lookahead: int = 0,
     ) -> None:
+        """`lookahead`: tokens behind a block that its hash covers, too (EAGLE and MTP on vLLM 0.33)."""
         self.tokens = tokens
+        self.lookahead = lookahead
         self.lora_name = lora_name
         self.salt = salt
         self._root = root_hash(salt)
@@ -130,14 +135,24 @@ class Chain:
         self.name_blocks(len(tokens) // block_size, block_size)
 
     def name_blocks(self, full_blocks: int, block_size: int) -> None:
-        """Hash the blocks up to `full_blocks` that have no hash yet."""
+        """Hash the blocks up to `full_blocks` that have no hash yet and whose look-ahead is known."""
         named = len(self.hashes)
+        full_blocks = min(full_blocks, max(0, len(self.tokens) - self.lookahead) // block_size)
         if named >= full_blocks:
             return
         parent = self.hashes[-1] if named else self._root
         fresh = self.tokens[named * block_size : full_blocks * block_size]
-        keys = [images_key(images) for images in self._images[named:]]
+        keys = [images_key(images) for images in self._images[named:full_blocks]]
+        if self.lookahead:
+            keys += [0] * (full_blocks - named - len(keys))
+            behind = self.behind(named, full_blocks, block_size)
+            keys = [key ^ lookahead_key(tokens) for key, tokens in zip(keys, behind, strict=True)]
         self.hashes.extend(chain_hashes(fresh, block_size, parent=parent, key=self._key, keys=keys))
+
+    def behind(self, first: int, last: int, block_size: int) -> list[TokenIds]:
+        """The look-ahead of blocks `first` to `last`."""
+        ends = range((first + 1) * block_size, (last + 1) * block_size, block_size)
+        return [self.tokens[end : end + self.lookahead] for end in ends]
 
     def extra_keys(self, first: int, last: int) -> ExtraKeys:
         """`extra_keys` of an event for blocks `first` to `last`."""
@@ -232,9 +247,10 @@ class BlockCache:
     def store(self, chain: Chain, full_blocks: int) -> None:
         """Make the chain's first `full_blocks` blocks reusable, and announce the new ones."""
         first = chain.stored_blocks
+        chain.name_blocks(full_blocks, self.block_size)
+        full_blocks = min(full_blocks, len(chain.hashes))
         if full_blocks <= first:
             return
-        chain.name_blocks(full_blocks, self.block_size)
         for depth in range(first, full_blocks):
             self._name(chain.blocks[depth], chain.hashes[depth])
         self._order.used(chain.hashes[first:full_blocks])
@@ -344,6 +360,7 @@ class BlockCache:
     # --- events ---
 
     def _stored(self, chain: Chain, first: int, last: int, medium: str = GPU) -> BlockStored:
+        behind = chain.behind(first, last, self.block_size) if chain.lookahead else None
         return BlockStored(
             block_hashes=chain.hashes[first:last],
             parent_block_hash=chain.hashes[first - 1] if first else None,
@@ -355,6 +372,7 @@ class BlockCache:
             extra_keys=chain.extra_keys(first, last),
             group_idx=0,
             kv_cache_spec_kind=SPEC_KIND,
+            lookahead_token_ids=None if behind is None else [ids.tolist() for ids in behind],
         )
 
     def _remember(self, chain: Chain, first: int, last: int) -> None:

@@ -89,6 +89,8 @@ class EngineConfig:
     max_num_batched_tokens: int = 8192
     max_model_len: int = 32_768
     eviction: str = "lru"
+    # Tokens behind a block that its hash covers, too: those of EAGLE, 1, on vLLM 0.33.
+    lookahead: int = 0
     timing: Timing = field(default_factory=Timing)
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
 
@@ -179,6 +181,7 @@ class _Sequence:
             salt=request.salt,
             hashes=None if request.hashes is None else list(request.hashes),
             media=request.media,
+            lookahead=config.lookahead,
         )
         self.answer = Answer(
             request.prompt,

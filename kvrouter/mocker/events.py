@@ -2,8 +2,9 @@
 
 The structs follow `vllm/distributed/kv_events.py` of 0.32, field by field and in its order. A message has
 three frames: topic, sequence number, msgpack batch. vLLM 0.32 sends each event as a map with a "type"
-(`--event-shape map`); versions up to 0.23 sent arrays, tag first (`--event-shape array`). The batch is an
-array in both.
+(`--event-shape map`); versions up to 0.23 sent arrays, tag first (`--event-shape array`). With EAGLE vLLM
+0.33 adds the token behind each block, which is part of the block's hash (`--event-shape map-0.33`). The batch
+is an array in all.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
+    lookahead_token_ids: list[list[int]] | None = None
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=False):
@@ -62,7 +64,9 @@ def removed(engine_hash: int, medium: str) -> BlockRemoved:
 # Sequence number of the message that ends a replay.
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 
-EVENT_SHAPES = ("map", "array")
+EVENT_SHAPES = ("map", "array", "map-0.33")
+LOOKAHEAD = {"map-0.33": 1}
+"""By shape, the tokens behind a block that its hash covers."""
 
 
 class _BlockStored(msgspec.Struct, frozen=True, array_like=True, tag="BlockStored", gc=False):
@@ -114,7 +118,7 @@ def _as_array(event: KvEvent) -> _ArrayEvent:
     values = msgspec.structs.astuple(event)
     match event:
         case BlockStored():
-            return _BlockStored(*values)
+            return _BlockStored(*values[:-1])  # no look-ahead
         case BlockRemoved():
             return _BlockRemoved(*values)
         case AllBlocksCleared():

@@ -64,6 +64,11 @@ def images_key(images: Sequence[tuple[int, int]]) -> int:
     return xxhash.xxh3_64_intdigest(repr(images).encode()) if images else 0
 
 
+def lookahead_key(tokens: TokenIds) -> int:
+    """The part of a block's hash that the tokens behind it add."""
+    return xxhash.xxh3_64_intdigest(tokens.tobytes())
+
+
 def chain_hashes(
     tokens: TokenIds, block_size: int, *, parent: int, key: int, keys: Sequence[int] = ()
 ) -> Iterator[int]:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from kvrouter.mocker.config import MockerConfig
 from kvrouter.mocker.engine import EngineConfig
+from kvrouter.mocker.events import LOOKAHEAD
 from kvrouter.settings.declare import Command, Settings, setting
 
 # 65,536 tokens at block size 16: small enough that blocks are evicted in a demo.
@@ -62,8 +63,10 @@ class MockerSettings(Settings):
         _SERVER.replay_buffer, "batches kept for replay", least=1, default_text="10000, as vLLM"
     )
     topic: str = setting(_SERVER.topic, "ZMQ topic of the events")
-    event_shape: Literal["map", "array"] = setting(
-        "map", "shape of the events: map as in vLLM 0.32, array as in vLLM up to 0.23"
+    event_shape: Literal["map", "array", "map-0.33"] = setting(
+        "map",
+        "shape of the events: map as in vLLM 0.32, array as in vLLM up to 0.23, map-0.33 as in 0.33 with "
+        "EAGLE, whose blocks are named by the token behind them, too",
     )
     served_model_name: str = setting(_SERVER.model_name, "the model's name", metavar="NAME", is_top=True)
     model_path: Path | None = setting(
@@ -93,6 +96,7 @@ class MockerSettings(Settings):
             max_num_batched_tokens=given.max_num_batched_tokens,
             max_model_len=given.max_model_len or min(LARGEST_DEFAULT_MODEL_LEN, capacity_tokens),
             eviction=given.eviction,
+            lookahead=LOOKAHEAD.get(self.event_shape, 0),
         )
         return MockerConfig(
             engine=engine,

@@ -255,9 +255,11 @@ async def test_no_false_alarm(nats_url: str, model_path: Path) -> None:
     assert 50 < metric(page, "kvrouter_predictions_total")
 
 
-async def test_sequential_predictions_are_exact(nats_url: str, model_path: Path) -> None:
+@pytest.mark.parametrize("lookahead", [0, 1])
+async def test_sequential_predictions_are_exact(nats_url: str, model_path: Path, lookahead: int) -> None:
     """One by one, every prediction equals the engine's report; the histogram's only step is at 0."""
-    async with fleet_of(nats_url, model_path) as fleet:
+    engine = EngineConfig(lookahead=lookahead)
+    async with fleet_of(nats_url, model_path, engine=engine) as fleet:
         for number in range(REQUESTS):
             await ask(fleet, MIXED[number % 3](number))
             await until_judged(fleet)

@@ -243,3 +243,29 @@ def is_same(ours: KvEvent, theirs: dict[str, Any], names: dict[int | None, int |
         return known and parent and theirs["token_ids"] == ours.token_ids
     assert isinstance(ours, BlockRemoved)
     return [names[their] for their in theirs["block_hashes"]] == ours.block_hashes
+
+
+@pytest.mark.parametrize("lookahead", [1, 3])
+def test_lookahead(lookahead: int) -> None:
+    """With look-ahead hashes each prompt reuses what vLLM 0.33's own KVCacheManager reused for it."""
+    recorded = json.loads((DATA / "vllm_0.33_lookahead.json").read_text("utf-8"))
+    cache = BlockCache(400, recorded["block_size"])
+    steps = recorded["histories"][str(lookahead)]
+
+    found = [
+        serve(cache, step["tokens"], salt=step.get("salt"), lookahead=lookahead).device_blocks
+        for step in steps
+    ]
+
+    assert [step["cached"] // cache.block_size for step in steps] == found
+    stored = [event for event in cache.take_events() if isinstance(event, BlockStored)]
+    assert all(len(event.block_hashes) == len(event.lookahead_token_ids or ()) for event in stored)
+
+
+def test_lookahead_is_waited_for() -> None:
+    """A block is named once the token behind it is known, also in an answer."""
+    cache = BlockCache(8, BLOCK_SIZE)
+    serve(cache, [*range(4)], output=2, lookahead=1)
+
+    (stored,) = [event for event in cache.take_events() if isinstance(event, BlockStored)]
+    assert ([0, 1, 2, 3], [[0]]) == (stored.token_ids, stored.lookahead_token_ids)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kvrouter.worker.engines.vllm import BlockStored
-from scripts.kit.vllm.layouts import LAYOUTS, MOST_TOKENS, Prediction, main, prompts, row
+from scripts.kit.engine_tests.layouts import LAYOUTS, MOST_TOKENS, Prediction, main, prompts, row
 
 BLOCK = 32
 RECORDED = Path(__file__).parents[1] / "data" / "vllm_hybrid.msgpack"

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from kvrouter.tokens.tiny import build_tiny_model
+from scripts.kit.engine_tests.adapters import write_adapter
+from scripts.kit.engine_tests.engines import Engine, EngineTest, Kind, start_engine, wait_until_up
 from scripts.kit.fleet import Fleet, FleetError, Process, wait_until_ok
 from scripts.kit.http_client import Client
 from scripts.kit.ports import free_ports
 from scripts.kit.replicas import Replica
-from scripts.kit.vllm.adapters import write_adapter
-from scripts.kit.vllm.engines import EngineTest, Vllm, start_engine, wait_until_up
 
 ENGINES, REPLICAS = 2, 2
 # An engine publishes events within its next step after an answer, and an agent forwards them within 10 ms.
@@ -43,7 +43,7 @@ class Stage:
 
     fleet: Fleet
     client: Client
-    engines: Sequence[Vllm]
+    engines: Sequence[Engine]
     serve: Process
     replicas: Sequence[Replica]
 
@@ -72,22 +72,22 @@ class Stage:
                 f"{self.serve.tail(20)}"
             ) from None
 
-    async def start_again(self, engine: Vllm) -> None:
+    async def start_again(self, engine: Engine) -> None:
         """Restart a killed engine, and wait until every replica receives its events."""
         process = await self.fleet.start_again(engine.name)
         await wait_until_up(self.client, process, engine)
         await self.until_live()
 
 
-def prepare(directory: Path, vllm: Path, num_blocks: int) -> EngineTest:
-    """Write a model and two adapters into `directory`."""
+def prepare(directory: Path, kind: Kind, program: Path, num_blocks: int) -> EngineTest:
+    """Write a model and, for vLLM, two adapters into `directory`."""
     model = directory / "model"
     build_tiny_model(model)
     (model / "chat_template.jinja").write_text(_CHAT_TEMPLATE, "utf-8")
-    adapters = {name: directory / name for name in ("lora-a", "lora-b")}
+    adapters = {name: directory / name for name in (("lora-a", "lora-b") if kind == "vllm" else ())}
     for seed, path in enumerate(adapters.values()):
         write_adapter(path, model, seed)
-    return EngineTest(vllm, model, adapters, num_blocks)
+    return EngineTest(kind, program, model, adapters, num_blocks)
 
 
 async def set_up(fleet: Fleet, client: Client, test: EngineTest) -> Stage:
@@ -105,7 +105,7 @@ async def set_up(fleet: Fleet, client: Client, test: EngineTest) -> Stage:
     return stage
 
 
-def _serve_command(engines: Sequence[Vllm], port: int, admin_port: int) -> list[str]:
+def _serve_command(engines: Sequence[Engine], port: int, admin_port: int) -> list[str]:
     """No flag about tokens. Only the first engine has its event sockets: `serve` must find the others'."""
     first, *others = engines
     named = [f"{first.url},kv={first.events},replay={first.replay}", *(engine.url for engine in others)]

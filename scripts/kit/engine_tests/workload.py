@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from scripts.kit.engine_tests.engines import Kind
+
 Api: TypeAlias = Literal["chat", "messages", "responses"]
 Json: TypeAlias = dict[str, Any]
 
@@ -72,6 +74,7 @@ class Workload:
     model: str
     adapters: tuple[str, ...]
     seed: int = 1
+    kind: Kind = "vllm"
     _rng: random.Random = field(init=False)
     _words: list[str] = field(init=False)
     _prefixes: list[str] = field(init=False)
@@ -93,6 +96,8 @@ class Workload:
             self._tools, self._parts, self._roles, self._salted, self._adapted, self._several, self._unicode,
             self._growing_system,
         ]  # fmt: skip
+        if self.kind == "sglang":
+            makers = [make for make in makers if make not in {self._previous, self._adapted}]
         while True:
             for make in self._rng.sample(makers, len(makers)):
                 yield self._streamed(make(self._rng.randrange(GROUPS)))
@@ -225,8 +230,10 @@ class Workload:
         return Request(kind, PATHS[api], self._body(api) | about, group)
 
     def _streamed(self, request: Request) -> Request:
-        """One in three as a stream, which reports its usage."""
+        """One in three as a stream that reports its usage; SGLang's of /v1/messages has no cached tokens."""
         if not request.is_stream and self._rng.random() < 2 / 3:
+            return request
+        if self.kind == "sglang" and request.path == PATHS["messages"]:
             return request
         body = request.body | {"stream": True}
         if request.path in {PATHS["chat"], "/v1/completions"}:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from scripts.kit.vllm.answers import Sample
+from scripts.kit.engine_tests.answers import Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,11 @@ def table(report: Report) -> list[Table | str]:
         f" {sample.predicted_tokens} cached tokens of {sample.prompt_tokens}, reported {sample.cached_tokens}"
         for sample in report.differences
     ]
+    versions = ", ".join(map(" ".join, report.versions.items()))
     exact = len(report.samples) - len(report.differences)
     lines.append(
         f"{exact} of {len(report.samples)} predictions exact ({report.exact_share:.1%}),"
-        f" {report.evicted_blocks} blocks evicted, vLLM {report.versions['vllm']}, {report.took_s:.0f} s"
+        f" {report.evicted_blocks} blocks evicted, {versions}, {report.took_s:.0f} s"
     )
     return lines
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from scripts.kit.engine_tests.workload import Request
 from scripts.kit.http_client import Client, Head, HttpError, request_bytes
-from scripts.kit.vllm.workload import Request
 
 Json: TypeAlias = dict[str, Any]
 

@@ -1,6 +1,6 @@
 """Records what vLLM's KVCacheManager reuses with and without look-ahead hashes, and the events that it sends.
 
-    DIR/venv/bin/python scripts/kit/vllm/lookahead.py tests/data/vllm_0.33_lookahead.json
+    DIR/venv/bin/python scripts/kit/engine_tests/lookahead.py tests/data/vllm_0.33_lookahead.json
 
 with the Python of an environment that has vLLM 0.33, which needs no engine and no GPU for this.
 """

@@ -1,7 +1,7 @@
-"""Predicted overlap against the cached tokens that two real vLLM engines report, behind `kvrouter serve`.
+"""Predicted overlap against the cached tokens that two real engines report, behind `kvrouter serve`.
 
 One request at a time, to two replicas in turn; then one engine is killed, requests go on with the
-other, it is restarted, and the remaining requests follow. DIR/venv must have vLLM.
+other, it is restarted, and the remaining requests follow.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
 
 import uvloop
 from rich.console import Console
 
+from scripts.kit.engine_tests.answers import Sample, ask
+from scripts.kit.engine_tests.engines import BLOCK_SIZE, Kind, counting_evictions, find_program
+from scripts.kit.engine_tests.report import Report, table
+from scripts.kit.engine_tests.stage import ENGINES, Stage, prepare, set_up
+from scripts.kit.engine_tests.workload import Request, Workload
 from scripts.kit.fleet import Fleet, FleetError
 from scripts.kit.http_client import Client, HttpError
 from scripts.kit.script import log_directory, new_console, until_signalled
-from scripts.kit.vllm.answers import Sample, ask
-from scripts.kit.vllm.engines import BLOCK_SIZE, counting_evictions, find_vllm
-from scripts.kit.vllm.report import Report, table
-from scripts.kit.vllm.stage import ENGINES, Stage, prepare, set_up
-from scripts.kit.vllm.workload import Request, Workload
 
 # Per engine. All kinds and groups need more than 1,000, so both engines evict.
 NUM_BLOCKS = 160
@@ -43,9 +44,15 @@ class Options:
     """The command line."""
 
     directory: Path
+    kind: Kind
     requests: int
     seed: int
     json: Path | None
+
+    @property
+    def name(self) -> str:
+        """The script's."""
+        return f"test-{self.kind}"
 
 
 @dataclass(slots=True)
@@ -76,31 +83,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the test; exit code 0 only if at least 99 % of the predictions were exact."""
     options = _options(arguments)
     try:
-        return uvloop.run(until_signalled("test-vllm", _run(options)))
+        return uvloop.run(until_signalled(options.name, _run(options)))
     except (FleetError, HttpError, WrongPredictionsError) as error:
-        print(f"test-vllm: failed: {error}", file=sys.stderr)
+        print(f"{options.name}: failed: {error}", file=sys.stderr)
         return 1
 
 
 async def _run(options: Options) -> int:
     console = new_console()
-    vllm = find_vllm(options.directory)
+    program = find_program(options.kind, options.directory)
     started = time.monotonic()
     async with AsyncExitStack() as stack:
-        fleet = await stack.enter_async_context(Fleet(stack.enter_context(log_directory("test-vllm"))))
+        fleet = await stack.enter_async_context(Fleet(stack.enter_context(log_directory(options.name))))
         client = Client()
         stack.callback(client.close)
-        test = prepare(fleet.directory, vllm, NUM_BLOCKS)
-        console.print(f"starting {ENGINES} vLLM engines, {NUM_BLOCKS} blocks of {BLOCK_SIZE} tokens each")
+        test = prepare(fleet.directory, options.kind, program, NUM_BLOCKS)
+        size = f"{NUM_BLOCKS} blocks of {BLOCK_SIZE} tokens"
+        console.print(f"starting {ENGINES} {options.kind} engines, {size} each")
         stage = await set_up(fleet, client, test)
         console.print(
             stage.serve.log.read_text(errors="replace"), markup=False, highlight=False, soft_wrap=True
         )
-        trial = Trial(stage, Workload(test.name, tuple(test.adapters), options.seed))
-        async with counting_evictions([engine.events for engine in stage.engines]) as evictions:
+        trial = Trial(stage, Workload(test.name, tuple(test.adapters), options.seed, options.kind))
+        async with counting_evictions(options.kind, [engine.events for engine in stage.engines]) as evictions:
             await _send_all(console, trial, options.requests)
         took_s = time.monotonic() - started
-        report = Report(trial.samples, evictions.blocks, await _versions(stage), took_s)
+        report = Report(trial.samples, evictions.blocks, await _versions(stage, options.kind), took_s)
     _show(console, report, options.json)
     if report.exact_share < WANTED_SHARE:
         raise WrongPredictionsError(f"only {report.exact_share:.1%} of the predictions were exact")
@@ -127,14 +135,18 @@ def _show(console: Console, report: Report, file: Path | None) -> None:
         file.write_text(json.dumps(report.as_json(), indent=2) + "\n", "utf-8")
 
 
-async def _versions(stage: Stage) -> dict[str, str]:
-    version = await stage.client.get_json(f"{stage.engines[0].url}/version")
-    return {"vllm": version["version"], "python": sys.version.split()[0]}
+async def _versions(stage: Stage, kind: Kind) -> dict[str, str]:
+    path = "version" if kind == "vllm" else "server_info"
+    found = await stage.client.get_json(f"{stage.engines[0].url}/{path}")
+    return {kind: found["version"], "python": sys.version.split()[0]}
 
 
 def _options(arguments: Sequence[str] | None) -> Options:
-    parser = argparse.ArgumentParser(prog="scripts/test-vllm", description=__doc__)
-    parser.add_argument("directory", type=Path, metavar="DIR", help="DIR/venv has vLLM, see docs/engines.md")
+    parser = argparse.ArgumentParser(prog="scripts/test-vllm (or test-sglang)", description=__doc__)
+    parser.add_argument(
+        "directory", type=Path, metavar="DIR", help="made by --build DIR: it has the engine (docs/engines.md)"
+    )
+    parser.add_argument("--kind", choices=get_args(Kind), default="vllm", help="which engine (default: vllm)")
     parser.add_argument("--requests", type=int, default=420, help="number of requests (default: 420)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the workload (default: 1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")

@@ -1,4 +1,4 @@
-"""The requests and the verdict of `scripts/test-vllm`; tests start no real engines."""
+"""The requests and the verdict of `scripts/test-vllm` and `test-sglang`; tests start no real engines."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from kvrouter.tokens.tiny import build_tiny_model
+from scripts.kit.engine_tests.adapters import write_adapter
+from scripts.kit.engine_tests.answers import Answer, Sample, _completion, _events, _message, _response
+from scripts.kit.engine_tests.engines import Kind, find_program
+from scripts.kit.engine_tests.report import Report
+from scripts.kit.engine_tests.script import main
+from scripts.kit.engine_tests.workload import Request, Workload
 from scripts.kit.fleet import FleetError
 from scripts.kit.http_client import Head, HttpError
-from scripts.kit.vllm.adapters import write_adapter
-from scripts.kit.vllm.answers import Answer, Sample, _completion, _events, _message, _response
-from scripts.kit.vllm.engines import find_vllm
-from scripts.kit.vllm.report import Report
-from scripts.kit.vllm.script import main
-from scripts.kit.vllm.workload import Request, Workload
 
 REQUEST = Request("chat", "/v1/chat/completions", {}, 0)
 HEADERS = {"x-kvrouter-worker": "a", "x-kvrouter-overlap-blocks": "2"}
@@ -53,6 +53,9 @@ def test_workload_repeats() -> None:
     assert first == second
     kinds = [request.kind.partition(",")[0] for request in first]
     assert 14 == len(set(kinds[:14])) == len(set(kinds))
+    fewer = list(itertools.islice(Workload("tiny", (), 3, "sglang"), 120))
+    of_vllm = {"lora", "previous response"}
+    assert {*kinds} - of_vllm == {request.kind.partition(",")[0] for request in fewer}
     assert {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"} == {
         request.path for request in first
     }
@@ -146,10 +149,11 @@ def test_share_of_exact_predictions() -> None:
     assert 2 == len(report.differences)
 
 
-def test_missing_vllm(tmp_path: Path) -> None:
-    """A directory without vLLM is an error that names the documentation."""
-    with pytest.raises(FleetError, match=r"docs/engines.md"):
-        find_vllm(tmp_path)
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_missing_engine(tmp_path: Path, kind: Kind) -> None:
+    """A directory without the engine is an error that names the way to make one, and the documentation."""
+    with pytest.raises(FleetError, match=f"test-{kind} --build DIR.*docs/engines.md"):
+        find_program(kind, tmp_path)
 
 
 def test_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,9 +46,9 @@ from kvrouter.worker.engines.vllm import (
     decode_batch,
 )
 from kvrouter.worker.publisher import KvPublisher
+from scripts.kit.engine_tests.adapters import RANK, write_adapter
+from scripts.kit.engine_tests.engines import ENVIRONMENT, START_TIMEOUT_S, find_program
 from scripts.kit.ports import free_ports
-from scripts.kit.vllm.adapters import RANK, write_adapter
-from scripts.kit.vllm.engines import ENVIRONMENT, START_TIMEOUT_S, find_vllm
 
 TARGET = Target(WorkerId("engine"), 0)
 ROOTS, MOST_TOKENS, VOCABULARY = 5, 700, (5, 300)
@@ -449,7 +449,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(arguments)
     if unknown := sorted({*flags.names} - {*LAYOUTS}):
         parser.error(f"no layout {unknown[0]!r}: use {', '.join(LAYOUTS)}")
-    vllm, exact = find_vllm(flags.directory), True
+    vllm, exact = find_program("vllm", flags.directory), True
     print("| layout | requests (with hits) | kvrouter: exact / over / under | one group | Dynamo |")
     print("|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory(prefix="kvrouter-layouts-") as directory:
