@@ -157,15 +157,21 @@ class CardTokenizers:
             if kind == "chat" and not encoder.can_encode_chats:
                 reasons.append("it has no chat template")
                 continue
-            try:
-                ids = await encoder.encode(PROBES[kind])
-            except BadRequestError as error:
-                reasons.append(f"its chat template rejects the probe: {error}")
-                continue
-            if ids == await self._engines.tokenize(url, None, PROBES[kind]):
-                equal.add(kind)
+            reason = f"its chat template rejects every probe {kind}"
+            for probe in PROBES[kind]:
+                try:
+                    ids = await encoder.encode(probe)
+                except BadRequestError:
+                    continue
+                reason = ""
+                theirs = await self._engines.reference(url, None, probe)
+                if ids != [theirs] and not await encoder.settle(probe, theirs):
+                    reason = f"the ids of a probe {kind} are not those of {url}"
+                    break
+            if reason:
+                reasons.append(reason)
             else:
-                reasons.append(f"the ids of a probe {kind} are not those of {url}")
+                equal.add(kind)
         return (frozenset(equal) if "text" in equal else frozenset()), "; ".join(reasons)
 
     def _drop(self, pool_id: PoolId) -> None:

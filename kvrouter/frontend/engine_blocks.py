@@ -1,5 +1,7 @@
 """The way `engines`: the token ids of prompts from `/tokenize` of a live worker.
 
+Chats come from its render route, if `/tokenize` makes other ids of them than its chat route does.
+
     request ──> an engine that answers ──> ids, within REQUEST_TIMEOUT_S
                     │ fails, or is late: the request asks a second engine (tokens/second_engine.py)
                     v
@@ -13,6 +15,7 @@ Only probes ask an engine that rests, so no request waits for it.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 from array import array
@@ -33,11 +36,14 @@ from kvrouter.tokens.messages import without_media
 from kvrouter.tokens.prefix_tokens import Encoded
 from kvrouter.tokens.prompt import ChatPrompt, TextPrompt, TokenIds, has_media
 from kvrouter.tokens.remote_tokenizer import (
+    RENDER,
     REQUEST_TIMEOUT_S,
+    TOKENIZE,
     BusyError,
     EngineTokenizer,
     EngineTokenizerError,
     NoRouteError,
+    PromptRejectedError,
     RefusedError,
     SlowError,
     tokenize_bodies,
@@ -54,6 +60,7 @@ LONGEST_REST_S = 300.0
 # A longer body may take an engine more than REQUEST_TIMEOUT_S: that it was slow says nothing of the engine.
 LONG_BODY_BYTES = 64 * 1024
 PROBES_A_LOOK = 4
+OTHER_CHATS = "its chat route makes other tokens of chats than /tokenize, and its render route is off"
 
 # Answers are kept for a minute (a template may print the time), and until the workers of the pool change.
 KEPT_S = 60.0
@@ -168,11 +175,15 @@ class EngineBlocks:
         self._now = now
         self._known: dict[PoolId, dict[tuple[str, Kind], Answering]] = {}
         self._cards: dict[PoolId, tuple[int, list[Card]]] = {}
+        # Where the engines of a pool make the ids of chats; empty: nowhere.
+        self._chat_routes: dict[PoolId, str] = {}
 
     def why_not(self, pool: Pool, kind: Kind) -> str:
         cards, known = self._live(pool), self._known.get(pool.id, {})
         if not cards:
             return "no live worker"
+        if not self._route(pool, kind):
+            return OTHER_CHATS
         reasons: dict[str, None] = {}
         for card in cards:
             one = known.get((card.url, kind))
@@ -192,7 +203,7 @@ class EngineBlocks:
     async def hashes(self, prompt: ChatPrompt | TextPrompt, naming: Naming) -> Hashes | None:
         """After any failure the request is placed in another way, and its engine accepts or rejects it."""
         pool, kind = naming.pool, kind_of(prompt)
-        urls = self._choose(pool, kind, naming.model)
+        urls = self._choose(pool, kind, naming.model) if self._route(pool, kind) else []
         if not urls:
             self.counters.not_asked += 1
             return None
@@ -240,7 +251,8 @@ class EngineBlocks:
         is_long = sum(map(len, bodies)) > LONG_BODY_BYTES
         limit_s = REQUEST_TIMEOUT_S
         late_s = limit_s if is_long else limit_s * LATE_SHARE
-        asked = await ask_in_turn(self._engines, urls, bodies, late_s=late_s, limit_s=limit_s)
+        route = self._route(pool, kind)
+        asked = await ask_in_turn(self._engines, urls, bodies, route=route, late_s=late_s, limit_s=limit_s)
         for url, error in asked.errors.items():
             self._note(self._of(pool, url, kind), error, is_long=is_long)
         if asked.answered:
@@ -277,7 +289,7 @@ class EngineBlocks:
             known.update({(random.choice(cards).url, kind): Answering() for kind in KINDS})
         due = [key for key, one in known.items() if one.is_due(self._now())]
         for url, kind in due[:PROBES_A_LOOK]:
-            await self._probe(url, kind, known[url, kind])
+            await self._probe(pool, url, kind, known[url, kind])
 
     def has_looked_at(self, pool: Pool) -> bool:
         """Whether an engine of the pool has been probed or asked."""
@@ -289,16 +301,47 @@ class EngineBlocks:
         for gone in self._known.keys() - set(pools):
             del self._known[gone]
             self._cards.pop(gone, None)
+            self._chat_routes.pop(gone, None)
 
-    async def _probe(self, url: str, kind: Kind, one: Answering) -> None:
+    def _route(self, pool: Pool, kind: Kind) -> str:
+        return self._chat_routes.get(pool.id, TOKENIZE) if kind == "chat" else TOKENIZE
+
+    async def _probe(self, pool: Pool, url: str, kind: Kind, one: Answering) -> None:
         try:
-            await self._engines.tokenize(url, None, PROBES[kind])
+            if kind == "chat":
+                self._chat_routes[pool.id] = await self._chat_route(url)
+            else:
+                for probe in PROBES[kind]:
+                    await self._engines.tokenize(url, None, probe)
         except BusyError:
             return
         except EngineTokenizerError as error:
             one.rest(error, self._now())
         else:
             one.answered(by_probe=True)
+
+    async def _chat_route(self, url: str) -> str:
+        """Where the ids of the engine's chat route come from. Raises EngineTokenizerError."""
+        found = set()
+        for probe in PROBES["chat"]:
+            with contextlib.suppress(PromptRejectedError):
+                found.add(await self._route_of(url, probe))
+        if not found:
+            raise RefusedError(f"{url} rejects every probe chat")
+        return min(found - {TOKENIZE}, default=TOKENIZE)
+
+    async def _route_of(self, url: str, probe: ChatPrompt | TextPrompt) -> str:
+        lacks: NoRouteError | None = None
+        try:
+            tokenized = await self._engines.tokenize(url, None, probe)
+        except NoRouteError as error:
+            tokenized, lacks = [], error
+        ids, shown_by = await self._engines.chat_ids(url, None, probe)
+        if lacks is not None and shown_by != RENDER:
+            raise lacks
+        if not ids or [ids] == tokenized:
+            return TOKENIZE
+        return RENDER if shown_by == RENDER else ""
 
     def _choose(self, pool: Pool, kind: Kind, model: str | None) -> list[str]:
         """The engine to ask and a second one, of those that serve the model (None: any) and do not rest.

@@ -1,7 +1,8 @@
 """Compares the token ids made here with those of an engine: at the start, then for a sample of prompts.
 
 If one id in the first block differs, no request ever finds its cached prefix, and no error is raised.
-So for each pool a probe, and later one real prompt in a thousand, is also tokenized by an engine.
+So for each pool a probe, and later one real prompt in a thousand, is also tokenized by an engine: a chat by
+its chat route (remote_tokenizer.py).
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ log = structlog.get_logger()
 # One prompt in ONE_IN is compared, and at most one per pool in AT_MOST_EVERY_S: it is work for the engine.
 ONE_IN = 1000
 AT_MOST_EVERY_S = 10.0
-# Longer prompts are not compared: tokenizing them would take the engine too long.
+# Longer prompts are not compared: they would take the engine too long.
 MOST_TOKENS = 20_000
+# Longer chats are compared with /tokenize: the chat route would compute them.
+MOST_SERVED_TOKENS = 4_096
 LOOK_EVERY_S = 0.5
 # After a probe that no engine answered.
 PROBE_AGAIN_S = 30.0
@@ -134,7 +137,7 @@ class TokenChecks:
 
     async def _probe(self, pool: Pool, check: PoolCheck) -> None:
         encoder = self._encoders.of(pool)
-        for kind, probe in PROBES.items():
+        for kind, probe in [(kind, probe) for kind, probes in PROBES.items() for probe in probes]:
             if not self._encoders.serves(pool, kind):
                 continue  # a card's tokenizer may have the ids of texts and not those of chats
             try:
@@ -152,7 +155,10 @@ class TokenChecks:
         try:
             if url is None:
                 raise EngineTokenizerError(f"no live worker for {model}")
-            (engine_ids,) = await self._engines.tokenize(url, model, prompt)
+            if len(ids) <= MOST_SERVED_TOKENS:
+                engine_ids = await self._engines.reference(url, model, prompt)
+            else:
+                (engine_ids,) = await self._engines.tokenize(url, model, prompt)
         except EngineTokenizerError as error:
             check.unanswered += 1
             check.reason = str(error)
@@ -161,8 +167,10 @@ class TokenChecks:
                 effect = "token ids may differ from the engine's; then the overlap is always zero"
                 log.warning("tokens.not_compared", pool=pool.id, reason=check.reason, effect=effect)
             return False
-        kind = kind_of(prompt)
-        found = find_difference(ids, engine_ids, self._encoders.of(pool).decode, is_chat=kind == "chat")
+        kind, encoder = kind_of(prompt), self._encoders.of(pool)
+        if ids != engine_ids and prompt in PROBES[kind] and await encoder.settle(prompt, engine_ids):
+            ids = engine_ids
+        found = find_difference(ids, engine_ids, encoder.decode, is_chat=kind == "chat")
         check.engine = url
         return self._note(pool, check, found, kind)
 

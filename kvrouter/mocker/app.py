@@ -256,6 +256,12 @@ class Service:
             {"count": len(tokens), "max_model_len": limit, "tokens": tokens.tolist(), "token_strs": None}
         )
 
+    async def render(self, http: web.Request) -> web.Response:
+        """POST /v1/chat/completions/render: the token ids; without the settings of sampling."""
+        body = await self._read(http, ChatBody)
+        ((tokens, _),) = await self.text.encode(_chat_prompt(body))
+        return _json({"request_id": f"chatcmpl-{secrets.token_hex(16)}", "token_ids": tokens.tolist()})
+
     async def models(self, _: web.Request) -> web.Response:
         """GET /v1/models: the base model, then its LoRAs."""
         base = self.config.model_name
@@ -317,6 +323,7 @@ class Service:
             [
                 web.post("/v1/completions", self.completions),
                 web.post("/v1/chat/completions", self.chat_completions),
+                web.post("/v1/chat/completions/render", self.render),
                 web.post("/v1/messages", self.messages),
                 web.post("/v1/messages/count_tokens", self.count_tokens),
                 web.post("/v1/responses", self.responses),

@@ -13,15 +13,21 @@ from kvrouter.tokens.prompt import ChatPrompt, TextPrompt
 
 # Double spaces, line breaks, an accent, Chinese, an emoji and a tag: tokenizers differ in these.
 _TEXT = "Hello, world! It's  1234 tokens,\n\n\tcaf\u00e9 \u4f60\u597d \U0001f642 <b>x</b> done. "
-PROBES: dict[Literal["chat", "text"], ChatPrompt | TextPrompt] = {
-    "text": TextPrompt([_TEXT]),
-    "chat": ChatPrompt(
-        [
-            {"role": "user", "content": _TEXT},
-            {"role": "assistant", "content": "Yes."},
-            {"role": "user", "content": "Go on"},
-        ]
-    ),
+_TURNS = [
+    {"role": "user", "content": _TEXT},
+    {"role": "assistant", "content": "Yes."},
+    {"role": "user", "content": "Go on"},
+]
+PROBES: dict[Literal["chat", "text"], Sequence[ChatPrompt | TextPrompt]] = {
+    "text": [TextPrompt([_TEXT])],
+    # Some templates reject a system message, and some of what differs is only there, or in parts.
+    "chat": [
+        ChatPrompt(_TURNS),
+        ChatPrompt([{"role": "system", "content": "Be brief."}, *_TURNS]),
+        ChatPrompt(
+            [{"role": "user", "content": [{"type": "text", "text": each} for each in ("One", "Two")]}]
+        ),
+    ],
 }
 
 AROUND_TOKENS = 5

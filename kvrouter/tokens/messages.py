@@ -43,10 +43,14 @@ class ImagePlaceholder(Part):
         self.placeholder = text
 
 
-def as_string(parts: list[Part]) -> str:
-    """Content as one string: the images, then the texts, one per line, without the empty ones."""
+SEPARATORS = ("\n", " ")
+"""Between the texts of one content: vLLM's, and SGLang's."""
+
+
+def as_string(parts: list[Part], separator: str = SEPARATORS[0]) -> str:
+    """Content as one string: the images, then the texts, without the empty ones."""
     images = [part.placeholder for part in parts if isinstance(part, ImagePlaceholder)]
-    return "\n".join(filter(None, [*images, *(part.get("text") for part in parts)]))
+    return separator.join(filter(None, [*images, *(part.get("text") for part in parts)]))
 
 
 def as_parts(parts: list[Part]) -> list[Part]:

@@ -19,7 +19,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from kvrouter.tokens.media import Images, Outcome, VisionModel, estimated_tokens, expand
-from kvrouter.tokens.messages import Message, is_text
+from kvrouter.tokens.messages import SEPARATORS, Message, is_text
 from kvrouter.tokens.prefix_tokens import CacheSettings, Encoded, PrefixStore
 from kvrouter.tokens.template import ChatTemplate
 from kvrouter.tokens.tokenizer import INLINE_CHARACTERS, PrefixCache, Tokenizer
@@ -163,6 +163,18 @@ class PromptEncoder:
         if _is_short(prompt):
             return job()
         return await self._tokenizer.in_thread(job)
+
+    async def settle(self, probe: Prompt, engine_ids: TokenIds) -> bool:
+        """Join texts as the engine does, whose ids of a probe these are; False if no way leads to them."""
+        if self._template is None:
+            return False
+        before = self._template.separator
+        for separator in SEPARATORS:
+            self._template.separator = separator
+            if await self.encode(probe) == [engine_ids]:
+                return True
+        self._template.separator = before
+        return False
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens included; empty without a tokenizer."""

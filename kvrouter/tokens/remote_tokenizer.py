@@ -1,4 +1,12 @@
-"""Token ids computed by an engine, over HTTP: `/tokenize` of vLLM and SGLang."""
+"""Token ids computed by an engine, over HTTP.
+
+    /tokenize                       the tokenizer, and for chats the template
+    /v1/chat/completions/render     what the chat route makes of a chat; vLLM has it where it is switched on
+    /v1/chat/completions            the same, of a chat that is served: `return_token_ids`
+
+The chat route does not always do what the template says: vLLM writes chats of gpt-oss in Harmony, and an
+engine may map the efforts that clients ask for.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +37,10 @@ from kvrouter.tokens.prompt import ChatPrompt, TextPrompt, TokenIds
 REQUEST_TIMEOUT_S = 0.5
 # Of probes and comparisons, which no client waits for.
 TIMEOUT_S = 2.0
+# Of a chat that waits for its turn in an engine.
+SERVED_TIMEOUT_S = 30.0
+TOKENIZE, RENDER = "tokenize", "v1/chat/completions/render"
+_SERVED = "v1/chat/completions"
 # A byte of a prompt is at most about one token, of 8 digits and a comma; a template adds its own text.
 _ANSWER_BYTES_PER_BYTE = 16
 _ANSWER_BYTES = 64 * 1024
@@ -61,7 +73,12 @@ class SlowError(EngineTokenizerError):
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    tokens: list[TokenId]
+    tokens: list[TokenId] | None = None
+    """Of /tokenize."""
+    token_ids: list[TokenId] | None = None
+    """Of a render route."""
+    prompt_token_ids: list[TokenId] | None = None
+    """Of a chat that was served."""
 
 
 _decode = msgspec.json.Decoder(_Answer).decode
@@ -106,53 +123,88 @@ class EngineTokenizer:
         kept = prompt.kept_tokens
         return found if kept is None else [ids[kept] for ids in found]
 
-    async def answers(self, url: str, bodies: list[bytes], timeout_s: float) -> list[TokenIds]:
+    async def chat_ids(
+        self, url: str, model: str | None, prompt: ChatPrompt | TextPrompt
+    ) -> tuple[TokenIds, str]:
+        """The ids that the chat route makes of a chat, and the route that says so; none if none says it.
+
+        The engine computes one token, if it has no render route. Raises BusyError.
+        """
+        (body,) = tokenize_bodies(model, prompt)
+        served = msgspec.json.encode(msgspec.json.decode(body) | _ONE_TOKEN)
+        for route, asked, limit_s in ((RENDER, body, TIMEOUT_S), (_SERVED, served, SERVED_TIMEOUT_S)):
+            try:
+                return (await self.answers(url, [asked], limit_s, route))[0], route
+            except BusyError:
+                raise
+            except EngineTokenizerError:
+                pass  # render is off in nearly all engines, and older ones show no ids
+        return [], ""
+
+    async def reference(self, url: str, model: str | None, prompt: ChatPrompt | TextPrompt) -> TokenIds:
+        """The ids with which an engine serves a prompt, if it shows them. Raises EngineTokenizerError."""
+        if isinstance(prompt, ChatPrompt) and prompt.kept_tokens is None:
+            ids, _ = await self.chat_ids(url, model, prompt)
+            if ids:
+                return ids
+        (ids,) = await self.tokenize(url, model, prompt)
+        return ids
+
+    async def answers(
+        self, url: str, bodies: list[bytes], timeout_s: float, route: str = TOKENIZE
+    ) -> list[TokenIds]:
         """The ids of each body of `tokenize_bodies`. Raises EngineTokenizerError."""
         if self._calls + len(bodies) > MOST_CALLS:
-            raise BusyError(f"{MOST_CALLS} calls to /tokenize are in flight")
+            raise BusyError(f"{MOST_CALLS} calls to engines for tokens are in flight")
         self._calls += len(bodies)
         try:
             async with asyncio.timeout(timeout_s):
                 if len(bodies) == 1:
-                    return [await self._call(url, bodies[0])]
+                    return [await self._call(url, route, bodies[0])]
                 async with asyncio.TaskGroup() as calls:
-                    tasks = [calls.create_task(self._call(url, body)) for body in bodies]
+                    tasks = [calls.create_task(self._call(url, route, body)) for body in bodies]
         except ExceptionGroup as errors:
             # not except*: before Python 3.11.4 it wraps the exception raised inside in another group
             raise errors.exceptions[0] from None
         except TimeoutError:
-            raise SlowError(f"{url}/tokenize: no answer within {timeout_s:g} s") from None
+            raise SlowError(f"{url}/{route}: no answer within {timeout_s:g} s") from None
         finally:
             self._calls -= len(bodies)
         return [task.result() for task in tasks]
 
-    async def _call(self, url: str, body: bytes) -> TokenIds:
+    async def _call(self, url: str, route: str, body: bytes) -> TokenIds:
         headers = {"content-type": "application/json"}
         if self._api_key:
             headers["authorization"] = f"Bearer {self._api_key}"
         try:
-            where = address_below(url, "tokenize")
+            where = address_below(url, route)
             async with self._session.post(where, data=body, headers=headers) as response:
                 most = min(MOST_BYTES, _ANSWER_BYTES + _ANSWER_BYTES_PER_BYTE * len(body))
                 answer = await read_answer(response, most)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             reason = tls_trouble(error.__cause__) or no_answer(error)
-            raise EngineTokenizerError(f"{url}/tokenize: {reason}") from None
+            raise EngineTokenizerError(f"{url}/{route}: {reason}") from None
         if response.status in {400, 422} and _LACKS_PROMPT in answer[:_FIRST_LOCATION]:
             raise NoRouteError(
-                f"{url}/tokenize takes texts only, as in older versions of SGLang: chats need --model-path"
+                f"{url}/{route} takes texts only, as in older versions of SGLang: chats need --model-path"
                 " or --tokenizer-root"
             )
         if response.status != 200:
             text = answer[:200].decode("utf-8", "replace")
-            raise _error_of(response.status, answer)(f"{url}/tokenize answered {response.status}: {text}")
+            raise _error_of(response.status, answer)(f"{url}/{route} answered {response.status}: {text}")
         try:
-            tokens = _decode(answer).tokens
+            found = _decode(answer)
         except UNREADABLE as error:
-            raise EngineTokenizerError(f"{url}/tokenize answered without tokens: {error}") from None
+            raise EngineTokenizerError(f"{url}/{route} answered without tokens: {error}") from None
+        tokens = {TOKENIZE: found.tokens, RENDER: found.token_ids, _SERVED: found.prompt_token_ids}[route]
+        if tokens is None:
+            raise EngineTokenizerError(f"{url}/{route} answered without token ids")
         if not tokens:
-            raise RefusedError(f"{url}/tokenize answered no token")
+            raise RefusedError(f"{url}/{route} answered no token")
         return tokens
+
+
+_ONE_TOKEN = {"max_tokens": 1, "temperature": 0, "return_token_ids": True}
 
 
 def _error_of(status: int, answer: bytes) -> type[EngineTokenizerError]:

@@ -45,7 +45,13 @@ _Calls: TypeAlias = dict[asyncio.Task[list[TokenIds] | EngineTokenizerError], st
 
 
 async def ask_in_turn(
-    engines: EngineTokenizer, urls: Sequence[str], bodies: list[bytes], *, late_s: float, limit_s: float
+    engines: EngineTokenizer,
+    urls: Sequence[str],
+    bodies: list[bytes],
+    *,
+    route: str,
+    late_s: float,
+    limit_s: float,
 ) -> Asked:
     """Ask the engine at the first URL, and that at the second if it fails, or is silent for `late_s`."""
     now = asyncio.get_running_loop().time
@@ -55,14 +61,14 @@ async def ask_in_turn(
             left_s = began + limit_s - now()
             if left_s < LEAST_S:
                 break
-            calls[tasks.create_task(_answer(engines, url, bodies, left_s))] = url
+            calls[tasks.create_task(_answer(engines, url, route, bodies, left_s))] = url
             # The last call ends by its own limit.
             if await _is_settled(calls, asked, None if url == urls[:2][-1] else began + late_s):
                 break
         for late, url in calls.items():
             late.cancel()
             if asked.found is not None and not late.done():
-                asked.errors[url] = SlowError(f"{url}/tokenize: no answer within {now() - began:.2g} s")
+                asked.errors[url] = SlowError(f"{url}/{route}: no answer within {now() - began:.2g} s")
     return asked
 
 
@@ -86,9 +92,9 @@ async def _is_settled(calls: _Calls, asked: Asked, until: float | None) -> bool:
 
 
 async def _answer(
-    engines: EngineTokenizer, url: str, bodies: list[bytes], limit_s: float
+    engines: EngineTokenizer, url: str, route: str, bodies: list[bytes], limit_s: float
 ) -> list[TokenIds] | EngineTokenizerError:
     try:
-        return await engines.answers(url, bodies, limit_s)
+        return await engines.answers(url, bodies, limit_s, route)
     except EngineTokenizerError as error:
         return error

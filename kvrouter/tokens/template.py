@@ -19,6 +19,7 @@ from jinja2 import nodes
 from kvrouter.errors import BadRequestError, ConfigError
 from kvrouter.tokens.content_format import wants_parts
 from kvrouter.tokens.messages import (
+    SEPARATORS,
     ContentFormat,
     Message,
     as_parts,
@@ -62,6 +63,8 @@ class ChatTemplate:
         self._tool_use = _Compiled.compile(environment, tool_use) if tool_use is not None else self._default
         self._special_tokens = dict(special_tokens or {})
         self._texts = (text,) if tool_use is None else (text, tool_use)
+        self.separator = SEPARATORS[0]
+        """Between the texts of one content, in a template that expects a string."""
 
     @classmethod
     def load(cls, model_path: Path, file: Path | None = None) -> Self | None:
@@ -120,7 +123,10 @@ class ChatTemplate:
         TemplateLimitError if it exceeds its budget.
         """
         compiled = self._tool_use if tools else self._default
-        chat = conversation(messages, compiled.content_format, names_first=names_first)
+        content_format: ContentFormat = as_parts
+        if not compiled.wants_parts:
+            content_format = functools.partial(as_string, separator=self.separator)
+        chat = conversation(messages, content_format, names_first=names_first)
         if not compiled.knows_developer:
             chat = developer_as_system(chat)
         variables = {
@@ -139,7 +145,7 @@ class ChatTemplate:
 class _Compiled:
     environment: LimitedEnvironment
     template: jinja2.Template
-    content_format: ContentFormat
+    wants_parts: bool
     knows_developer: bool
 
     @classmethod
@@ -147,7 +153,7 @@ class _Compiled:
         return cls(
             environment=environment,
             template=environment.limited(text),
-            content_format=as_parts if wants_parts(environment.parse(text)) else as_string,
+            wants_parts=wants_parts(environment.parse(text)),
             knows_developer='"developer"' in text or "'developer'" in text,
         )
 

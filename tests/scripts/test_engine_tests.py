@@ -54,7 +54,7 @@ def test_workload_repeats() -> None:
     kinds = [request.kind.partition(",")[0] for request in first]
     assert 14 == len(set(kinds[:14])) == len(set(kinds))
     fewer = list(itertools.islice(Workload("tiny", (), 3, "sglang"), 120))
-    of_vllm = {"lora", "previous response"}
+    of_vllm = {"lora", "previous response", "n"}
     assert {*kinds} - of_vllm == {request.kind.partition(",")[0] for request in fewer}
     assert {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"} == {
         request.path for request in first

@@ -11,6 +11,7 @@ import pytest
 
 from kvrouter.tokens import remote_tokenizer
 from kvrouter.tokens.remote_tokenizer import (
+    TOKENIZE,
     BusyError,
     EngineTokenizer,
     EngineTokenizerError,
@@ -85,7 +86,7 @@ async def ask(
     """Ask these engines in this order."""
     urls = [worker.url for worker in workers]
     async with EngineTokenizer.open() as engines:
-        return await ask_in_turn(engines, urls, bodies, late_s=late_s, limit_s=limit_s)
+        return await ask_in_turn(engines, urls, bodies, route=TOKENIZE, late_s=late_s, limit_s=limit_s)
 
 
 def counts(workers: list[FakeWorker]) -> list[int]:

@@ -48,7 +48,7 @@ def edits_of(request: CompletionRequest) -> list[Edit]:
 
 
 def apply(edits: Iterable[Edit], body: bytes) -> bytes:
-    has_nan = b"NaN" in body
+    has_nan = b"NaN" in body and lax.NAN not in body
     for edit in edits:
         body = edit(body)
     return lax.with_nan(body) if has_nan else body

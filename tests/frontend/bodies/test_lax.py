@@ -273,6 +273,7 @@ PLACES = [
     {"bootstrap_room": [1, 2], "bootstrap_host": "h"},
     {"bootstrap_rooms": [1, 2], "disagg_url": "h"},
     {"sampling_params": [{"kv_transfer_params": {}, "temperature": math.nan}], "n": math.nan},
+    {"sampling_params": [1, None, {"kv_transfer_params": {}}, [{"bootstrap_room": 7, "kept": 1}]]},
     {"bootstrap_room": 7, "more": "x" * 300_000, "n": math.nan},
 ]
 
@@ -342,6 +343,72 @@ async def test_arguments_in_forms(fleet_of: FleetOf) -> None:
         (received,) = [each.body for worker in fleet.workers for each in worker.requests]
         assert b"NaN" in received
         assert b"bootstrap" not in received
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("boundary=zz; boundary=b", b"bootstrap_room"),
+        ("boundary=b; charset=utf-7", b"+AGI-ootstrap_room"),
+    ],
+)
+async def test_forms_of_two_meanings(fleet_of: FleetOf, kind: str, name: bytes) -> None:
+    """A form that engines may read otherwise is refused."""
+    body = b'--b\r\ncontent-disposition: form-data; name="%b"\r\n\r\n1\r\n--b--\r\n' % name
+    async with fleet_of() as fleet:
+        header = f"content-type: multipart/form-data; {kind}"
+        assert 400 == (await fleet.ask(body, header, path="/v1/audio/transcriptions")).status
+        assert [] == fleet.requests
+
+
+@parses
+@pytest.mark.parametrize("name", ["bootstrap_room", "disagg_new", "kv_transfer_params"])
+@given(escaped=st.sets(st.integers(0, 9), min_size=1))
+def test_names_with_escapes(
+    parse: Callable[[bytes], CompletionRequest], name: str, escaped: set[int]
+) -> None:
+    """Also names that nobody knows yet are found behind escapes."""
+    spelt = "".join(f"\\u{ord(c):04x}" if at in escaped else c for at, c in enumerate(name))
+
+    found, removed = sent(parse, json.dumps(body_of()).encode()[:-1] + f', "{spelt}": 7}}'.encode())
+
+    assert body_of() == found
+    assert {lax.kind_of(name)} == removed
+
+
+HIDDEN = {
+    "a name that is no Unicode": b'{"\\ud800": 1, "kv_transfer_params": {}}',
+    "the same, as bytes": b'{"\xed\xa0\x80": 1, "bootstrap_room": {}}',
+    "too deep": b'{"extra_args":' * 6 + b'{"kv_transfer_params": 1}' + b"}" * 6,
+    "too many": b'[%b{"bootstrap_room": 1}]' % (b"{}," * 20_000),
+    "fields without end": b'{"bootstrap_room": 1%b}' % b"".join(b',"%d":1' % each for each in range(20_000)),
+}
+
+
+@parses
+@pytest.mark.parametrize("case", HIDDEN)
+def test_what_cannot_be_searched(parse: Callable[[bytes], CompletionRequest], case: str) -> None:
+    """An object that may have such a field and cannot be searched for it is refused."""
+    for name in ("vllm_xargs", "sampling_params"):
+        body = json.dumps(body_of()).encode()[:-1] + b', "%b": %b}' % (name.encode(), HIDDEN[case])
+        with pytest.raises(BadRequestError, match="too large, deep or odd"):
+            sent(parse, body)
+
+
+@parses
+def test_what_needs_no_search(parse: Callable[[bytes], CompletionRequest]) -> None:
+    """Without such a name nothing in it is read, however large or odd it is."""
+    body = json.dumps(body_of()).encode()[:-1] + b', "sampling_params": [%b{"\\\\": 1}]}' % (b"{}," * 50_000)
+
+    assert (json.loads(body), set()) == sent(parse, body)
+
+
+@parses
+def test_fields_without_end(parse: Callable[[bytes], CompletionRequest]) -> None:
+    """A body that is read field by field has so many fields at most."""
+    many = b"".join(b'"%d":1,' % each for each in range(120_000))
+    with pytest.raises(BadRequestError, match="more than 100000 fields"):
+        parse(b'{%b"bootstrap_room":1}' % many)
 
 
 async def test_forms_that_take_long(fleet_of: FleetOf) -> None:
