@@ -3,7 +3,7 @@
 A user is an nkey: the server's file has the public half, and DIR/NAME.nk the seed, for `--nats-nkey`.
 
     user       publishes                                          subscribes
-    agent W    live.worker.W  live.kv.*.W.*  answer.kv.W.>        hello  live.worker.W  kv-replay.W
+    agent W    live.worker.W  live.kv.*.W.*  answer.kv.W.>        hello  live.worker.*  kv-replay.W
     frontend   live.router.*  live.sync.>  answer.sync.>  hello   live.>  hello  sync-replay.*  answer.>
                kv-replay.*  sync-replay.*
     verify     hello  kv-replay.*                                 live.>  answer.>
@@ -124,8 +124,8 @@ def agent_rights(subjects: Subjects, worker_ids: Sequence[WorkerId]) -> Rights:
     for worker_id in worker_ids:
         publish += [subjects.live_worker(worker_id), subjects.live_kv(PoolId("*"), worker_id, "*")]
         publish.append(subjects.kv_answer(worker_id, "*", "*"))
-        subscribe += [subjects.live_worker(worker_id), subjects.kv_replay(worker_id)]
-    return Rights(tuple(publish), tuple(subscribe))
+        subscribe.append(subjects.kv_replay(worker_id))
+    return Rights(tuple(publish), (*subscribe, subjects.live_worker(WorkerId("*"))))
 
 
 def frontend_rights(subjects: Subjects) -> Rights:

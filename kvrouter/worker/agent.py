@@ -32,6 +32,7 @@ from kvrouter.worker.engines.metrics import RankLoad, Scrape
 from kvrouter.worker.metrics_port import AgentView, MetricsOf, RankView
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.polled_events import PolledEvents
+from kvrouter.worker.pool_choice import choose_pool
 from kvrouter.worker.publisher import KvPublisher, ReplayAnswers
 from kvrouter.worker.rank import EngineRank, RankEvents
 from kvrouter.worker.zmq.sockets import EngineEvents, EventEndpoints
@@ -80,6 +81,8 @@ async def serve_engine(
             owner = f"{options.namespace}/{options.worker_id}"
             file = stack.enter_context(StateFile.open(options.state_file, owner))
         former = file.read() if file is not None else None
+        with bus.part() as listening:
+            options = replace(options, model=await choose_pool(options, listening, facts, duty.leave))
         part = stack.enter_context(bus.part())
         agent = Agent(options, part, engine, facts, events, duty=duty, started_us=started_us, former=former)
         metrics.bus = bus
@@ -358,10 +361,11 @@ class Agent:
             self._announcer.update(self._card())
 
     def _check_model(self, models: Models) -> None:
-        if self._options.model is None and models.served_names[0] != self._pool_model:
+        pool = self._pool_model
+        has_gone = pool in self._facts.models.served_names and pool not in models.served_names
+        if has_gone or (self._options.model is None and models.served_names[0] != pool):
             raise EngineError(
-                f"the engine served {self._pool_model!r} and now serves {models.served_names[0]!r}: "
-                "start the agent again"
+                f"the engine served {pool!r} and now serves {models.served_names[0]!r}: start the agent again"
             )
 
     def _check_ranks(self, facts: EngineFacts) -> None:

@@ -226,6 +226,80 @@ def sglang(model: Path, *, takes_chats: bool) -> Script:
     return script
 
 
+def other_chats(
+    model: Path, separator: str = "\n", *, renders: bool = False, first: tuple[int, ...] = ()
+) -> Script:
+    """Makes other ids of chats than its /tokenize: with `first` in front, as gpt-oss in Harmony."""
+    tokenize, encoder = engine(model), PromptEncoder.load(model)
+
+    async def script(received: Received, wire: Wire) -> None:
+        is_render = received.head.startswith(b"POST /v1/chat/completions/render ")
+        is_chat = received.head.startswith(b"POST /v1/chat/completions ")
+        if is_render and not renders:
+            await wire.send(answer(b'{"detail":"Not Found"}', 404))
+        elif is_render or (is_chat and received.json.get("return_token_ids")):
+            messages = [
+                {**one, "content": separator.join(part["text"] for part in one["content"])}
+                if isinstance(one["content"], list)
+                else one
+                for one in received.json["messages"]
+            ]
+            (ids,) = await encoder.encode(ChatPrompt(messages)) or [[]]
+            name = "token_ids" if is_render else "prompt_token_ids"
+            await wire.send(answer(json.dumps({name: [*first, *ids]}).encode()))
+        else:
+            await tokenize(received, wire)
+
+    return script
+
+
+@pytest.mark.parametrize("renders", [False, True])
+async def test_chats_that_tokenize_does_not_know(
+    fleet_of: FleetOf, model: Path, tmp_path: Path, soon: None, renders: bool
+) -> None:
+    """The chat route counts: chats come from the render route, or are routed without tokens and say why."""
+    directory = tmp_path / "model"
+    shutil.copytree(model, directory)
+    script = other_chats(model, renders=renders, first=(7, 7))
+    flags = (*with_root(tmp_path), "--no-use-kv-events")
+    async with fleet_of(*flags, scripts=(script,), tokenizer=str(directory)) as fleet:
+        wanted = {"chat": "engines" if renders else "text", "text": "card"}
+        while await ways(fleet) != wanted:
+            await fleet.get("/live")
+        found = (await view(fleet))["ways"][POOL]["chat"]["why_not"]
+        assert "the ids of a probe chat are not those of" in found["card"]
+        assert renders or "its render route is off" in found["engines"]
+
+        await fleet.ask(CHAT, path="/v1/chat/completions")
+        with PromptEncoder.load(model) as encoder:
+            (ids,) = await encoder.encode(ChatPrompt(CHAT["messages"])) or [[]]  # type: ignore[arg-type]
+        blocks = overlap(await fleet.ask(CHAT, path="/v1/chat/completions"))
+        assert blocks == (len(ids) + 1) // 16 if renders else blocks > 10
+
+
+@pytest.mark.parametrize("separator", ["\n", " "])
+async def test_texts_are_joined_as_the_engine_does(
+    fleet_of: FleetOf, model: Path, tmp_path: Path, soon: None, separator: str
+) -> None:
+    """SGLang joins the texts of one content with a blank, vLLM with a line end: the probe shows which."""
+    directory = tmp_path / "model"
+    shutil.copytree(model, directory)
+    script = other_chats(model, separator)
+    flags = (*with_root(tmp_path), "--no-use-kv-events")
+    async with fleet_of(*flags, scripts=(script,), tokenizer=str(directory)) as fleet:
+        while await ways(fleet) != {"chat": "card", "text": "card"}:
+            await fleet.get("/live")
+        halves = TEXT[:400], TEXT[400:]
+        parts = [{"role": "user", "content": [{"type": "text", "text": half} for half in halves]}]
+        await fleet.ask({"model": "m", "messages": parts}, path="/v1/chat/completions")
+        joined = {"model": "m", "messages": [{"role": "user", "content": separator.join(halves)}]}
+
+        found = await fleet.ask(joined, path="/v1/chat/completions")
+        with PromptEncoder.load(model) as encoder:
+            (ids,) = await encoder.encode(ChatPrompt(joined["messages"])) or [[]]  # type: ignore[arg-type]
+        assert (len(ids) - 1) // 16 == overlap(found)
+
+
 @pytest.mark.parametrize("takes_chats", [False, True], ids=["before", "since"])
 async def test_sglang(fleet_of: FleetOf, model: Path, soon: None, takes_chats: bool) -> None:
     """Texts are hashed from its ids; chats, too, or as text with a reason that names the remedy."""
