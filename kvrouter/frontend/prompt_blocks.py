@@ -249,7 +249,12 @@ def named(encoded: Iterable[Encoded], naming: Naming, known: PrefixHashes | None
     seed = block_seed(naming.lora_name, naming.salt)
     began = time.perf_counter() if naming.hashed is not None else 0.0
     prompts = []
-    for ids, isl, beginnings, media, outcome in encoded:
+    most = naming.pool.max_model_len
+    for each in encoded:
+        ids, isl, beginnings, media, outcome = each
+        is_estimated = isl != len(ids)
+        if 0 < most < len(ids) and not media:  # no engine reads so far, and millions of ids take seconds
+            ids, beginnings = ids[:most], None
         # Most blocks of a chat are those of its previous turn: their hashes are looked up, not computed.
         if media or ahead:
             hashes = media_prompt_hashes(ids, size, seed, media, ahead)
@@ -257,7 +262,7 @@ def named(encoded: Iterable[Encoded], naming: Naming, known: PrefixHashes | None
             hashes = seeded_prompt_hashes(ids, size, seed)
         else:
             hashes = known.of(ids, beginnings, size, seed)
-        prompts.append(HashedPrompt(hashes, isl, isl != len(ids), size, media=outcome))
+        prompts.append(HashedPrompt(hashes, isl, is_estimated, size, media=outcome))
     if naming.hashed is not None:
         naming.hashed(time.perf_counter() - began)
     return tuple(prompts)

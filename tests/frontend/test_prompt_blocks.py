@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from kvrouter.core.fleet.pool import Pool, PoolSettings
 from kvrouter.core.native import versions
-from kvrouter.core.wire.hashes import block_hashes, sequence_hashes
+from kvrouter.core.wire.hashes import block_hashes, block_seed, seeded_prompt_hashes, sequence_hashes
 from kvrouter.core.wire.ids import PoolId
-from kvrouter.frontend.prompt_blocks import Encoders, LocalBlocks, Naming
+from kvrouter.frontend.prompt_blocks import Encoders, LocalBlocks, Naming, named
 from kvrouter.tokens import prefix_hashes
 from kvrouter.tokens.prefix_hashes import PrefixHashes
-from kvrouter.tokens.prefix_tokens import CacheSettings
+from kvrouter.tokens.prefix_tokens import CacheSettings, Encoded
 from kvrouter.tokens.prompt import ChatPrompt, Prompt, PromptEncoder, TextPrompt, TokenPrompt
 from kvrouter.tokens.tiny import build_tiny_model
 from tests.core.worlds import card, new_pool
@@ -239,3 +239,14 @@ async def prompt_tokens(fleet: Fleet) -> float:
     page = (await fleet.get("/metrics")).body.decode()
     lines = [line for line in page.splitlines() if line.startswith("kvrouter_prompt_tokens_total")]
     return sum(float(line.split()[-1]) for line in lines)
+
+
+def test_longer_than_any_context() -> None:
+    """Ids behind the longest context are not hashed: millions of them would hold up all other requests."""
+    pool = new_pool(card("w1", max_model_len=100), card("w2", max_model_len=50))
+    ids = list(range(100_000))
+
+    (found,) = named([Encoded(ids, len(ids))], Naming(pool, "m"))
+
+    assert seeded_prompt_hashes(ids[:100], 16, block_seed()) == found.hashes
+    assert (100_000, False) == (found.isl, found.is_estimate)

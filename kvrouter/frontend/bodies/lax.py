@@ -58,7 +58,8 @@ _CONSTANT_BYTES = len(b"-Infinity")
 _QUOTE_OR_CONSTANT = re.compile(rb'"|NaN|-?Infinity')
 # The inside of a string, up to its end or to half of a surrogate pair.
 _PAIR = rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
-_IN_STRING = re.compile(rb'(?:[^"\\]++|\\[^u]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|%b)*+' % _PAIR)
+# Not possessive (`*+`): Python 3.11.2 then loses its place where an alternative fails in the middle.
+_IN_STRING = re.compile(rb'(?:[^"\\]+|\\[^u]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|%b)*' % _PAIR)
 _ESCAPE = re.compile(rb"(?:%b|\\u([dD][89a-fA-F][0-9a-fA-F]{2})|\\.)" % _PAIR, re.DOTALL)
 # Finds what may be a field of a router for prefill and decode workers, besides those of Guarded; 1 ns a byte.
 is_suspicious = re.compile(rb'"(?:bootstrap_|disagg_|[a-z_]*\\u00[4-7])').search
