@@ -42,7 +42,7 @@ STRING_SLICE_BYTES = 1024 * 1024
 _LEAST_CHARACTERS = 200
 # Finding the end of a string costs as much as skipping this many bytes.
 _VALUE_COST_BYTES = 64
-_IN_STRING = re.compile(rb'(?:[^"\\]+|\\.)*', re.DOTALL)
+_IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 _START = re.compile(rb"\[\s*+\d[\d\s,]{%d}" % _LEAST_CHARACTERS)
 _IDS = re.compile(rb"[\d\s,]*+")
 _MARKED = b"[%d]" % MARK
