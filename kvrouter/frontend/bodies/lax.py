@@ -61,6 +61,7 @@ _PAIR = rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 # Not possessive (`*+`): Python 3.11.2 then loses its place where an alternative fails in the middle.
 _IN_STRING = re.compile(rb'(?:[^"\\]+|\\[^u]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|%b)*' % _PAIR)
 _ESCAPE = re.compile(rb"(?:%b|\\u([dD][89a-fA-F][0-9a-fA-F]{2})|\\.)" % _PAIR, re.DOTALL)
+_HALF_IN_NAME = re.compile(rb'\xed[\xa0-\xbf][\x80-\xbf](?=[^"]{0,64}+"\s*:)')
 # Finds what may be a field of a router for prefill and decode workers, besides those of Guarded; 1 ns a byte.
 is_suspicious = re.compile(rb'"(?:bootstrap_|disagg_|[a-z_]*\\u00[4-7])').search
 # Finds what may be such a field in an object that is to be searched: its name, or an escape that may hide it.
@@ -137,7 +138,7 @@ def fields_of(body: bytes) -> dict[str, Raw]:
     if len(body) > MOST_MENDED_BYTES and _has_more_than(_MOST_FIELDS, body):
         raise BadRequestError(f"the body has more than {_MOST_FIELDS} fields: too many to be read one by one")
     try:
-        return _decode_fields(body)
+        return _decoded(body)
     except msgspec.ValidationError as error:  # before DecodeError, its base class
         raise BadRequestError(f"the body is not a JSON object: {error}") from None
     except RecursionError:
@@ -146,11 +147,20 @@ def fields_of(body: bytes) -> dict[str, Raw]:
         return _mended_fields(body, error)
 
 
+def _decoded(body: bytes) -> dict[str, Raw]:
+    try:
+        return _decode_fields(body)
+    except UnicodeDecodeError:  # a name with half of a surrogate pair: no field of an engine's
+        if body.count(b"\xed") > _MOST_SEARCHED:
+            raise
+        return _decode_fields(_HALF_IN_NAME.sub(b"\xef\xbf\xbd", body))
+
+
 def _mended_fields(body: bytes, error: Exception) -> dict[str, Raw]:
     if len(body) > MOST_MENDED_BYTES:
         raise NotMendedError(f"the body is not valid JSON: {error}") from None
     try:
-        return _decode_fields(at_once(mended(body)))
+        return _decoded(at_once(mended(body)))
     except (msgspec.DecodeError, UnicodeDecodeError) as still:
         raise BadRequestError(f"the body is not valid JSON: {still}") from None
 
