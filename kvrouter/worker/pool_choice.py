@@ -60,10 +60,14 @@ async def choose_pool(
             heard[worker] = beat.card or heard.get(worker)
 
     await bus.subscribe(Subjects(options.namespace).live_worker(WorkerId("*")), note)
+    connected = asyncio.Event()
+    bus.on_connect(connected.set)
     now = asyncio.get_running_loop().time
     began, pool = now(), names[0]
-    while pool == names[0] and now() < began + (LISTEN_S if all(heard.values()) else CARD_EVERY_S + 1.0):
-        if leave.is_set():
+    while pool == names[0] and not leave.is_set():
+        if not connected.is_set():
+            began = now()
+        elif now() >= began + (LISTEN_S if all(heard.values()) else CARD_EVERY_S + 1.0):
             break
         await asyncio.sleep(_LOOK_EVERY_S)
         pool = pool_of(names, facts.tokenizer, filter(None, heard.values()))

@@ -79,7 +79,7 @@ def facts(*names: str) -> EngineFacts:
 
 async def test_listening(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It listens until the card of a fitting worker comes; not at all if there is nothing to choose."""
-    monkeypatch.setattr(pool_choice, "LISTEN_S", 60.0)
+    monkeypatch.setattr(pool_choice, "LISTEN_S", 1e9)
     options = AgentOptions(
         engine_url="http://h:2", worker_id="new", nats=nats_url, namespace=uuid.uuid4().hex
     )
@@ -104,11 +104,13 @@ async def test_listening(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert "k" == await choosing
 
 
-async def test_leaving(nats_url: str) -> None:
+async def test_leaving(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent that is told to leave listens no longer."""
+    monkeypatch.setattr(pool_choice, "LISTEN_S", 1e9)
     options = AgentOptions(engine_url="http://h:2", worker_id="new", nats=nats_url, namespace="n")
     leave = asyncio.Event()
     leave.set()
     async with Bus.open(NatsOptions((nats_url,)), name="test") as bus:
         with bus.part() as part:
-            assert await choose_pool(options, part, facts(*NAMES), leave) is None
+            async with asyncio.timeout(20):
+                assert await choose_pool(options, part, facts(*NAMES), leave) is None

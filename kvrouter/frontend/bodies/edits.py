@@ -48,10 +48,10 @@ def edits_of(request: CompletionRequest) -> list[Edit]:
 
 
 def apply(edits: Iterable[Edit], body: bytes) -> bytes:
-    has_nan = b"NaN" in body and lax.NAN not in body
+    edited = body
     for edit in edits:
-        body = edit(body)
-    return lax.with_nan(body) if has_nan else body
+        edited = edit(edited)
+    return lax.with_nan(edited, body)
 
 
 def without_overrides(body: bytes) -> bytes:
@@ -97,7 +97,7 @@ def with_report_mode(body: bytes, *, has_arguments: bool) -> bytes:
     except (BadRequestError, msgspec.DecodeError, UnicodeDecodeError):
         return body
     asking = msgspec.json.encode(fields | {_ARGUMENTS: (arguments or {}) | {_MODE: _FULL}})
-    return lax.with_nan(asking) if b"NaN" in body else asking
+    return lax.with_nan(asking, body)
 
 
 def with_request_id(body: bytes, request_id: str) -> bytes:

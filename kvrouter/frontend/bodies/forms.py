@@ -123,6 +123,6 @@ def without_guarded(content_type: str, body: bytes) -> bytes:
         else:
             raw = msgspec.Raw(body[part.value_at : part.end])
             kept = bytes(lax.without_guarded({_ARGUMENTS: raw})[_ARGUMENTS])
-            pieces += [body[at : part.value_at], lax.with_nan(kept)]
+            pieces += [body[at : part.value_at], lax.with_nan(kept, bytes(raw))]
         at = part.end
     return b"".join([*pieces, body[at:]])

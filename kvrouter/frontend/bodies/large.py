@@ -60,7 +60,6 @@ class LargeBody:
         self.body = body
         self.runs = runs
         self.rest = self._without_runs() if runs else body
-        self._is_mended = False
 
     @classmethod
     async def read(cls, body: bytes) -> LargeBody:
@@ -75,7 +74,6 @@ class LargeBody:
             return parse(self.rest)
         except NotMendedError:
             self.rest = await _in_slices(lax.mended(self.rest))
-            self._is_mended = True
             return parse(self.rest)
 
     async def with_ids(
@@ -115,7 +113,7 @@ class LargeBody:
         if not edits:
             return self.body
         edited = self._with_runs(apply(edits, self.rest)) or apply(edits, self.body)
-        return lax.with_nan(edited) if self._is_mended else edited
+        return lax.with_nan(edited, self.body)
 
     def _with_runs(self, rest: bytes) -> bytes:
         """The whole body again; empty if that is not possible, as the client sent a MARK itself."""

@@ -148,7 +148,7 @@ def test_mended(value: object, size: int, cost: int) -> None:
         mended = lax.at_once(lax.mended(body))
 
     (raw,) = lax._decode_items(b"[%b]" % mended)
-    assert repr(json.loads(body)) == repr(json.loads(lax.with_nan(bytes(raw))))
+    assert repr(json.loads(body)) == repr(json.loads(lax.with_nan(bytes(raw), body)))
 
 
 @given(body=st.binary() | st.text('\\"ud83NaInfty-{}[]:,', max_size=20).map(str.encode))
@@ -157,6 +157,14 @@ def test_mending_what_is_no_json(body: bytes) -> None:
     mended = lax.at_once(lax.mended(body))
 
     assert value_of(body) is not None or body == mended or value_of(mended) is None
+
+
+@parses
+def test_texts_like_nan(parse: Callable[[bytes], CompletionRequest]) -> None:
+    """A text that looks like what stands for NaN stays what it is."""
+    body = body_of(user=f"{lax.NAN.decode()} NaN")
+
+    assert (body, set()) == sent(parse, json.dumps({**body, "kvrouter": {}}).encode())
 
 
 @parses
