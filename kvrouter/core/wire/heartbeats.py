@@ -83,6 +83,8 @@ class Card(Struct, frozen=True, kw_only=True):
     speculates: bool = False
     # so many tokens behind a block are part of its name (vLLM 0.33 with EAGLE or MTP)
     lookahead: Lookahead = 0
+    # whether chats may come with the ids of their prompts: `kv_transfer_params.prompt_token_ids`
+    takes_token_ids: bool = False
     # the directory or hub id of the engine's model, as the engine names it
     tokenizer: Line = ""
     # of the program that announces the worker; empty: it reports none

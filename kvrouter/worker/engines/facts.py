@@ -30,7 +30,7 @@ class EngineFacts:
     `endpoints` has its events by rank; empty if it publishes none or does not report them. `tokenizer` is a
     directory or a name on a hub. `lacks` names missing settings, each with the flag that adds it.
     `assumed_block_size` counts as long as neither a flag, nor the metrics, nor an event shows the size.
-    `has_metrics`: its metrics say something of its load or its blocks.
+    `has_metrics`: its metrics say something of its load or its blocks. `takes_token_ids`: see Card.
     """
 
     models: Models
@@ -45,6 +45,7 @@ class EngineFacts:
     lacks: tuple[str, ...] = ()
     assumed_block_size: int = 0
     has_metrics: bool = True
+    takes_token_ids: bool = False
 
     def block_size(self, options: AgentOptions, event_block_size: int = 0) -> int:
         """The larger of the engine's own size and that of its events.
@@ -114,6 +115,7 @@ def build_card(
         prefix_caching=scrape.has_prefix_caching,
         speculates=scrape.speculates and not lookahead,
         lookahead=lookahead,
+        takes_token_ids=facts.takes_token_ids,
         engine_started_at_us=min(round(scrape.started_s * 1e6), MOST_NUMBER),
         tokenizer=facts.tokenizer if facts.tokenizer.isprintable() and len(facts.tokenizer) <= 1024 else "",
         agent_version=__version__,

@@ -53,6 +53,7 @@ from kvrouter.worker.engines.http import (
     reason_of,
 )
 from kvrouter.worker.engines.metrics import Scrape
+from kvrouter.worker.engines.versions import reaches, since
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.zmq.sockets import EventEndpoints
 
@@ -555,9 +556,10 @@ async def learn_vllm(engine: EngineHttp, models: Models, options: AgentOptions) 
     endpoints, unread = await _endpoints(engine, host, binds=kind == "mocker")
     ranks = max(len(endpoints or ()), len(scrape.loads), 1)
     lacks = [*_event_lacks(scrape, endpoints, ranks, options, unread), *_metric_lacks(scrape, why, options)]
+    version = await engine.version()
     return EngineFacts(
         models,
-        await engine.version(),
+        version,
         scrape,
         kind,
         ranks=ranks,
@@ -566,6 +568,7 @@ async def learn_vllm(engine: EngineHttp, models: Models, options: AgentOptions) 
         lacks=tuple(filter(None, (*lacks, unclear))),
         assumed_block_size=DEFAULT_BLOCK_SIZE,
         has_metrics=bool(scrape.loads or scrape.block_size),
+        takes_token_ids=reaches(version, since(kind).token_ids_of_chats) is True,
     )
 
 

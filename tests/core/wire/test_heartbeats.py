@@ -62,6 +62,15 @@ def test_newer_heartbeat_is_understood() -> None:
     assert WORKER == decode_worker_beat(msgpack.packb([*raw, "new"]), W1)
 
 
+def test_card_of_an_older_agent() -> None:
+    """A card without the later fields says nothing that its agent does not know."""
+    raw = msgpack.unpackb(encode(WORKER))
+    for later in ("takes_token_ids", "lookahead", "speculates"):
+        del raw[6][later]
+
+    assert WORKER == decode_worker_beat(msgpack.packb(raw), W1)
+
+
 def test_older_replica_serves_nothing_known() -> None:
     """A heartbeat that ends before `serves` has an empty one."""
     newer = RouterBeat(VERSION, 5, "up", "http://a", {}, 3, 1000, [], {"llama-0a1b2c3d": 16})

@@ -1,0 +1,47 @@
+"""What engines can do from which version on, where neither their answers nor their events show it.
+
+This is the one place outside the adapters that knows kinds of engines by name: everything else asks it, or
+reads the card.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple, TypeAlias
+
+Version: TypeAlias = tuple[int, ...]
+
+EVERY: Version = ()
+
+
+class Since(NamedTuple):
+    """The first version with each ability; EVERY: all versions have it, None: none has it."""
+
+    token_ids_of_chats: Version | None = None
+    """It takes the ids of a chat's prompt in its body: `kv_transfer_params.prompt_token_ids`."""
+
+
+_OTHER = Since()
+SINCE: Mapping[str, Since] = {
+    "vllm": Since(token_ids_of_chats=(0, 33)),
+}
+
+
+def since(kind: str) -> Since:
+    """The abilities of a kind of engine; none if it is not known here."""
+    return SINCE.get(kind, _OTHER)
+
+
+def reaches(version: str, first: Version | None) -> bool | None:
+    """Whether a version is `first` or a later one; None if it cannot be read."""
+    if not first:
+        return first is not None
+    numbers = numbers_of(version)
+    return numbers >= first if numbers else None
+
+
+def numbers_of(version: str) -> Version:
+    """Major, minor and patch number; empty if they cannot be read."""
+    found = re.match(r"v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?", version)
+    return tuple(int(part or 0) for part in found.groups()) if found else ()
