@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
@@ -25,8 +25,15 @@ from kvrouter.frontend import passthrough
 from kvrouter.frontend.bodies import openai, responses
 from kvrouter.frontend.bodies.aliases import renamed, renamed_target
 from kvrouter.frontend.bodies.apis import Api, Parse
-from kvrouter.frontend.bodies.edits import Edit, apply, edits_of, removed_from, with_request_id
-from kvrouter.frontend.bodies.large import LARGE_BYTES, LargeBody
+from kvrouter.frontend.bodies.edits import (
+    Edit,
+    apply,
+    edits_of,
+    removed_from,
+    token_ids_field,
+    with_request_id,
+)
+from kvrouter.frontend.bodies.large import LARGE_BYTES, LargeBody, in_slices
 from kvrouter.frontend.bodies.lax import PLAIN, in_utf8
 from kvrouter.frontend.kept_responses import (
     MOST_ID_CHARACTERS,
@@ -83,6 +90,8 @@ class Work(Struct, frozen=True):
     """Whether to reply with the decision only, without sending the request."""
     reads_end: bool
     """Whether its policy is told how long the answer was."""
+    ids_field: bytes
+    """The field of its token ids, for an engine that takes them; empty: none is sent."""
 
 
 class _Read(Struct, frozen=True):
@@ -132,11 +141,12 @@ class Accept:
         policy = selection.policy
         lora_name = _lora_name(router, asked)
         prompts: tuple[Prompt, ...] = ()
+        found_ids: list[Sequence[int]] = []
         # A request in a mode without tokens is tokenized, too, if other requests of the pool are placed by
         # the tokens and blocks that its booking holds.
         needs_tokens = router.needs_tokens or policy.needs_tokens
         if asked.prompt is not None and needs_tokens and (api.parse is not None or _caches(router.pool)):
-            prompts = await self._prompts(router, asked, asked.prompt, notes)
+            prompts = await self._prompts(router, asked, asked.prompt, notes, found_ids)
         route = RouteRequest(
             request_id,
             prompts,
@@ -170,6 +180,7 @@ class Accept:
             asked.engine_arguments is not UNSET,
             overrides.dry_run,
             policy.reads_ends,
+            await in_slices(token_ids_field(found_ids[0])) if found_ids else b"",
         )
 
     async def _read(self, request: Request, api: Api, now: float) -> _Read:
@@ -232,9 +243,19 @@ class Accept:
         return read_overrides(request.headers, asked.kvrouter, asked.session_id, self.dialect, nvext)
 
     async def _prompts(
-        self, router: Router, asked: openai.CompletionRequest, prompt: texts.Prompt, notes: Notes | None
+        self,
+        router: Router,
+        asked: openai.CompletionRequest,
+        prompt: texts.Prompt,
+        notes: Notes | None,
+        found_ids: list[Sequence[int]],
     ) -> tuple[Prompt, ...]:
-        """Token ids, then hashes. Empty if the tokens are not known."""
+        """Token ids, then hashes. Empty if the tokens are not known.
+
+        `found_ids` gets the ids of a chat that are to be sent with it.
+        """
+        if asked.token_ids is not None and router.pool.takes_token_ids and not texts.has_media(prompt):
+            prompt = texts.TokenPrompt([asked.token_ids])
         most_characters = _MOST_CHARACTERS_PER_TOKEN * (router.pool.max_model_len or _UNKNOWN_MODEL_LEN)
         if texts.text_characters(prompt) > most_characters:
             return ()
@@ -242,7 +263,9 @@ class Accept:
         hashed = None
         if not self._until_timed:
             self._until_timed, hashed = HASHING_TIMED_EVERY, self._metrics.hash.observe
-        naming = Naming(router.pool, asked.model, _lora_name(router, asked), asked.cache_salt, hashed)
+        found = found_ids.append if asked.may_be_ids and router.pool.sends_token_ids else None
+        lora_name = _lora_name(router, asked)
+        naming = Naming(router.pool, asked.model, lora_name, asked.cache_salt, hashed, found)
         began = time.perf_counter()
         try:
             return await self._blocks.hashes(prompt, naming)

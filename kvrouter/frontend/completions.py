@@ -34,7 +34,7 @@ from kvrouter.frontend.access_log import CLIENT_LEFT, AccessLog, outcome_of, out
 from kvrouter.frontend.admission_queue import WaitingRoom
 from kvrouter.frontend.bodies import responses
 from kvrouter.frontend.bodies.apis import Api
-from kvrouter.frontend.bodies.edits import with_report_mode
+from kvrouter.frontend.bodies.edits import with_field, with_report_mode
 from kvrouter.frontend.client_totals import ClientTotals, Totals
 from kvrouter.frontend.decision_views import DecisionViews
 from kvrouter.frontend.hung_engines import HungEngines, Probe, Running
@@ -392,7 +392,7 @@ class Completions:
         )
         self._running[attempt] = running
         try:
-            attempt.send(_bytes_for(work, placement))
+            attempt.send(self._bytes_for(running))
             outcome = await attempt.outcome
             if isinstance(outcome, Done) and outcome.status == 200 and not outcome.failure:
                 self._good_answer(work, placement, attempt)
@@ -403,6 +403,26 @@ class Completions:
         finally:
             del self._running[attempt]
             self._measure_answer(running, attempt, outcome)
+
+    def _bytes_for(self, running: Running) -> bytes:
+        """The request as its worker gets it, head and body."""
+        work, placement = running.work, running.placement
+        body = work.body
+        if work.ids_field and placement.sends_token_ids:
+            body = with_field(body, work.ids_field)
+            self._metrics.token_ids_sent.inc(running.model)
+        if placement.wants_report and work.api.parse is not None:
+            body = with_report_mode(body, has_arguments=work.has_engine_arguments)
+        head = work.request.head.for_worker(
+            placement.url,
+            work.id,
+            len(body),
+            rank=placement.target.rank,
+            rank_header=placement.rank_header,
+            keeps_rank=work.route.wanted is not None,
+            trace=work.request.trace,
+        )
+        return head + body
 
     def _measure_answer(self, running: Running, attempt: Attempt, outcome: Outcome | None) -> None:
         """Count what an attempt has relayed, whole or not."""
@@ -521,23 +541,6 @@ def _add(totals: Totals, tried: list[Running], outcome: str, lasted_s: float) ->
         totals.failed += outcome in {"failed", "broken"}
         totals.refused += outcome == "refused"
         totals.left += outcome == "left"
-
-
-def _bytes_for(work: Work, placement: Placement) -> bytes:
-    """The request as its worker gets it, head and body."""
-    body = work.body
-    if placement.wants_report and work.api.parse is not None:
-        body = with_report_mode(body, has_arguments=work.has_engine_arguments)
-    head = work.request.head.for_worker(
-        placement.url,
-        work.id,
-        len(body),
-        rank=placement.target.rank,
-        rank_header=placement.rank_header,
-        keeps_rank=work.route.wanted is not None,
-        trace=work.request.trace,
-    )
-    return head + body
 
 
 def _ending_of(outcome: Outcome | None) -> str:

@@ -55,6 +55,8 @@ class Naming(Struct, frozen=True):
     salt: str | None = None
     hashed: Callable[[float], object] | None = None
     """Called with the seconds that hashing took."""
+    found_ids: Callable[[Sequence[int]], object] | None = None
+    """Called with the ids of a chat of text that were all computed here."""
 
     def engine_model(self) -> str:
         """The model's name in the engines' hashes of media; empty if how they hash is not known here."""
@@ -152,6 +154,10 @@ class LocalBlocks:
             return None
         if encoded is None:
             return None
+        if naming.found_ids is not None and isinstance(prompt, ChatPrompt):
+            (chat,) = encoded
+            if chat.isl == len(chat.ids) and not chat.media_outcome:
+                naming.found_ids(chat.ids)
         if self._seen is not None and not isinstance(prompt, TokenPrompt):
             self._seen(prompt, encoded, naming)
         return named(encoded, naming, self._known)

@@ -139,6 +139,12 @@ class TokenOptions(Settings):
         default_text="$HF_TOKEN",
         is_secret=True,
     )
+    send_ids: Literal["auto", "off"] = setting(
+        "auto",
+        "auto: engines that take the token ids of a chat get those computed here, once they were compared; "
+        "needs --token-comparison",
+        name="send-token-ids",
+    )
 
     def checked(self) -> Self:
         if self.way in {"remote", "none"} and self.paths:

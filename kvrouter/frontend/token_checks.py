@@ -3,6 +3,9 @@
 If one id in the first block differs, no request ever finds its cached prefix, and no error is raised.
 So for each pool a probe, and later one real prompt in a thousand, is also tokenized by an engine: a chat by
 its chat route (remote_tokenizer.py).
+
+Each engine that may get the ids of chats (`--send-token-ids`) is compared before it gets the first. If a
+client's chat differs later, no engine of the pool gets any more, until this process starts again.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,13 +22,14 @@ import structlog
 from kvrouter.core.audit.problems import TokenComparison
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.replica import Replica
+from kvrouter.core.routing.worker import Worker
 from kvrouter.core.wire.ids import PoolId
 from kvrouter.errors import BadRequestError
 from kvrouter.frontend.prompt_blocks import EncoderOf, Kind, Naming, kind_of
 from kvrouter.telemetry.metrics import Sample
 from kvrouter.tokens.id_comparison import PROBES, Difference, find_difference
 from kvrouter.tokens.prefix_tokens import Encoded
-from kvrouter.tokens.prompt import ChatPrompt, Prompt, TextPrompt, TokenPrompt, has_media
+from kvrouter.tokens.prompt import ChatPrompt, Prompt, TextPrompt, TokenIds, TokenPrompt, has_media
 from kvrouter.tokens.remote_tokenizer import EngineTokenizer, EngineTokenizerError
 
 log = structlog.get_logger()
@@ -59,6 +63,8 @@ class PoolCheck:
     due_at: float = 0.0
     seen: int = 0
     pending: tuple[ChatPrompt | TextPrompt, list[int], str | None] | None = None
+    next_engine_at: float = 0.0
+    """When the next engine that may get ids is compared."""
     equal_prompts: frozenset[str] = frozenset()
     """Kinds of prompt whose ids were equal at their last comparison."""
 
@@ -70,7 +76,7 @@ class PoolCheck:
         return TokenComparison(self.equal_prompts, f"{named}: {found.remedy}")
 
     def view(self) -> dict[str, Any]:
-        hidden = {"due_at", "seen", "pending", "equal_prompts"}
+        hidden = {"due_at", "seen", "pending", "next_engine_at", "equal_prompts"}
         return {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -93,13 +99,19 @@ class TokenChecks:
         encoders: ServingEncoders,
         engines: EngineTokenizer,
         dropped: Callable[[Pool, str], bool] = lambda *_: False,
+        *,
+        sends_ids: bool = False,
     ) -> None:
-        """`dropped` is called with each difference; returns whether the tokenizer is not used any more."""
+        """`dropped` is called with each difference; returns whether the tokenizer is not used any more.
+
+        `sends_ids`: whether engines that take token ids get those of chats.
+        """
         self.pools: dict[PoolId, PoolCheck] = {}
         self._replica = replica
         self._encoders = encoders
         self._engines = engines
         self._dropped = dropped
+        self._sends_ids = sends_ids
 
     def seen(self, prompt: Prompt, encoded: list[Encoded], naming: Naming) -> None:
         """Called for every prompt that was tokenized here. Keeps one in a thousand for `run`."""
@@ -134,18 +146,46 @@ class TokenChecks:
         elif check.state in {"unchecked", "unanswered"} and now >= check.due_at:
             await self._probe(pool, check)
             check.due_at = now + (PROBE_AGAIN_S if check.state == "unanswered" else AT_MOST_EVERY_S)
+        elif self._sends_ids and now >= check.next_engine_at:
+            await self._compare_next_engine(pool, check, now)
 
     async def _probe(self, pool: Pool, check: PoolCheck) -> None:
-        encoder = self._encoders.of(pool)
-        for kind, probe in [(kind, probe) for kind, probes in PROBES.items() for probe in probes]:
-            if not self._encoders.serves(pool, kind):
-                continue  # a card's tokenizer may have the ids of texts and not those of chats
+        for kind in PROBES:
+            async for probe, ids in self._encoded_probes(pool, kind):
+                if not await self._compare(pool, check, probe, ids, None):
+                    return
+
+    async def _encoded_probes(
+        self, pool: Pool, kind: Kind
+    ) -> AsyncIterator[tuple[ChatPrompt | TextPrompt, TokenIds]]:
+        """Those that can be encoded here, with their ids."""
+        # A card's tokenizer may have the ids of texts and not those of chats.
+        for probe in PROBES[kind] if self._encoders.serves(pool, kind) else ():
             try:
-                encoded = await encoder.encode(probe)
+                encoded = await self._encoders.of(pool).encode(probe)
             except BadRequestError:
                 continue  # this template rejects the probe; real prompts are compared later
-            if encoded and not await self._compare(pool, check, probe, encoded[0], None):
-                return
+            if encoded:
+                yield probe, encoded[0]
+
+    async def _compare_next_engine(self, pool: Pool, check: PoolCheck, now: float) -> None:
+        """Compare one of the engines that would take ids of chats and were not compared yet."""
+        waiting = [worker for worker in pool.targets.values() if _may_get_ids(worker)]
+        if not waiting:
+            return
+        worker, are_equal = random.choice(waiting), False
+        try:
+            async for probe, ids in self._encoded_probes(pool, "chat"):
+                are_equal = ids == await self._engines.reference(worker.card.url, None, probe)
+                if not are_equal:
+                    break
+        except EngineTokenizerError:
+            check.next_engine_at = now + PROBE_AGAIN_S
+            return
+        pool.compared_ids(worker, are_equal=are_equal)
+        if not are_equal:
+            effect = "its engine gets no ids, and no overlap is found on it"
+            log.warning("tokens.engine_differs", pool=pool.id, worker=worker.card.worker_id, effect=effect)
 
     async def _compare(
         self, pool: Pool, check: PoolCheck, prompt: ChatPrompt | TextPrompt, ids: list[int], model: str | None
@@ -171,6 +211,8 @@ class TokenChecks:
         if ids != engine_ids and prompt in PROBES[kind] and await encoder.settle(prompt, engine_ids):
             ids = engine_ids
         found = find_difference(ids, engine_ids, encoder.decode, is_chat=kind == "chat")
+        if found is not None and kind == "chat" and prompt not in PROBES[kind]:
+            pool.distrust_ids()
         check.engine = url
         return self._note(pool, check, found, kind)
 
@@ -205,6 +247,10 @@ class TokenChecks:
             for result in ("equal", "different", "unanswered"):
                 own = {**labels, "result": result}
                 yield "kvrouter_token_comparisons_total", own, getattr(check, result)
+
+
+def _may_get_ids(worker: Worker) -> bool:
+    return worker.card.takes_token_ids and worker.has_equal_ids is None
 
 
 def engine_url(pool: Pool, model: str | None) -> str | None:

@@ -136,7 +136,7 @@ async def open_tokens(
         has_own = any(each.can_encode_text for each in encoders.all().values())
         own = _Local(encoders, cards)
         if options.compare and (has_own or root is not None):
-            checks = TokenChecks(replica, own, engines, cards.differs)
+            checks = TokenChecks(replica, own, engines, cards.differs, sends_ids=options.send_ids == "auto")
         seen = checks.seen if checks else None
         by_engines = EngineBlocks(engines, now)
         local, by_card = LocalBlocks(encoders, seen, hashes), CardBlocks(cards, seen, hashes)

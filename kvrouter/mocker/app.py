@@ -49,7 +49,7 @@ from kvrouter.mocker.replies import (
 from kvrouter.mocker.responses_reply import ResponsesReply
 from kvrouter.mocker.text import Text
 from kvrouter.tokens.messages import Message
-from kvrouter.tokens.prompt import ChatPrompt, TextPrompt
+from kvrouter.tokens.prompt import ChatPrompt, TextPrompt, has_media
 
 # A prompt of a million token ids is 7 MB of JSON.
 MAX_BODY_BYTES = 64 << 20
@@ -102,7 +102,7 @@ class Service:
     async def chat_completions(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
         body = await self._read(http, ChatBody)
-        prompts = await self.text.encode(_chat_prompt(body))
+        prompts = _ids_sent(body) or await self.text.encode(_chat_prompt(body))
         return await self._answer(http, body, prompts, ChatReply, "chatcmpl-")
 
     async def messages(self, http: web.Request) -> web.StreamResponse:
@@ -380,6 +380,19 @@ def _check_prompt(length: int, limit: int) -> None:
         )
     if length == limit:
         raise BadRequestError("max_tokens must be at least 1, got 0.", param="max_tokens")
+
+
+def _ids_sent(body: ChatBody) -> list[EnginePrompt] | None:
+    """Token ids in place of the messages, as vLLM takes them: not of a chat with images."""
+    ids = body.kv_transfer_params.prompt_token_ids if body.kv_transfer_params is not None else None
+    if ids is None or has_media(_chat_prompt(body)):
+        return None
+    if not ids:
+        raise BadRequestError(
+            "`kv_transfer_params['prompt_token_ids']` must be a non-empty list of non-negative integers.",
+            param="kv_transfer_params.prompt_token_ids",
+        )
+    return token_prompts(ids)
 
 
 def _chat_prompt(body: ChatBody) -> ChatPrompt:

@@ -103,10 +103,17 @@ class CompletionBody(Body, frozen=True, kw_only=True):
     add_special_tokens: bool = True
 
 
+class Transfer(msgspec.Struct, frozen=True, kw_only=True):
+    """`kv_transfer_params`: what routers and hand-over partners tell an engine."""
+
+    prompt_token_ids: list[int] | None = None
+
+
 class ChatBody(Body, frozen=True, kw_only=True):
     """/v1/chat/completions."""
 
     messages: list[dict[str, Any]]
+    kv_transfer_params: Transfer | None = None
     max_completion_tokens: int | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False

@@ -101,6 +101,12 @@ SECTIONS: dict[str, dict[str, Metric]] = {
             "`ec_transfer_params`, `bootstrap_*`, `disagg_*`, `kv_cache_report_mode`, `x-override-*`; "
             "one for each kind in a request",
         ),
+        "kvrouter_token_ids_sent_total": Metric(
+            "counter",
+            ("model",),
+            "attempts at chats that were sent with their token ids (`--send-token-ids`)",
+            see="tokens.md#ids-that-are-sent",
+        ),
         "kvrouter_routing_revision": Metric(
             "gauge", (), "revision of `POST /routing`; 0: as configured. Equal in all replicas"
         ),

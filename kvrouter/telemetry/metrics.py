@@ -208,6 +208,7 @@ class RequestMetrics:
         self.requests = CountByMany("kvrouter_requests_total", registry, _failures)
         self.failed_attempts = CountBy("kvrouter_failed_attempts_total", registry)
         self.removed_fields = CountBy("kvrouter_removed_fields_total", registry)
+        self.token_ids_sent = CountBy("kvrouter_token_ids_sent_total", registry)
         self.cancelled = Count("kvrouter_cancelled_requests_total", registry)
         self.broken = Count("kvrouter_broken_streams_total", registry)
         self.prompt_tokens = CountBy("kvrouter_prompt_tokens_total", registry)

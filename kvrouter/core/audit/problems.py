@@ -151,6 +151,13 @@ def _of_card(pool: Pool, worker: Worker) -> Iterator[Problem]:
             f"{note}, it gets requests by its load alone. Give all engines of a model one block size (vLLM: "
             "--block-size); --kv-cache-block-size of the frontends must be that one, or be left out",
         )
+    elif worker.has_equal_ids is False:
+        yield Problem(
+            "tokens_differ",
+            "its token ids of chats are not those that are computed here, and those of other engines of its "
+            "name may be: no overlap is found on it. Give all engines of a name one model directory and one "
+            "chat template (vLLM: --chat-template), or another name",
+        )
     elif not pool.settings.use_kv_events and worker.card.prefix_caching is False:
         yield Problem(
             "uncached", "prefix caching is off: no overlap is predicted (vLLM: --enable-prefix-caching)"

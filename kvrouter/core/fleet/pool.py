@@ -111,6 +111,11 @@ class Pool:
         """The names that are LoRA adapters."""
         self.max_model_len = 0
         """The longest prompt that any worker takes, in tokens; 0 if not known."""
+        self.takes_token_ids = False
+        """Whether the engine of a target takes token ids in place of a chat's messages."""
+        self.sends_token_ids = False
+        """Whether such an engine gets the ids that are computed here."""
+        self._distrusts_ids = False
         self.has_equal_contexts = True
         """Whether all targets take prompts of the same length, as far as their cards say."""
         self.index = settings.new_index(settings.index_bounds, settings.placement_secret)
@@ -200,6 +205,20 @@ class Pool:
     def reuses_one_less(self, worker_id: WorkerId) -> bool:
         return worker_id in self._one_less
 
+    def compared_ids(self, worker: Worker, *, are_equal: bool) -> None:
+        """The token ids of chats that are computed here were compared with those of the worker's engine."""
+        worker.has_equal_ids = are_equal
+        self._use_ids()
+
+    def distrust_ids(self) -> None:
+        """A client's chat has other ids here than at an engine: no engine gets those made here any more."""
+        self._distrusts_ids = True
+        self._use_ids()
+
+    def _use_ids(self) -> None:
+        are_sent = any(worker.sends_token_ids for worker in self.targets.values())
+        self.sends_token_ids = are_sent and not self._distrusts_ids
+
     def unreachable(self, worker_id: WorkerId) -> None:
         """The worker's HTTP port refuses connections: remove it if it is silent."""
         worker = self.workers.get(worker_id)
@@ -277,7 +296,9 @@ class Pool:
         pairs = [(target, worker) for worker in eligible for target in worker.targets()]
         self.lookahead = _most_common([worker.card for worker in eligible if self._shows_lookahead(worker)])
         self.has_equal_contexts = len({worker.card.max_model_len for worker in eligible} - {0}) <= 1
+        self.takes_token_ids = any(worker.card.takes_token_ids for worker in eligible)
         self.targets = dict(sorted(pairs, key=lambda pair: pair[0]))
+        self._use_ids()
         self._roster = Roster(self.targets.items())
         self.active.line_up(self._roster.targets)
         self.changes += 1

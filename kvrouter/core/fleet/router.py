@@ -81,6 +81,8 @@ class Placement(Struct, frozen=True, gc=False):
     rank_header: str
     wants_report: bool
     """Whether to ask the engine to report the blocks that this request reuses."""
+    sends_token_ids: bool
+    """Whether to send the token ids of a chat that were computed here."""
     fallbacks: tuple[Target, ...]
     """The targets that the policy tries next if this one fails."""
     block_size: int
@@ -294,6 +296,7 @@ class Router:
             url=card.url,
             rank_header=card.rank_header,
             wants_report=wants_report,
+            sends_token_ids=self.pool.sends_token_ids and worker.sends_token_ids,
             fallbacks=fallbacks,
             block_size=self.pool.block_size,
         )

@@ -22,6 +22,8 @@ class Worker:
     """Incarnation and version of the card."""
     silent: bool = False
     """Its lease has ended; it is kept because the pool has no other target."""
+    has_equal_ids: bool | None = None
+    """Whether the token ids of chats that are computed here are its engine's; None: not compared."""
     first_answers: FirstAnswers = field(default_factory=FirstAnswers)
     # Blocks that one rank can hold over all tiers; 0 if a tier's capacity is unknown. Computed once, because
     # each Stored of its feeds is compared with it.
@@ -30,6 +32,11 @@ class Worker:
     def __post_init__(self) -> None:
         capacities = self.card.tiers.values()
         self.capacity_blocks = sum(capacities) if all(capacities) else 0
+
+    @property
+    def sends_token_ids(self) -> bool:
+        """Whether its engine gets the token ids of chats that are computed here."""
+        return self.has_equal_ids is True and self.card.takes_token_ids
 
     def targets(self) -> list[Target]:
         return [Target(WorkerId(self.card.worker_id), rank) for rank in range(self.card.ranks)]

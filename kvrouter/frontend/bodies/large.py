@@ -73,7 +73,7 @@ class LargeBody:
         try:
             return parse(self.rest)
         except NotMendedError:
-            self.rest = await _in_slices(lax.mended(self.rest))
+            self.rest = await in_slices(lax.mended(self.rest))
             return parse(self.rest)
 
     async def with_ids(
@@ -190,7 +190,8 @@ async def _end_of_string(body: bytes, at: int) -> int:
         await asyncio.sleep(0)
 
 
-async def _in_slices(steps: Generator[None, None, bytes]) -> bytes:
+async def in_slices(steps: Generator[None, None, bytes]) -> bytes:
+    """What `steps` returns. Others get a turn of the loop between its slices."""
     while True:
         try:
             next(steps)

@@ -50,6 +50,10 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     """The kinds of fields in it that no client may send (lax.py)."""
     asked_output: int = 0
     """Tokens of output at most, as the client asks; 0: it does not say."""
+    may_be_ids: bool = False
+    """Whether it is a chat that ids in place of its messages would not change, but for media."""
+    token_ids: list[int] | None = None
+    """The token ids of the chat, if the client sent them with it."""
     remove: Callable[[bytes], bytes] | None = None
     """Removes them from a body that is not JSON; None: it is JSON."""
 
@@ -87,7 +91,14 @@ class _Common(lax.Guarded):
     vllm_xargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
+class _Transfer(msgspec.Struct, forbid_unknown_fields=True):
+    """What a client may send of `kv_transfer_params`: nothing else."""
+
+    prompt_token_ids: list[TokenId]
+
+
 class _ChatBody(_Common):
+    kv_transfer_params: _Transfer | None = None  # type: ignore[assignment]  # more than of other bodies
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
@@ -112,12 +123,13 @@ _MOST_MESSAGE_CHARACTERS = 2_000
 
 _CHAT = msgspec.json.Decoder(_ChatBody)
 _COMPLETION = msgspec.json.Decoder(_CompletionBody)
+TRANSFER = "kv_transfer_params"
 # What the prompt does not depend on. If another field cannot be read, the engine makes another prompt of it.
 BESIDES_PROMPT = frozenset(
     {
         *("model", "stream", "n", "session_id", "priority", "vllm_xargs"),
         *("max_tokens", "max_completion_tokens", "max_output_tokens"),
-        *("prompt_logprobs", "echo", "logprobs", "use_beam_search"),
+        *("prompt_logprobs", "echo", "logprobs", "use_beam_search", TRANSFER),
     }
 )
 
@@ -133,7 +145,9 @@ def _of_chat(chat: _ChatBody, *, is_doubtful: bool) -> CompletionRequest:
     if chat.messages is None:
         raise BadRequestError("`messages` must be given, as a list of messages", param="messages")
     prompt = _chat_prompt(chat, chat.messages) if chat.messages else None
-    return _request(chat, prompt, chat.max_completion_tokens)
+    may_be_ids = prompt is not None and prompt.kept_tokens is None and not chat.echo
+    ids = chat.kv_transfer_params.prompt_token_ids if chat.kv_transfer_params is not None else None
+    return _request(chat, prompt, chat.max_completion_tokens, may_be_ids=may_be_ids, token_ids=ids)
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
@@ -170,7 +184,8 @@ def read(
         return build(fields, is_doubtful=False)
     found = lax.read(kind, body)
     request = build(found.body, is_doubtful=found.shapes_prompt(BESIDES_PROMPT))
-    return msgspec.structs.replace(request, removed=found.removed)
+    kept = {TRANSFER} if request.token_ids is not None else set()
+    return msgspec.structs.replace(request, removed=tuple(sorted({*found.removed} - kept)))
 
 
 def error_message(error: KvRouterError) -> str:
@@ -199,7 +214,14 @@ def error_event(error: KvRouterError) -> bytes:
     return b"data: " + error_body(error) + b"\n\n"
 
 
-def _request(body: _Common, prompt: Prompt | None, asked_output: int | None = None) -> CompletionRequest:
+def _request(
+    body: _Common,
+    prompt: Prompt | None,
+    asked_output: int | None = None,
+    *,
+    may_be_ids: bool = False,
+    token_ids: list[int] | None = None,
+) -> CompletionRequest:
     return CompletionRequest(
         model=body.model,
         stream=bool(body.stream),
@@ -214,6 +236,8 @@ def _request(body: _Common, prompt: Prompt | None, asked_output: int | None = No
         priority=priority_of(body.priority, body.nvext),
         engine_arguments=body.vllm_xargs,
         asked_output=max(0, asked_output or body.max_tokens or 0),
+        may_be_ids=may_be_ids,
+        token_ids=token_ids,
     )
 
 

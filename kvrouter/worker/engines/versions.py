@@ -24,7 +24,8 @@ class Since(NamedTuple):
 
 _OTHER = Since()
 SINCE: Mapping[str, Since] = {
-    "vllm": Since(token_ids_of_chats=(0, 33)),
+    "vllm": Since(token_ids_of_chats=(0, 32)),
+    "mocker": Since(token_ids_of_chats=(0, 32)),
 }
 
 

@@ -60,7 +60,7 @@ def chat_prompt(**body: Any) -> ChatPrompt:
 def test_plain_chat() -> None:
     """A chat body with nothing but messages has the engine's defaults."""
     expected = CompletionRequest(
-        model=None, stream=False, prompt=ChatPrompt(HELLO), cache_salt=None, session_id=None, n=1
+        None, stream=False, prompt=ChatPrompt(HELLO), cache_salt=None, session_id=None, n=1, may_be_ids=True
     )
 
     assert expected == chat()
@@ -92,7 +92,7 @@ def test_full_chat() -> None:
         chat_template_kwargs={"x": 1},
         add_special_tokens=True,
     )
-    assert CompletionRequest("m", True, prompt, "s", "abc", 2) == request
+    assert CompletionRequest("m", True, prompt, "s", "abc", 2, may_be_ids=True) == request
 
 
 def test_prompts_that_are_computed_whole() -> None:

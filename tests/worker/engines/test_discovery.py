@@ -114,9 +114,9 @@ async def test_vllm(vllm: Recorded) -> None:
     assert (feed,) == facts.endpoints
 
 
-@pytest.mark.parametrize(("version", "takes"), [("0.32.0", False), ("0.33.0", True), ("", False)])
+@pytest.mark.parametrize(("version", "takes"), [("0.31.2", False), ("0.32.0", True), ("", False)])
 async def test_token_ids_of_chats(vllm: Recorded, version: str, takes: bool) -> None:
-    """The card says from vLLM 0.33 on that chats may come with the ids of their prompts."""
+    """The card says from vLLM 0.32 on that chats may come with the ids of their prompts."""
     vllm.change("/version", version=version)
 
     assert takes is _card(vllm.options, await vllm.learn()).takes_token_ids

@@ -1,0 +1,228 @@
+"""--send-token-ids: engines that take the ids of a chat get those computed here, once they were compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrouter.core.fleet.pool import Pool
+from kvrouter.frontend import token_checks
+from kvrouter.frontend.bodies import edits, lax
+from kvrouter.tokens.prompt import ChatPrompt, PromptEncoder, TextPrompt
+from kvrouter.tokens.tiny import build_tiny_model
+from tests.frontend.fleet import POOL, Fleet, FleetOf
+from tests.frontend.workers import Received, Script, Wire, answer, until
+
+TEXT = "It was the best of times, it was the worst of times. " * 12
+MESSAGES = [{"role": "user", "content": TEXT}]
+CHAT = {"model": "m", "messages": MESSAGES}
+PATH = "/v1/chat/completions"
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aa"}}
+NEVER = {
+    "an image": CHAT | {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}]},
+    "echo": CHAT | {"echo": True},
+    "cut": CHAT | {"truncate_prompt_tokens": 3},
+    "a template": CHAT | {"chat_template": "{{ messages }}"},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model's directory."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    build_tiny_model(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines are compared at once, and so is each prompt."""
+    monkeypatch.setattr(token_checks, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(token_checks, "AT_MOST_EVERY_S", 0.0)
+    monkeypatch.setattr(token_checks, "ONE_IN", 1)
+
+
+def engine(model: Path, wrong: Callable[[Any], bool] = lambda _: False, *, fails: bool = False) -> Script:
+    """An engine that has an id too many in chats of which `wrong` holds, and may fail clients' chats."""
+    encoder = PromptEncoder.load(model)
+
+    async def script(received: Received, wire: Wire) -> None:
+        body = received.json
+        prompt = ChatPrompt(body["messages"]) if "messages" in body else TextPrompt([body["prompt"]])
+        (ids,) = await encoder.encode(prompt) or [[]]
+        ids = [*ids, 1] if "messages" in body and wrong(body) else ids
+        if received.head.startswith(b"POST /tokenize "):
+            await wire.send(answer(json.dumps({"tokens": ids}).encode()))
+        elif body.get("return_token_ids"):
+            await wire.send(answer(json.dumps({"prompt_token_ids": ids, "choices": []}).encode()))
+        else:
+            await wire.send(answer(status=500 if fails else 200))
+
+    return script
+
+
+def flags(model: Path) -> tuple[str, ...]:
+    """Of a frontend that computes token ids."""
+    return ("--model-path", str(model), "--router-mode", "kv")
+
+
+async def ids_of(model: Path) -> list[int]:
+    """The ids of CHAT."""
+    (ids,) = await PromptEncoder.load(model).encode(ChatPrompt(MESSAGES)) or [[]]
+    return ids
+
+
+def bodies(fleet: Fleet) -> list[bytes]:
+    """Those of clients' chats, as engines got them."""
+    found = [received.body for worker in fleet.workers for received in worker.requests]
+    return [body for body in found if b'"max_tokens":7' in body.replace(b" ", b"")]
+
+
+def served(fleet: Fleet) -> list[Any]:
+    """The same as objects."""
+    return [json.loads(body) for body in bodies(fleet)]
+
+
+def sent_ids(fleet: Fleet) -> list[list[int] | None]:
+    """The token ids in the chats that engines got."""
+    return [(body.get("kv_transfer_params") or {}).get("prompt_token_ids") for body in served(fleet)]
+
+
+def pool_of(fleet: Fleet) -> Pool:
+    """The only one."""
+    return fleet.frontend.replica.routers[POOL].pool
+
+
+async def until_compared(fleet: Fleet) -> None:
+    """Return when each engine that takes ids was compared."""
+    workers = pool_of(fleet).workers.values()
+    await until(lambda: all(each.has_equal_ids is not None for each in workers if each.card.takes_token_ids))
+
+
+async def metrics(fleet: Fleet) -> str:
+    """The text of /metrics."""
+    return (await fleet.get("/metrics")).body.decode()
+
+
+@pytest.mark.parametrize("takes", [True, False])
+async def test_sent(fleet_of: FleetOf, model: Path, takes: bool) -> None:
+    """The engine gets the client's fields, and the ids of its chat if it takes them."""
+    async with fleet_of(*flags(model), scripts=(engine(model),), takes_token_ids=takes) as fleet:
+        if takes:
+            await until_compared(fleet)
+        response = await fleet.ask(CHAT | {"max_tokens": 7, "x": 1.50}, path=PATH)
+
+        assert 200 == response.status
+        assert [await ids_of(model) if takes else None] == sent_ids(fleet)
+        assert takes == ('kvrouter_token_ids_sent_total{model="m"} 1.0' in await metrics(fleet))
+        (body,) = served(fleet)
+        body.pop("kv_transfer_params", None)
+        assert CHAT | {"max_tokens": 7, "x": 1.5} == body
+
+
+@pytest.mark.parametrize("body", NEVER.values(), ids=NEVER)
+async def test_never_sent(fleet_of: FleetOf, model: Path, body: dict[str, Any]) -> None:
+    """Not where the engine makes another prompt of the chat, or cuts it."""
+    async with fleet_of(*flags(model), scripts=(engine(model),), takes_token_ids=True) as fleet:
+        await until_compared(fleet)
+        await fleet.ask(body | {"max_tokens": 7}, path=PATH)
+
+        assert [None] == sent_ids(fleet)
+
+
+@pytest.mark.parametrize("off", [("--send-token-ids", "off"), ("--no-token-comparison",)])
+async def test_off(fleet_of: FleetOf, model: Path, off: tuple[str, ...]) -> None:
+    """Without the setting, or without comparisons."""
+    async with fleet_of(*flags(model), *off, scripts=(engine(model),), takes_token_ids=True) as fleet:
+        checks = fleet.frontend.tokens.checks
+        await until(lambda: checks is None or (POOL in checks.pools and checks.pools[POOL].equal_prompts))
+        await fleet.ask(CHAT | {"max_tokens": 7}, path=PATH)
+
+        assert [None] == sent_ids(fleet)
+        assert not pool_of(fleet).sends_token_ids
+
+
+async def test_only_to_engines_that_were_compared(fleet_of: FleetOf, model: Path) -> None:
+    """An engine with other ids gets none, and is named; the other one still gets them."""
+    scripts = (engine(model), engine(model, lambda _: True))
+    async with fleet_of(*flags(model), scripts=scripts, takes_token_ids=True) as fleet:
+        await until_compared(fleet)
+        for worker in fleet.workers:
+            direct = ("x-kvrouter-mode: direct", f"x-kvrouter-target: {worker.id}")
+            await fleet.ask(CHAT | {"max_tokens": 7}, *direct, path=PATH)
+        fleet.frontend.audit.run()
+        found = (await fleet.get("/workers")).json["targets"]
+
+        assert [await ids_of(model), None] == sent_ids(fleet)
+        assert [False, True] == [
+            "token ids of chats are not those" in str(each["problems"]) for each in found
+        ]
+        assert 1 == len(fleet.logged("tokens.engine_differs"))
+
+
+async def test_later_difference_ends_it(fleet_of: FleetOf, model: Path) -> None:
+    """A client's chat that differs: from then on no engine gets ids that are computed here."""
+    script = engine(model, lambda body: "odd" in str(body["messages"]))
+    async with fleet_of(*flags(model), scripts=(script,), takes_token_ids=True) as fleet:
+        await until_compared(fleet)
+        odd = {"model": "m", "messages": [{"role": "user", "content": "odd"}], "max_tokens": 7}
+        await fleet.ask(odd, path=PATH)
+        await until(lambda: fleet.logged("tokens.differ"), "the chat is compared")
+        await fleet.ask(CHAT | {"max_tokens": 7}, path=PATH)
+
+        assert [True, False] == [ids is not None for ids in sent_ids(fleet)]
+
+
+async def test_next_worker(fleet_of: FleetOf, model: Path) -> None:
+    """An attempt at another worker has them, too: once."""
+    scripts = (engine(model, fails=True), engine(model, fails=True))
+    async with fleet_of(*flags(model), scripts=scripts, takes_token_ids=True) as fleet:
+        await until_compared(fleet)
+        await fleet.ask(CHAT | {"max_tokens": 7}, path=PATH)
+
+        assert 2 * [await ids_of(model)] == sent_ids(fleet)
+        assert all(1 == body.count(b"kv_transfer_params") for body in bodies(fleet))
+
+
+@pytest.mark.parametrize("takes", [True, False])
+@pytest.mark.parametrize("fields", [{}, {"n": 1.0}, {"n": 1.0, "bootstrap_host": "h"}])
+async def test_ids_of_the_client(fleet_of: FleetOf, model: Path, takes: bool, fields: dict[str, Any]) -> None:
+    """A client's own ids reach the engine as they are, and its chat is placed by them if it takes them."""
+    own = list(range(7, 75))
+    chat = CHAT | {"max_tokens": 7, "kv_transfer_params": {"prompt_token_ids": own}, **fields}
+    script = engine(model)
+    async with fleet_of(
+        *flags(model), "--no-use-kv-events", scripts=(script,), takes_token_ids=takes
+    ) as fleet:
+        await until_compared(fleet)
+        responses = [await fleet.ask(chat, path=PATH) for _ in range(2)]
+
+        assert 2 * [own] == sent_ids(fleet)
+        assert not any("bootstrap_host" in body for body in served(fleet))
+        blocks = (len(own) - 1 if takes else len(await ids_of(model)) - 1) // 16
+        assert ["0", str(blocks)] == [each.header("x-kvrouter-overlap-blocks") for each in responses]
+
+
+@pytest.mark.parametrize("more", [{"do_remote_prefill": True}, {"prompt_token_ids": "x"}])
+async def test_nothing_else_of_the_field(fleet_of: FleetOf, model: Path, more: dict[str, Any]) -> None:
+    """With anything else in it, what the client sent of the field is removed, and counted."""
+    chat = CHAT | {"max_tokens": 7, "kv_transfer_params": {"prompt_token_ids": [1, 2], **more}}
+    async with fleet_of(*flags(model), scripts=(engine(model),), takes_token_ids=True) as fleet:
+        await until_compared(fleet)
+        await fleet.ask(chat, path=PATH)
+
+        assert [await ids_of(model)] == sent_ids(fleet)
+        assert 'kvrouter_removed_fields_total{field="kv_transfer_params"} 1.0' in await metrics(fleet)
+
+
+def test_ids_are_written_in_slices() -> None:
+    """As one list, whatever their number."""
+    for count in (1, 16_384, 16_385, 40_000):
+        field = lax.at_once(edits.token_ids_field(range(count)))
+        body = edits.with_field(b' {"kv_transfer_params": null, "a": 1.50} \n', field)
+        assert {"kv_transfer_params": {"prompt_token_ids": [*range(count)]}, "a": 1.5} == json.loads(body)
+        assert b'"a": 1.50' in body
