@@ -143,7 +143,7 @@ def test_an_error_ends_the_run() -> None:
 
 def test_share_of_exact_predictions() -> None:
     """Overestimates and underestimates both count as differences."""
-    report = Report([sample(64, 64), sample(64, 32), sample(0, 32), sample(0, 0)], 0, {"vllm": "0"}, 1.0)
+    report = Report([sample(64, 64), sample(64, 32), sample(0, 32), sample(0, 0)], 0, 0, {"vllm": "0"}, 1.0)
 
     assert 0.5 == report.exact_share
     assert 2 == len(report.differences)

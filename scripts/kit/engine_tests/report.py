@@ -17,6 +17,7 @@ class Report:
 
     samples: Sequence[Sample]
     evicted_blocks: int
+    chats_with_ids: int
     versions: dict[str, str]
     took_s: float
 
@@ -37,6 +38,7 @@ class Report:
             "took_s": round(self.took_s, 1),
             "requests": len(self.samples),
             "evicted_blocks": self.evicted_blocks,
+            "chats_with_ids": self.chats_with_ids,
             "exact_share": self.exact_share,
             "differences": [asdict(sample) for sample in self.differences],
             "samples": [asdict(sample) for sample in self.samples],
@@ -55,7 +57,8 @@ def table(report: Report) -> list[Table | str]:
     exact = len(report.samples) - len(report.differences)
     lines.append(
         f"{exact} of {len(report.samples)} predictions exact ({report.exact_share:.1%}),"
-        f" {report.evicted_blocks} blocks evicted, {versions}, {report.took_s:.0f} s"
+        f" {report.evicted_blocks} blocks evicted, {report.chats_with_ids} chats sent with their token ids,"
+        f" {versions}, {report.took_s:.0f} s"
     )
     return lines
 

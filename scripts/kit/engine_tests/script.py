@@ -108,7 +108,8 @@ async def _run(options: Options) -> int:
         async with counting_evictions(options.kind, [engine.events for engine in stage.engines]) as evictions:
             await _send_all(console, trial, options.requests)
         took_s = time.monotonic() - started
-        report = Report(trial.samples, evictions.blocks, await _versions(stage, options.kind), took_s)
+        versions, with_ids = await _versions(stage, options.kind), await stage.chats_with_ids()
+        report = Report(trial.samples, evictions.blocks, with_ids, versions, took_s)
     _show(console, report, options.json)
     if report.exact_share < WANTED_SHARE:
         raise WrongPredictionsError(f"only {report.exact_share:.1%} of the predictions were exact")
