@@ -26,7 +26,8 @@ from kvrouter.doctor.kinds import KINDS
 from kvrouter.doctor.listening import Listener
 from kvrouter.errors import KvRouterError
 from kvrouter.worker.engines import discovery
-from kvrouter.worker.engines.http import DOWN, read_models
+from kvrouter.worker.engines.http import DOWN, MODELS_PATH, read_models
+from kvrouter.worker.engines.versions import reaches, since
 
 # Examined at once; sockets for as many are needed.
 AT_ONCE = 128
@@ -36,8 +37,6 @@ _COUNTED = re.compile(
     rb"(?:\{[^\n]{0,4096}\})? ([0-9.e+]{1,30})\s*$",
     re.MULTILINE,
 )
-# Earlier versions name neither salt nor adapter of a block (docs/engines.md, SGLang).
-_FIRST_EXACT = {"sglang": (0, 5, 23)}
 _NOT_ALLOWED = (401, 403)
 # Kinds of engines that have /v1/models.
 LISTING = frozenset(discovery.KINDS)
@@ -97,12 +96,12 @@ class Engines:
 
     async def _meet(self, url: str, card: Card) -> None:
         async with self._turns:
-            models = await self._get(url, "v1/models")
+            models = await self._get(url, MODELS_PATH)
             if not models.status:
                 self.met[url] = Engine(url, models, Fetched())
                 return
-            # SGLang's /health generates a token
-            health = models if card.engine == "sglang" else await self._get(url, "health")
+            path = discovery.kind_named(card.engine).health_path
+            health = models if path == MODELS_PATH else await self._get(url, path)
             work = await self._work(url)
         try:
             found = read_models(models.body) if models.status == 200 else None
@@ -208,8 +207,8 @@ def _check_versions(cards: Mapping[WorkerId, Card]) -> Iterator[Finding]:
     by_model: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for worker_id, card in cards.items():
         by_model[card.model][f"{card.engine} {card.engine_version}".strip()].append(worker_id)
-        first, found = _FIRST_EXACT.get(card.engine), _numbers(card.engine_version)
-        if first is not None and found and found < first:
+        first = since(card.engine).exact_names
+        if first and reaches(card.engine_version, first) is False:
             needed = ".".join(map(str, first))
             seen = f"{card.engine} {card.engine_version}: events name salt and adapter from {needed} on"
             yield Finding(KINDS["engine.old"], worker_id, seen)
@@ -219,8 +218,3 @@ def _check_versions(cards: Mapping[WorkerId, Card]) -> Iterator[Finding]:
                 f"{version or 'unknown'}: {len(ids)}" for version, ids in sorted(versions.items())[:8]
             )
             yield Finding(KINDS["engine.versions"], model, clean(seen))
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    found = re.match(r"v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?", version)
-    return tuple(int(part or 0) for part in found.groups()) if found else ()

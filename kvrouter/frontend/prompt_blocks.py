@@ -12,7 +12,6 @@ Prompts of token ids need none of these. `PromptWays` is the one place that know
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +25,6 @@ from msgspec.structs import replace
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.routing.cost import Prompt as HashedPrompt
 from kvrouter.core.wire.hashes import block_seed, media_prompt_hashes, seeded_prompt_hashes
-from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import PoolId
 from kvrouter.errors import BadRequestError
 from kvrouter.tokens.media import estimated_tokens
@@ -35,6 +33,7 @@ from kvrouter.tokens.prefix_tokens import Encoded
 from kvrouter.tokens.prompt import ChatPrompt, Prompt, PromptEncoder, TextPrompt, TokenPrompt, has_media
 from kvrouter.tokens.template_limits import TemplateLimitError
 from kvrouter.tokens.text_blocks import text_blocks
+from kvrouter.worker.engines.versions import reaches, since
 
 log = structlog.get_logger()
 
@@ -61,7 +60,7 @@ class Naming(Struct, frozen=True):
     def engine_model(self) -> str:
         """The model's name in the engines' hashes of media; empty if how they hash is not known here."""
         cards = [worker.card for worker in self.pool.targets.values()]
-        if not all(card.engine == "mocker" or _hashes_media(card) for card in cards):
+        if not all(reaches(card.engine_version, since(card.engine).media_names) for card in cards):
             return ""
         names = {card.tokenizer for card in cards}
         return names.pop() if len(names) == 1 else ""
@@ -235,13 +234,6 @@ class PromptWays:
                 return Serving(way.name, reasons)
             reasons[way.name] = reason
         return Serving(LOAD, reasons)
-
-
-def _hashes_media(card: Card) -> bool:
-    """Whether it is a vLLM that names images as 0.32 does: versions before it hash them otherwise."""
-    version = re.match(r"(\d+)\.(\d+)", card.engine_version)
-    is_new = version is not None and (int(version[1]), int(version[2])) >= (0, 32)
-    return card.engine == "vllm" and is_new
 
 
 def kind_of(prompt: ChatPrompt | TextPrompt) -> Kind:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -27,11 +26,12 @@ from kvrouter.serve.engines import EngineSpec
 from kvrouter.serve.own_replica import OwnReplica, Place
 from kvrouter.serve.report import EngineReport, Ready, Voice, curl, report
 from kvrouter.serve.settings import ServeOptions
-from kvrouter.serve.tokenizers import Tokenizers, model_of, tokenizer_of
+from kvrouter.serve.tokenizers import Tokenizers, model_of
 from kvrouter.settings.read import Loaded
 from kvrouter.worker.engines.discovery import learn_patiently
 from kvrouter.worker.engines.facts import EngineFacts, with_discovered
 from kvrouter.worker.engines.http import EngineHttp
+from kvrouter.worker.engines.versions import reaches, since
 from kvrouter.worker.engines.vllm import CACHED_TOKENS_UNKNOWN
 from kvrouter.worker.options import AgentOptions
 
@@ -45,9 +45,6 @@ AGENT_PATIENCE_S = 10.0
 _CUT_OFF_S = 10.0
 # Exit code of a frontend with wrong flags or a port that is in use: a restart would fail in the same way.
 _WRONG_FLAGS = 2
-# The first vLLM version seen to report 0 cached tokens. Earlier ones omit the field if it is 0, so its
-# absence proves nothing.
-_ALWAYS_COUNTS = (0, 32)
 
 
 class Deployment:
@@ -261,8 +258,6 @@ class Deployment:
         """Say how it serves, unless that was said already."""
         models = {model_of(self._agent(worker), facts): facts for worker, facts in self._facts.items()}
         model, facts = next(iter(models.items()))
-        # the mocker without a tokenizer takes token ids only
-        is_mute = facts.kind == "mocker" and tokenizer_of(facts) is None
         ready = Ready(
             url=url,
             admin=admin,
@@ -270,7 +265,7 @@ class Deployment:
             engines=len(self._facts),
             configured=len(self._options.engines),
             routing=self._routing(),
-            curl=curl(url, model, [1, 2, 3] if is_mute else "Hello"),
+            curl=curl(url, model, "Hello" if facts.takes_text else [1, 2, 3]),
         )
         if ready != self._ready:
             self._ready = ready
@@ -303,12 +298,7 @@ def _reachable(host: str) -> str:
 async def _with_cached_tokens(http: EngineHttp, facts: EngineFacts) -> EngineFacts:
     """The facts, with CACHED_TOKENS_UNKNOWN among the lacks if answers omit the cached tokens."""
     # asked with one real completion, and so only of versions whose answer proves something
-    version = re.match(r"v?(\d+)\.(\d+)", facts.version)
-    if (
-        facts.kind not in {"vllm", "mocker"}
-        or not version
-        or (int(version[1]), int(version[2])) < _ALWAYS_COUNTS
-    ):
+    if not reaches(facts.version, since(facts.kind).cached_zeros):
         return facts
     if await http.reports_cached_tokens(facts.models.served_names[0]) is not False:
         return facts

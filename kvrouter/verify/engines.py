@@ -31,7 +31,7 @@ from kvrouter.verify.agents import AgentRank, Agents
 from kvrouter.verify.comparison import DIFFERENT, EQUAL, IN_PART, NOT_CHECKED, EngineCheck, FeedKey
 from kvrouter.verify.tier_sets import TierSets
 from kvrouter.worker.blocks.engine_blocks import BlockIds, EngineBlocks, EngineHash
-from kvrouter.worker.engines.discovery import learn, new_adapter
+from kvrouter.worker.engines.discovery import kind_named, learn
 from kvrouter.worker.engines.http import EngineHttp
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.zmq.ordering import Action, Apply, EngineStream, Restarted, Step
@@ -69,7 +69,7 @@ class EngineHistory:
         self._held = TierSets()
         self._rank = rank if card.ranks > 1 else None
         self._block_size = card.block_size
-        self._adapter = new_adapter(card.engine)
+        self._adapter = kind_named(card.engine).adapter()
         self._blocks = EngineBlocks()
         self._stream = EngineStream(can_replay=True)
 

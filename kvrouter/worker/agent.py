@@ -24,7 +24,7 @@ from kvrouter.worker.announcer import Announcer
 from kvrouter.worker.blocks.engine_blocks import MAX_HELD_BLOCKS
 from kvrouter.worker.blocks.state import VERSION, AgentState, Header, StateFile
 from kvrouter.worker.drain import Duty, until_drained
-from kvrouter.worker.engines.discovery import awaited, learn, learn_patiently, new_adapter
+from kvrouter.worker.engines.discovery import awaited, kind_named, learn, learn_patiently
 from kvrouter.worker.engines.endpoints import shown
 from kvrouter.worker.engines.facts import EngineFacts, build_card, can_report, with_discovered
 from kvrouter.worker.engines.http import DOWN, EngineError, EngineHttp, Models, remedy_of
@@ -233,7 +233,7 @@ class Agent:
             scrape.device_blocks,
             repairs=repairs,
             former=former,
-            adapter=new_adapter(self._facts.kind),
+            adapter=kind_named(self._facts.kind).adapter(),
             has_siblings=len(self._events) > 1,
         )
         rank.set_speculates(speculates=scrape.speculates)

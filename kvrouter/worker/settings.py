@@ -123,7 +123,7 @@ class CardSettings(Settings):
     kv_repair: bool = setting(
         True,
         "after lost history, requests ask the engine to announce the blocks that they reuse "
-        "(vLLM 0.24 and later)",
+        "(vLLM 0.26 and later)",
     )
     drain_timeout_s: float = setting(
         300.0,

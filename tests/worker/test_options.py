@@ -222,9 +222,9 @@ def test_bad_state_file(path: str) -> None:
 
 @pytest.mark.parametrize(
     ("version", "can"),
-    [("0.32.0", True), ("v0.24.1+cpu", True), ("1.0", True), ("0.23.0", False), ("", None), ("dev", None)],
+    [("0.32.0", True), ("v0.26.1+cpu", True), ("1.0", True), ("0.25.1", False), ("", None), ("dev", None)],
 )
 def test_who_can_report(version: str, can: bool | None) -> None:
-    """Reports came with vLLM 0.24; for an engine without a version its events decide."""
-    assert can is can_report(read(), version)
-    assert can_report(read("--no-kv-repair"), version) is False
+    """Reports came with vLLM 0.26; for an engine without a version its events decide."""
+    assert can is can_report(read(), version, "vllm")
+    assert can_report(read("--no-kv-repair"), version, "vllm") is False

@@ -13,7 +13,15 @@ import structlog
 from kvrouter.long_wait import LongWait
 from kvrouter.worker.engines.adapter import Adapter
 from kvrouter.worker.engines.facts import EngineFacts
-from kvrouter.worker.engines.http import EngineError, EngineHttp, Models, half_of_a_pair, remedy_of
+from kvrouter.worker.engines.http import (
+    HEALTH_PATH,
+    MODELS_PATH,
+    EngineError,
+    EngineHttp,
+    Models,
+    half_of_a_pair,
+    remedy_of,
+)
 from kvrouter.worker.engines.sglang import SglangAdapter, learn_sglang
 from kvrouter.worker.engines.tensorrt import OWNER, TensorrtAdapter, learn_tensorrt
 from kvrouter.worker.engines.vllm import VllmAdapter, learn_vllm
@@ -29,28 +37,32 @@ class Kind(NamedTuple):
 
     learn: Callable[[EngineHttp, Models, AgentOptions], Awaitable[EngineFacts]]
     adapter: Callable[[], Adapter[Any]]
+    health_path: str = HEALTH_PATH
 
 
 _VLLM = Kind(learn_vllm, VllmAdapter)
 KINDS: Mapping[str, Kind] = {
     "vllm": _VLLM,
-    "sglang": Kind(learn_sglang, SglangAdapter),
+    # its /health generates a token and takes a second: too slow and too costly for one probe per second
+    "sglang": Kind(learn_sglang, SglangAdapter, MODELS_PATH),
     OWNER: Kind(learn_tensorrt, TensorrtAdapter),
     "mocker": _VLLM,
 }
 
 
-def new_adapter(kind: str) -> Adapter[Any]:
-    """An adapter for the events of this kind of engine. An unknown kind is treated as vLLM."""
-    return KINDS.get(kind, _VLLM).adapter()
+def kind_named(name: str) -> Kind:
+    """The kind of engine with this name. An unknown kind is treated as vLLM."""
+    return KINDS.get(name, _VLLM)
 
 
 async def learn(engine: EngineHttp, options: AgentOptions) -> EngineFacts:
-    """Ask the engine what it is. An unknown kind is treated as vLLM. Raises EngineError."""
+    """Ask the engine what it is. Raises EngineError."""
     if options.whole is False:
         raise EngineError(half_of_a_pair("--no-whole", "leave that (whole=false) out if it computes them"))
     models = await engine.models()
-    return await KINDS.get(models.owner, _VLLM).learn(engine, models, options)
+    kind = kind_named(models.owner)
+    engine.health_path = kind.health_path
+    return await kind.learn(engine, models, options)
 
 
 async def learn_patiently(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,14 +12,12 @@ from kvrouter.version import __version__
 from kvrouter.worker.engines.endpoints import noted, settled_endpoints
 from kvrouter.worker.engines.http import Models
 from kvrouter.worker.engines.metrics import Scrape
+from kvrouter.worker.engines.versions import reaches, since
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.zmq.sockets import EventEndpoints
 
 # vLLM and SGLang both read it.
 RANK_HEADER = "X-data-parallel-rank"
-
-# The first vLLM with `kv_cache_report_mode` (its pull request 45261, of June 2026; vLLM 0.23 lacks it).
-_FIRST_TO_REPORT = (0, 24)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +28,7 @@ class EngineFacts:
     directory or a name on a hub. `lacks` names missing settings, each with the flag that adds it.
     `assumed_block_size` counts as long as neither a flag, nor the metrics, nor an event shows the size.
     `has_metrics`: its metrics say something of its load or its blocks. `takes_token_ids`: see Card.
+    `takes_text`: it has a tokenizer, and takes more than token ids.
     """
 
     models: Models
@@ -46,6 +44,7 @@ class EngineFacts:
     assumed_block_size: int = 0
     has_metrics: bool = True
     takes_token_ids: bool = False
+    takes_text: bool = True
 
     def block_size(self, options: AgentOptions, event_block_size: int = 0) -> int:
         """The larger of the engine's own size and that of its events.
@@ -129,12 +128,9 @@ def _tiers(scrape: Scrape, widest_tier: int) -> dict[str, int]:
     return {name: capacities[name] for name in TIERS[: widest + 1]}
 
 
-def can_report(options: AgentOptions, version: str, kind: str = "vllm") -> bool | None:
+def can_report(options: AgentOptions, version: str, kind: str) -> bool | None:
     """Whether requests may ask the engine for reports.
 
     None if the version cannot be read: then its events decide.
     """
-    if not options.kv_repair or kind not in {"vllm", "mocker"}:
-        return False
-    numbers = re.match(r"v?(\d+)\.(\d+)", version)
-    return (int(numbers[1]), int(numbers[2])) >= _FIRST_TO_REPORT if numbers else None
+    return options.kv_repair and reaches(version, since(kind).reports)

@@ -35,7 +35,8 @@ MOST_TAKEN_BYTES = 64 * 1024 * 1024
 # What an engine says in an answer with an error status, for one line of a log.
 _MOST_SAID_BYTES = 512
 _URL_FLAGS = "kvrouter worker --engine-url, kvrouter serve --engine"
-_MODELS_PATH = "v1/models"
+MODELS_PATH = "v1/models"
+HEALTH_PATH = "health"
 # The note on a card that gives the reason begins with it.
 DOWN = "down: "
 # The server is there: only the agent's key, or its number of questions, is not as it wants.
@@ -161,7 +162,7 @@ class EngineHttp:
     """An engine's HTTP server, as a client. Open it with `async with`."""
 
     def __init__(self, session: aiohttp.ClientSession, extra_metrics: Mapping[str, str]) -> None:
-        self.health_path = "health"
+        self.health_path = HEALTH_PATH
         self.metrics_path = "metrics"
         self._extra_metrics = extra_metrics
         self._session = session
@@ -193,7 +194,7 @@ class EngineHttp:
 
     async def models(self) -> Models:
         """The models that the engine serves. Raises EngineError."""
-        models = read_models(await self._get(_MODELS_PATH))
+        models = read_models(await self._get(MODELS_PATH))
         self._has_listed_models = True
         return models
 
@@ -219,7 +220,7 @@ class EngineHttp:
         there, and 503 everywhere else. So /v1/models is asked as well, if it has ever answered: it costs the
         engine nothing.
         """
-        paths = [self.health_path, *([_MODELS_PATH] if self._has_listed_models else [])]
+        paths = [self.health_path, *([MODELS_PATH] if self._has_listed_models else [])]
         for path in dict.fromkeys(paths):
             if found := await self._trouble_at(path):
                 return found
@@ -231,7 +232,7 @@ class EngineHttp:
             async with self._session.get(path, timeout=timeout) as response:
                 status = response.status
                 # a health path that is missing, or wants a key, is that of an engine that is alive
-                is_lost = path == _MODELS_PATH and status not in _NOT_ABOUT_THE_ENGINE
+                is_lost = path == MODELS_PATH and status not in _NOT_ABOUT_THE_ENGINE
                 if status < 400 or (is_alive(status) and not is_lost):
                     return None
                 return EngineStatusError(path, status, await _said(response))

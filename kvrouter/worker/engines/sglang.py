@@ -69,8 +69,6 @@ PAGE_SIZE_1 = (
     "page size 1 makes every token a block, far too many to publish and compare: "
     "start SGLang with --page-size 16 (or 32, 64)"
 )
-# SGLang's /health generates a token and takes a second: too slow and too costly for one probe per second.
-HEALTH_PATH = "v1/models"
 
 
 class ServerInfo(Struct, frozen=True):
@@ -111,7 +109,6 @@ def read_server_info(body: bytes) -> ServerInfo:
 
 async def learn_sglang(engine: EngineHttp, models: Models, options: AgentOptions) -> EngineFacts:
     """Ask /server_info and /metrics. Raises EngineError."""
-    engine.health_path = HEALTH_PATH
     body = await engine.find_if_shown("server_info") or await engine.find_if_shown("get_server_info")
     info = read_server_info(body) if body is not None else None
     if info is not None and info.disaggregation_mode in {"prefill", "decode"}:

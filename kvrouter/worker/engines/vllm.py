@@ -569,6 +569,8 @@ async def learn_vllm(engine: EngineHttp, models: Models, options: AgentOptions) 
         assumed_block_size=DEFAULT_BLOCK_SIZE,
         has_metrics=bool(scrape.loads or scrape.block_size),
         takes_token_ids=reaches(version, since(kind).token_ids_of_chats) is True,
+        # a mocker without a model directory reports its model's name as the root
+        takes_text=kind != "mocker" or models.root not in models.served_names,
     )
 
 
