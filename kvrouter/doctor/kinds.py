@@ -317,7 +317,9 @@ _ALL = (
         "give --engine-api-key-file",
         _EVENTS,
     ),
-    Kind("engine.old", "warning", "An engine is too old for exact events", "upgrade it", "engines.md#sglang"),
+    Kind(
+        "engine.old", "warning", "An engine is too old for exact events", "upgrade it", "engines.md#versions"
+    ),
     Kind(
         "engine.slow",
         "warning",

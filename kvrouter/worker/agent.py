@@ -24,7 +24,7 @@ from kvrouter.worker.announcer import Announcer
 from kvrouter.worker.blocks.engine_blocks import MAX_HELD_BLOCKS
 from kvrouter.worker.blocks.state import VERSION, AgentState, Header, StateFile
 from kvrouter.worker.drain import Duty, until_drained
-from kvrouter.worker.engines.discovery import awaited, kind_named, learn, learn_patiently
+from kvrouter.worker.engines.discovery import awaited, kind_named, learn_patiently, learn_with_events
 from kvrouter.worker.engines.endpoints import shown
 from kvrouter.worker.engines.facts import EngineFacts, build_card, can_report, with_discovered
 from kvrouter.worker.engines.http import DOWN, EngineError, EngineHttp, Models, remedy_of
@@ -330,7 +330,7 @@ class Agent:
         Returns why it is not up yet. Raises EngineError if the agent must start again.
         """
         try:
-            facts = await learn(self._engine, self._options)
+            facts = await learn_with_events(self._engine, self._options)
         except EngineError as error:
             return error  # it answers probes, but is still starting: the next probe tries again
         self._check_model(facts.models)
@@ -403,7 +403,7 @@ class Agent:
         if self._facts.has_metrics or not (scrape.loads or scrape.block_size):
             return
         try:
-            facts = await learn(self._engine, self._options)
+            facts = await learn_with_events(self._engine, self._options)
         except EngineError:
             return  # the next scrape tries again
         self._check_ranks(facts)

