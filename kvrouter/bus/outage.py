@@ -30,6 +30,10 @@ NO_SERVER = (
 )
 NO_ANSWER = "no NATS server answers at this address: check --nats. Connecting again until one does"
 REJECTED = "NATS rejects these credentials; see the --nats-… flags in --help"
+NO_RIGHT = (
+    "the server's file does not let this user do that: write it again (`kvrouter nats accounts` with the "
+    "same directory and names), and send nats-server a SIGHUP"
+)
 NO_TLS = "check --nats-tls-ca, --nats-tls-cert and --nats-tls-key, and whether the server has TLS on"
 OTHERWISE = "check --nats, and look at the log of the NATS server. Connecting again until it answers"
 
@@ -98,6 +102,8 @@ class Outage:
 
 
 def _remedy(error: BaseException, text: str) -> str:
+    if "permissions violation" in text.lower():
+        return NO_RIGHT
     if "authorization" in text.lower():
         return REJECTED
     if isinstance(error, ConnectionRefusedError):

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from nats.aio.client import Client
+from structlog.testing import capture_logs
 
-from kvrouter.bus import NatsOptions, accounts
+from kvrouter.bus import Bus, NatsOptions, accounts
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat, encode
 from kvrouter.core.wire.ids import WorkerId
@@ -23,7 +24,11 @@ from kvrouter.frontend.settings import parse_options
 from kvrouter.mocker.config import MockerConfig
 from kvrouter.mocker.server import running_mocker
 from kvrouter.worker.agent import serve as serve_agent
+from kvrouter.worker.engines.facts import EngineFacts
+from kvrouter.worker.engines.http import Models
+from kvrouter.worker.engines.metrics import Scrape
 from kvrouter.worker.options import AgentOptions
+from kvrouter.worker.pool_choice import choose_pool
 from kvrouter.worker.zmq.sockets import EventEndpoints
 from tests.conftest import NatsServer
 from tests.e2e.fleet import frontend_flags, until
@@ -218,6 +223,29 @@ async def test_fleet_with_rights(server: NatsServer, users: Path) -> None:
         assert before == card_of(late.replica)
         assert 6 == held(late.replica)
         assert all("permissions violation" in text for text in forger.refused)
+
+
+async def test_agent_without_the_latest_right(
+    users: Path, new_nats_server: Callable[..., NatsServer]
+) -> None:
+    """In a file of a version before, agents may not read cards: one of several names takes the first."""
+    file = users / "accounts.conf"
+    written, others = file.read_text(), f', "{ROOT}.live.worker.*"'
+    assert others in written
+    file.write_text(written.replace(others, ""))
+    old = new_nats_server(file)
+    old.start()
+    options = AgentOptions("http://127.0.0.1:9", "w1", NatsOptions((old.url,), nkey_file=users / "w1.nk"), NS)
+    facts = EngineFacts(Models(("k-v2", "k"), ()), "0.33.0", Scrape())
+
+    with capture_logs() as logs:
+        async with Bus.open(NatsOptions((old.url,), nkey_file=users / "w1.nk"), name="w1") as bus:
+            with bus.part() as part:
+                assert await choose_pool(options, part, facts, asyncio.Event()) is None
+
+    (warning,) = [entry for entry in logs if entry["log_level"] == "warning"]
+    assert "live.worker.*" in warning["error"]
+    assert "kvrouter nats accounts" in warning["remedy"]
 
 
 def held(replica: Replica) -> int:

@@ -63,6 +63,7 @@ async def test_another_address(error: Exception) -> None:
         (ConnectionRefusedError(111, "Connection refused"), NO_SERVER),
         (socket.gaierror(-2, "Name or service not known"), NO_ANSWER),
         (REJECTED, outages.REJECTED),
+        (nats.errors.Error('nats: permissions violation for subscription to "a.>"'), outages.NO_RIGHT),
         (ssl.SSLCertVerificationError(1, "self-signed certificate"), NO_TLS),
         (nats.errors.UnexpectedEOF(), OTHERWISE),
     ],

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import uuid
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from typing import Any, TypeAlias
 
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,56 +24,51 @@ from kvrouter.worker.engines.facts import EngineFacts
 from kvrouter.worker.engines.http import Models
 from kvrouter.worker.engines.metrics import Scrape
 from kvrouter.worker.options import AgentOptions
-from kvrouter.worker.pool_choice import choose_pool, pool_of
+from kvrouter.worker.pool_choice import choose_pool, pool_of, why_equal
 
 NAMES = ("k-v2", "k", "k-old")
+NOWHERE = "http://127.0.0.1:9"
+WHY = {"k": "equal", "k-old": "equal"}
 
 
-def card(model: str, tokenizer: str = "/models/k", worker: str = "old") -> Card:
+def card(model: str, tokenizer: str = "/models/k", worker: str = "old", url: str = NOWHERE) -> Card:
     """A live worker of this pool."""
     return Card(
-        worker_id=worker,
-        url="http://h:1",
-        model=model,
-        served_names=(model,),
-        block_size=16,
-        tokenizer=tokenizer,
+        worker_id=worker, url=url, model=model, served_names=(model,), block_size=16, tokenizer=tokenizer
     )
 
 
 @pytest.mark.parametrize(
-    ("cards", "pool"),
+    ("models", "pool"),
     [
         ([], "k-v2"),
-        ([card("k")], "k"),
-        ([card("k", "/data/k")], "k"),  # another path on another host
-        ([card("k", "/models/other")], "k-v2"),
-        ([card("k", "")], "k-v2"),
-        ([card("x")], "k-v2"),
-        ([card("k-old"), card("k"), card("k")], "k"),
-        ([card("k-old"), card("k")], "k"),  # its own order decides
-        ([card("k"), card("k-v2")], "k-v2"),
+        (["k"], "k"),
+        (["x"], "k-v2"),
+        (["k-old", "k", "k"], "k"),
+        (["k-old", "k"], "k"),  # its own order decides
+        (["k", "k-v2"], "k-v2"),
+        (["k", "k", "k-v2"], "k"),
     ],
 )
-def test_pool(cards: list[Card], pool: str) -> None:
-    """The pool of most live workers that are called by one of its names and have its model directory."""
-    assert pool == pool_of(NAMES, "/models/k", cards)
+def test_pool(models: list[str], pool: str) -> None:
+    """The pool of most live workers that is called by one of its names and may be joined."""
+    assert pool == pool_of(NAMES, map(card, models), WHY)
+
+
+def test_pool_that_may_not_be_joined() -> None:
+    """Workers with other tokens do not count, however many they are."""
+    assert "k-v2" == pool_of(NAMES, [card("k"), card("k")], {"k": ""})
 
 
 @given(st.lists(st.sampled_from([*NAMES, "x"])), st.randoms())
 def test_order_does_not_matter(models: list[str], random: object) -> None:
     """Agents that start together and hear the same workers choose the same pool."""
     cards = [card(model) for model in models]
-    chosen = pool_of(NAMES, "/models/k", cards)
+    chosen = pool_of(NAMES, cards, WHY)
     random.shuffle(cards)  # type: ignore[attr-defined]
 
     assert chosen in NAMES
-    assert chosen == pool_of(NAMES, "/models/k", cards)
-
-
-def test_unknown_directory() -> None:
-    """Without a directory nothing says that the tokens are equal."""
-    assert "k-v2" == pool_of(NAMES, "", [card("k", "")])
+    assert chosen == pool_of(NAMES, cards, WHY)
 
 
 def facts(*names: str) -> EngineFacts:
@@ -77,12 +76,125 @@ def facts(*names: str) -> EngineFacts:
     return EngineFacts(Models(names, ()), "0.33.0", Scrape(), tokenizer="/models/k")
 
 
+Answer: TypeAlias = Callable[[dict[str, Any]], list[int] | None]
+
+
+class Tokenizing:
+    """An engine whose /tokenize answers so; None: it rejects the prompt."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.url = ""
+        self.keys: set[str] = set()
+        self.models: set[str] = set()
+        self._answer = answer
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(cls, answer: Answer) -> AsyncIterator[Tokenizing]:
+        """Serve on a free port of this machine."""
+        engine, app = cls(answer), web.Application()
+        app.router.add_post("/tokenize", engine.tokenize)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield engine
+        finally:
+            await runner.cleanup()
+
+    async def tokenize(self, http: web.Request) -> web.Response:
+        """POST /tokenize."""
+        body = await http.json()
+        self.keys.add(http.headers.get("authorization", ""))
+        self.models.add(body["model"])
+        ids = self._answer(body)
+        return web.json_response({"tokens": ids}, status=200 if ids else 400)
+
+
+def plain(body: dict[str, Any]) -> list[int] | None:
+    """Ids that depend on the prompt."""
+    return [len(str(body.get("messages") or body["prompt"]))]
+
+
+def other_texts(body: dict[str, Any]) -> list[int] | None:
+    """Another tokenizer."""
+    return [7] if "prompt" in body else plain(body)
+
+
+def other_chats(body: dict[str, Any]) -> list[int] | None:
+    """Another template."""
+    return [7] if "messages" in body else plain(body)
+
+
+def no_system(body: dict[str, Any]) -> list[int] | None:
+    """A template that rejects a system message."""
+    return None if "system" in str(body) else plain(body)
+
+
+def nothing(_: dict[str, Any]) -> list[int] | None:
+    """No prompt is taken."""
+    return None
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "directory", "may_join"),
+    [
+        (plain, plain, "/models/any", True),
+        (plain, other_texts, "/models/k", False),
+        (plain, other_chats, "/models/k", False),
+        (no_system, no_system, "/models/any", True),
+        (plain, no_system, "/models/k", False),
+        # one of the two cannot be asked: the directory counts, also below another path
+        (plain, nothing, "/data/k", True),
+        (nothing, plain, "/data/k", True),
+        (plain, nothing, "/models/any", False),
+        (nothing, nothing, "", False),
+    ],
+)
+async def test_equal_tokens(own: Answer, other: Answer, directory: str, may_join: bool) -> None:
+    """A pool may be joined if its engines make the same ids; if nothing shows it, by the directory."""
+    async with Tokenizing.open(own) as mine, Tokenizing.open(other) as theirs:
+        options = AgentOptions(mine.url, "new", api_key="secret")
+
+        assert may_join is bool(
+            await why_equal(options, facts(*NAMES), [card("k", directory, url=theirs.url)])
+        )
+
+        assert {"Bearer secret"} == mine.keys
+        assert ({"k-v2"}, {"k"}) == (mine.models, theirs.models or {"k"})
+
+
+async def test_a_member_that_is_gone() -> None:
+    """The next one is asked, within a bounded number."""
+    async with Tokenizing.open(plain) as engine:
+        options, gone = AgentOptions(engine.url, "new"), card("k", "/models/any")
+        member = card("k", "/models/any", url=engine.url)
+
+        assert await why_equal(options, facts(*NAMES), [gone, gone, member])
+        assert not await why_equal(options, facts(*NAMES), [gone, gone, gone, member])
+
+
+async def test_comparison_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends, and the directory counts."""
+    monkeypatch.setattr(pool_choice, "COMPARE_S", 0.0)
+    async with Tokenizing.open(plain) as engine:
+        member = card("k", "/data/k", url=engine.url)
+
+        assert await why_equal(AgentOptions(engine.url, "new"), facts(*NAMES), [member])
+
+
+async def test_unknown_directory() -> None:
+    """Without a directory nothing says that the tokens are equal."""
+    unknown = replace(facts(*NAMES), tokenizer="")
+
+    assert not await why_equal(AgentOptions(NOWHERE, "new"), unknown, [card("k", "")])
+
+
 async def test_listening(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It listens until the card of a fitting worker comes; not at all if there is nothing to choose."""
     monkeypatch.setattr(pool_choice, "LISTEN_S", 1e9)
-    options = AgentOptions(
-        engine_url="http://h:2", worker_id="new", nats=nats_url, namespace=uuid.uuid4().hex
-    )
+    options = AgentOptions(engine_url=NOWHERE, worker_id="new", nats=nats_url, namespace=uuid.uuid4().hex)
     subject = Subjects(options.namespace).live_worker(WorkerId("old"))
     own = Subjects(options.namespace).live_worker(WorkerId("new"))
 
@@ -107,7 +219,7 @@ async def test_listening(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None
 async def test_leaving(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent that is told to leave listens no longer."""
     monkeypatch.setattr(pool_choice, "LISTEN_S", 1e9)
-    options = AgentOptions(engine_url="http://h:2", worker_id="new", nats=nats_url, namespace="n")
+    options = AgentOptions(engine_url=NOWHERE, worker_id="new", nats=nats_url, namespace="n")
     leave = asyncio.Event()
     leave.set()
     async with Bus.open(NatsOptions((nats_url,)), name="test") as bus:
