@@ -144,13 +144,20 @@ def name_conflicts(pools: Iterable[Pool]) -> dict[str, list[str]]:
     return conflicts
 
 
+_ONE_BLOCK_SIZE = (
+    "Give all engines of a model one block size (vLLM: --block-size); --kv-cache-block-size of the frontends "
+    "must be that one, or be left out"
+)
+_ONE_LOOKAHEAD = (
+    "Give all engines of a model one version and one way of decoding: with EAGLE or MTP vLLM names blocks "
+    "otherwise from 0.33 on"
+)
+
+
 def _of_card(pool: Pool, worker: Worker) -> Iterator[Problem]:
     if note := pool.size_note(worker):
-        yield Problem(
-            "block_size",
-            f"{note}, it gets requests by its load alone. Give all engines of a model one block size (vLLM: "
-            "--block-size); --kv-cache-block-size of the frontends must be that one, or be left out",
-        )
+        remedy = _ONE_BLOCK_SIZE if worker.card.block_size != pool.block_size else _ONE_LOOKAHEAD
+        yield Problem("block_size", f"{note}, it gets requests by its load alone. {remedy}")
     elif worker.has_equal_ids is False:
         yield Problem(
             "tokens_differ",

@@ -304,6 +304,17 @@ def test_worker_of_another_block_size() -> None:
     assert [] == problems_of(pool, pool.workers[W2], None)
 
 
+def test_worker_of_another_lookahead() -> None:
+    """Engines of versions that name blocks otherwise: the reason is the look-ahead, not a block size."""
+    pool = new_pool(card("w1", lookahead=1), card("w2", ranks=2))
+
+    (problem,) = problems_of(pool, pool.workers[W1], None)
+
+    assert "look-ahead of 1 tokens, pool has 0" in problem.text
+    assert "one version" in problem.text
+    assert "--block-size" not in problem.text
+
+
 def test_engine_without_a_cache() -> None:
     """Without KV events an engine that says it caches nothing is named, before any request."""
     for use_kv_events, kinds in ((False, ["uncached"]), (True, [])):
