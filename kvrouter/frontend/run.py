@@ -45,7 +45,7 @@ from kvrouter.frontend.reload import Reload, Running
 from kvrouter.frontend.routing_change import RoutingChanges
 from kvrouter.frontend.rules import Rules
 from kvrouter.frontend.settings import COMMAND, FrontendOptions
-from kvrouter.frontend.sockets import Listeners, open_listeners, raise_limit, streams_within
+from kvrouter.frontend.sockets import Listeners, open_listeners, streams_within
 from kvrouter.frontend.state_metrics import index_maker, index_samples
 from kvrouter.frontend.tokenizing import Tokens, open_tokens
 from kvrouter.frontend.views import View
@@ -54,6 +54,7 @@ from kvrouter.policies import POLICIES, SERVED_MODES, new_policy
 from kvrouter.policies.guarded import GuardedPolicy
 from kvrouter.policies.kv import Kv
 from kvrouter.policies.two_stage import TwoStage
+from kvrouter.processes.descriptors import raise_limit
 from kvrouter.processes.signals import Signals
 from kvrouter.relay.upstream import Upstream
 from kvrouter.replica.loop import ReplicaLoop, empty_replica

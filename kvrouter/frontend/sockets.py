@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import resource
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,8 +16,6 @@ from kvrouter.relay.certificate import ServerCertificate
 
 # Connections that wait to be accepted. The kernel lowers it to net.core.somaxconn.
 BACKLOG = 4096
-# Linux's default for fs.nr_open, the most that setrlimit accepts, even where the hard limit is `unlimited`.
-_MOST_DESCRIPTORS = 1_048_576
 # Descriptors kept free for listeners, NATS, logs, files, idle connections and clients of /metrics.
 _OTHER_DESCRIPTORS = 200
 # A stream needs two: the client's connection and the worker's.
@@ -96,19 +93,6 @@ def url(listener: socket.socket, *, is_tls: bool) -> str:
     host, port, *_ = listener.getsockname()
     scheme = "https" if is_tls else "http"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-
-
-def raise_limit() -> int:
-    """Raise this process's soft limit of descriptors to the hard one; returns the limit that holds now."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return soft if soft != resource.RLIM_INFINITY else _MOST_DESCRIPTORS
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    except (ValueError, OSError):
-        return soft  # macOS has another limit below the hard one
-    return wanted
 
 
 def streams_within(limit: int) -> int:

@@ -3,6 +3,7 @@
 SIGTERM: end, after a grace in which new requests are accepted until load balancers look elsewhere.
 SIGINT: end without that grace, as Ctrl-C in a terminal. A second one of either: end now.
 SIGHUP: read the settings again; if the terminal of the process was closed, the same as SIGINT.
+SIGUSR1, SIGUSR2, SIGALRM: nothing, where a process has no use for them; they would end it at once otherwise.
 """
 
 from __future__ import annotations
@@ -11,6 +12,18 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
+
+import structlog
+
+log = structlog.get_logger()
+
+
+def outlive(*numbers: signal.Signals) -> None:
+    """Log these signals from now on, and go on. Call it where the event loop runs."""
+    loop = asyncio.get_running_loop()
+    for number in numbers:
+        loop.add_signal_handler(number, partial(log.info, "signal.ignored", signal=number.name))
 
 
 class Reloads:
@@ -46,6 +59,7 @@ class Signals:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self.stop)
         loop.add_signal_handler(signal.SIGINT, self.interrupt)
+        outlive(signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 
     def stop(self) -> None:
         (self.hurried if self.stopped.is_set() else self.stopped).set()

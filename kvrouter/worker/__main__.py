@@ -16,8 +16,9 @@ import uvloop
 
 from kvrouter.config import use_core
 from kvrouter.errors import ConfigError, KvRouterError, leaves
+from kvrouter.processes.descriptors import raise_limit
 from kvrouter.processes.reloading import reload_forever
-from kvrouter.processes.signals import Reloads
+from kvrouter.processes.signals import Reloads, outlive
 from kvrouter.settings.read import Loaded, run
 from kvrouter.telemetry.logs import set_up_logs
 from kvrouter.worker.agent import serve
@@ -44,6 +45,7 @@ def _main(loaded: Loaded[WorkerSettings]) -> int:
     status = 0
     try:
         use_core(settings.core)
+        raise_limit()
         uvloop.run(_run(agents, loaded))
     except* KvRouterError as group:  # a TaskGroup raises groups, a failed start a plain error
         for error in leaves(group):
@@ -85,6 +87,7 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, retire)
     loop.add_signal_handler(signal.SIGUSR1, pause)
+    outlive(signal.SIGUSR2, signal.SIGALRM)
     async with asyncio.TaskGroup() as tasks:
         reloading = tasks.create_task(reload_forever(Reloads(retire), loaded))
         await service

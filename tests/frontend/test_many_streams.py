@@ -23,7 +23,7 @@ from kvrouter.core.wire.heartbeats import Card, WorkerBeat
 from kvrouter.core.wire.heartbeats import encode as encode_beat
 from kvrouter.core.wire.ids import PoolId, WorkerId
 from kvrouter.core.wire.ops import VERSION
-from kvrouter.frontend.sockets import raise_limit
+from kvrouter.processes.descriptors import raise_limit
 from tests.frontend.clients import get
 from tests.frontend.workers import END, LAST_CHUNK, SSE_HEAD, chunk, event, until
 

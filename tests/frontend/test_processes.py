@@ -255,7 +255,7 @@ async def test_drain(nats_url: str) -> None:
         await go_on.wait()
         await wire.send(chunk(event("b", "stop")) + LAST_CHUNK)
 
-    async with running(nats_url, script, "--drain-grace-s", "0.5") as parent:
+    async with running(nats_url, script, "--drain-grace-s", "2") as parent:
         pids = parent.children()
         async with streaming(*parent.admin_urls) as clients:
             parent.process.send_signal(signal.SIGTERM)

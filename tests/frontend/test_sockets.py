@@ -6,13 +6,14 @@ import resource
 import subprocess
 import sys
 
-from kvrouter.frontend.sockets import raise_limit, streams_within
+from kvrouter.frontend.sockets import streams_within
+from kvrouter.processes.descriptors import raise_limit
 
 RAISE = """
 import resource
 hard = min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-from kvrouter.frontend.sockets import raise_limit
+from kvrouter.processes.descriptors import raise_limit
 print(raise_limit(), raise_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE), hard)
 """
 

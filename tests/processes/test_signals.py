@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 PROGRAM = """
-import asyncio, signal, sys
+import asyncio, signal, sys, structlog
 from kvrouter.processes.signals import Signals
 
 async def print_reloads(reloads):
@@ -32,6 +32,10 @@ async def main():
     await signals.hurried.wait()
     print("hurried", signals.grace_s(5.0), flush=True)
 
+def shown(_logger, _method, entry):
+    return f"{entry['event']} {entry['signal']}"
+
+structlog.configure(processors=[shown], logger_factory=structlog.PrintLoggerFactory())
 if "nohup" in sys.argv:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 asyncio.run(main())
@@ -107,3 +111,13 @@ async def test_closed_terminal(is_nohup: bool) -> None:
 
     assert "reload" == before
     assert ("reload" if is_nohup else "stopped 0.0") == after
+
+
+async def test_signals_without_use() -> None:
+    """They end nothing: without a handler each of them would, at once."""
+    async with running() as process:
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
+            process.send_signal(number)
+            assert f"signal.ignored {number.name}" == await next_line(process)
+        process.send_signal(signal.SIGTERM)
+        assert "stopped 5.0" == await next_line(process)
