@@ -23,7 +23,7 @@ from kvrouter.tokens.hub import cached_directory
 from kvrouter.tokens.id_comparison import PROBES
 from kvrouter.tokens.prefix_hashes import PrefixHashes
 from kvrouter.tokens.prompt import Prompt, PromptEncoder
-from kvrouter.tokens.remote_tokenizer import EngineTokenizer
+from kvrouter.tokens.remote_tokenizer import EngineTokenizer, PromptRejectedError
 
 Load = Callable[[Path], PromptEncoder]
 """Reads a model directory. Raises ConfigError."""
@@ -157,14 +157,14 @@ class CardTokenizers:
             if kind == "chat" and not encoder.can_encode_chats:
                 reasons.append("it has no chat template")
                 continue
-            reason = f"its chat template rejects every probe {kind}"
+            reason = f"its chat template, or the engine's, rejects every probe {kind}"
             for probe in PROBES[kind]:
                 try:
                     ids = await encoder.encode(probe)
-                except BadRequestError:
+                    theirs = await self._engines.reference(url, None, probe)
+                except (BadRequestError, PromptRejectedError):
                     continue
                 reason = ""
-                theirs = await self._engines.reference(url, None, probe)
                 if ids != [theirs] and not await encoder.settle(probe, theirs):
                     reason = f"the ids of a probe {kind} are not those of {url}"
                     break

@@ -141,9 +141,9 @@ class LocalBlocks:
     async def hashes(self, prompt: Prompt, naming: Naming) -> Hashes | None:
         """None if the template rejects the chat: that of its engine, which decides, may be another one."""
         encoder = self._encoders.of(naming.pool)
-        if isinstance(prompt, ChatPrompt):
-            prompt = encoder.settled(prompt)
         try:
+            if isinstance(prompt, ChatPrompt):
+                prompt = encoder.settled(prompt)
             model = naming.engine_model() if has_media(prompt) else None
             encoded = await encoder.encode_known(prompt, engine_model=model)
         except BadRequestError:

@@ -43,14 +43,10 @@ class ImagePlaceholder(Part):
         self.placeholder = text
 
 
-SEPARATORS = ("\n", " ")
-"""Between the texts of one content: vLLM's, and SGLang's."""
-
-
-def as_string(parts: list[Part], separator: str = SEPARATORS[0]) -> str:
+def as_string(parts: list[Part]) -> str:
     """Content as one string: the images, then the texts, without the empty ones."""
     images = [part.placeholder for part in parts if isinstance(part, ImagePlaceholder)]
-    return separator.join(filter(None, [*images, *(part.get("text") for part in parts)]))
+    return "\n".join(filter(None, [*images, *(part.get("text") for part in parts)]))
 
 
 def as_parts(parts: list[Part]) -> list[Part]:
@@ -107,12 +103,26 @@ def tool_definition(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": known | set_ones}
 
 
+def text_part(text: str) -> Part:
+    """A part of `content` that is text."""
+    return {"type": "text", "text": text}
+
+
+def media_name(part: Part) -> str:
+    """Text that takes the place of an image, audio or video.
+
+    For an item whose tokens only the engine knows (media.py says which), a hash of its contents is enough for
+    routing: prompts that are equal up to and including this item have equal hashes, all others differ.
+    """
+    return f"<media {xxhash.xxh3_64_hexdigest(msgspec.json.encode(part))}>"
+
+
 def _without_media(message: Message) -> Message:
     content = message.get("content")
     if not isinstance(content, list):
         return message
     named = [
-        _text_part(_media_name(part)) if isinstance(part, dict) and not is_text(part) else part
+        text_part(media_name(part)) if isinstance(part, dict) and not is_text(part) else part
         for part in content
     ]
     return {**message, "content": named}
@@ -178,7 +188,7 @@ def _parts(content: object) -> list[Part]:
     if content is None:
         return []
     if isinstance(content, str):
-        return [_text_part(content)]
+        return [text_part(content)]
     return [part for item in _list(content, "content") if (part := _part(item)) is not None]
 
 
@@ -189,33 +199,20 @@ def is_text(part: Part) -> bool:
 
 def _part(part: object) -> Part | None:
     if isinstance(part, str):
-        return _text_part(part)
+        return text_part(part)
     if not isinstance(part, dict):
         raise BadRequestError("each part of `content` must be a string or an object", param="messages")
     if isinstance(part, ImagePlaceholder):
         return part
     field = _TEXT_FIELDS.get(str(part.get("type", "text")))
     if field is None:
-        return _text_part(_media_name(part))
+        return text_part(media_name(part))
     text = part.get(field)
     if text is None:
         return None  # vLLM skips it, too
     if not isinstance(text, str):
         raise BadRequestError(f"`{field}` of a part of `content` must be a string", param="messages")
-    return _text_part(text)
-
-
-def _text_part(text: str) -> Part:
-    return {"type": "text", "text": text}
-
-
-def _media_name(part: Part) -> str:
-    """Text that takes the place of an image, audio or video.
-
-    For an item whose tokens only the engine knows (media.py says which), a hash of its contents is enough for
-    routing: prompts that are equal up to and including this item have equal hashes, all others differ.
-    """
-    return f"<media {xxhash.xxh3_64_hexdigest(msgspec.json.encode(part))}>"
+    return text_part(text)
 
 
 def _without_billing_header(parts: list[Part]) -> list[Part]:
@@ -224,7 +221,7 @@ def _without_billing_header(parts: list[Part]) -> list[Part]:
         text = part["text"]
         rest = text.partition("\n")[2] if text.startswith(BILLING_HEADER) else text
         if rest or rest is text:
-            kept.append(_text_part(rest))
+            kept.append(text_part(rest))
     return kept
 
 

@@ -10,7 +10,8 @@ request is placed by load alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeAlias
@@ -18,8 +19,9 @@ from typing import Any, Self, TypeAlias
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from kvrouter.errors import BadRequestError
 from kvrouter.tokens.media import Images, Outcome, VisionModel, estimated_tokens, expand
-from kvrouter.tokens.messages import SEPARATORS, Message, is_text
+from kvrouter.tokens.messages import Message, is_text
 from kvrouter.tokens.prefix_tokens import CacheSettings, Encoded, PrefixStore
 from kvrouter.tokens.template import ChatTemplate
 from kvrouter.tokens.tokenizer import INLINE_CHARACTERS, PrefixCache, Tokenizer
@@ -48,6 +50,11 @@ class ChatPrompt(Struct, frozen=True):
     """See `messages.conversation`."""
     has_media_options: bool = False
     """The request has settings for the engine's processor of images (`mm_processor_kwargs`)."""
+    for_sglang: Callable[[], ChatPrompt] | None = None
+    """Makes the chat that SGLang makes of the same body: all else here is as vLLM makes it. None: this one.
+
+    Raises BadRequestError for a body that SGLang rejects.
+    """
 
 
 class TextPrompt(Struct, frozen=True):
@@ -121,14 +128,15 @@ class PromptEncoder:
         return self._tokenizer.cache if self._tokenizer is not None else None
 
     def settled(self, prompt: ChatPrompt) -> ChatPrompt:
-        """The chat in the variant that suits the template, as vLLM chooses it."""
+        """The chat in the variant that suits engine and template. Raises BadRequestError."""
         if self._template is None:
             return prompt
-        if prompt.system_first is not None and self._template.wants_system_first:
+        prompt = self._template.dialect.own(prompt)
+        if prompt.system_first is not None and self._template.dialect.wants_system_first:
             prompt = replace(prompt, messages=prompt.system_first)
         if prompt.least_effort_kwargs is not None and not self._template.can_skip_thinking:
             prompt = replace(prompt, chat_template_kwargs=prompt.least_effort_kwargs)
-        return replace(prompt, system_first=None, least_effort_kwargs=None)
+        return replace(prompt, system_first=None, least_effort_kwargs=None, for_sglang=None)
 
     async def encode(self, prompt: Prompt | None) -> list[TokenIds] | None:
         """The token ids of each prompt (a chat is one prompt); None if they cannot be computed here.
@@ -165,15 +173,16 @@ class PromptEncoder:
         return await self._tokenizer.in_thread(job)
 
     async def settle(self, probe: Prompt, engine_ids: TokenIds) -> bool:
-        """Join texts as the engine does, whose ids of a probe these are; False if no way leads to them."""
+        """Print chats as the engine does, whose ids of a probe these are; False if no way leads to them."""
         if self._template is None:
             return False
-        before = self._template.separator
-        for separator in SEPARATORS:
-            self._template.separator = separator
-            if await self.encode(probe) == [engine_ids]:
-                return True
-        self._template.separator = before
+        before = self._template.dialect
+        for dialect in self._template.dialects:
+            self._template.dialect = dialect
+            with contextlib.suppress(BadRequestError):
+                if await self.encode(probe) == [engine_ids]:
+                    return True
+        self._template.dialect = before
         return False
 
     def decode(self, token_ids: Sequence[int]) -> str:

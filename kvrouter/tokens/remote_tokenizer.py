@@ -72,13 +72,24 @@ class SlowError(EngineTokenizerError):
     """The engine did not answer in time."""
 
 
+class _Choice(msgspec.Struct, frozen=True):
+    prompt_token_ids: list[TokenId] | None = None
+
+
 class _Answer(msgspec.Struct, frozen=True):
     tokens: list[TokenId] | None = None
     """Of /tokenize."""
     token_ids: list[TokenId] | None = None
     """Of a render route."""
     prompt_token_ids: list[TokenId] | None = None
-    """Of a chat that was served."""
+    """Of a chat that was served by vLLM."""
+    choices: list[_Choice] = []
+    """Of a chat that was served by SGLang: its choices have the ids of the prompt."""
+
+    def of_served(self) -> list[TokenId] | None:
+        if self.prompt_token_ids is None and self.choices:
+            return self.choices[0].prompt_token_ids
+        return self.prompt_token_ids
 
 
 _decode = msgspec.json.Decoder(_Answer).decode
@@ -196,7 +207,7 @@ class EngineTokenizer:
             found = _decode(answer)
         except UNREADABLE as error:
             raise EngineTokenizerError(f"{url}/{route} answered without tokens: {error}") from None
-        tokens = {TOKENIZE: found.tokens, RENDER: found.token_ids, _SERVED: found.prompt_token_ids}[route]
+        tokens = {TOKENIZE: found.tokens, RENDER: found.token_ids, _SERVED: found.of_served()}[route]
         if tokens is None:
             raise EngineTokenizerError(f"{url}/{route} answered without token ids")
         if not tokens:
@@ -225,7 +236,8 @@ def tokenize_bodies(model: str | None, prompt: ChatPrompt | TextPrompt) -> list[
     fields |= {
         "messages": list(prompt.messages),
         "tools": list(prompt.tools) if prompt.tools else None,
-        "add_generation_prompt": prompt.add_generation_prompt,
+        # its default is true; SGLang serves chats without the field, and tokenizes others with it
+        "add_generation_prompt": None if prompt.add_generation_prompt else False,
         "continue_final_message": prompt.continue_final_message,
         "chat_template_kwargs": dict(prompt.chat_template_kwargs) or None,
     }

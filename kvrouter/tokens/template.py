@@ -1,11 +1,10 @@
-"""The model's chat template, rendered in the same way as by transformers and vLLM."""
+"""The model's chat template, rendered in the same way as by transformers and the engine (dialects.py)."""
 
 from __future__ import annotations
 
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, Self, TypeAlias
@@ -17,27 +16,13 @@ import msgspec
 from jinja2 import nodes
 
 from kvrouter.errors import BadRequestError, ConfigError
-from kvrouter.tokens.content_format import wants_parts
-from kvrouter.tokens.messages import (
-    SEPARATORS,
-    ContentFormat,
-    Message,
-    as_parts,
-    as_string,
-    conversation,
-    developer_as_system,
-    tool_definition,
-)
+from kvrouter.tokens.dialects import Asked, Dialect, Sglang, Vllm
+from kvrouter.tokens.messages import Message
 from kvrouter.tokens.template_limits import LimitedEnvironment, TemplateLimitError
 
 # Limit of a template file. The longest known ones have 30 KB; compiling one of 2 MB takes 20 s.
 MOST_TEMPLATE_BYTES = 256 * 1024
 _Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=MOST_TEMPLATE_BYTES)]
-# Appended to the text to continue, and searched for in the prompt. If the template trims the text, the final
-# space is missing there.
-_CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-
-
 # `output_config.effort` of /v1/messages.
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
@@ -58,13 +43,12 @@ class ChatTemplate:
     def __init__(
         self, text: str, *, tool_use: str | None = None, special_tokens: Mapping[str, str] | None = None
     ) -> None:
-        environment = _environment()
-        self._default = _Compiled.compile(environment, text)
-        self._tool_use = _Compiled.compile(environment, tool_use) if tool_use is not None else self._default
-        self._special_tokens = dict(special_tokens or {})
-        self._texts = (text,) if tool_use is None else (text, tool_use)
-        self.separator = SEPARATORS[0]
-        """Between the texts of one content, in a template that expects a string."""
+        environment, tokens = _environment(), dict(special_tokens or {})
+        default = _Compiled(environment, text)
+        for_tools = _Compiled(environment, tool_use) if tool_use is not None else None
+        self.dialects: Sequence[Dialect] = (Vllm(default, for_tools, tokens), Sglang(default, tokens))
+        self.dialect: Dialect = self.dialects[0]
+        """How the engine prints chats."""
 
     @classmethod
     def load(cls, model_path: Path, file: Path | None = None) -> Self | None:
@@ -85,14 +69,6 @@ class ChatTemplate:
             raise ConfigError(
                 f"the chat template of {file or model_path} does not compile: {error}"
             ) from error
-
-    @functools.cached_property
-    def wants_system_first(self) -> bool:
-        """Whether system messages between others are to be merged into the first, as vLLM decides it.
-
-        Only /v1/messages asks. vLLM tries each template in a plain sandbox, without `raise_exception`.
-        """
-        return any(map(_rejects_later_system, self._texts))
 
     @functools.cached_property
     def can_skip_thinking(self) -> bool:
@@ -122,65 +98,33 @@ class ChatTemplate:
         Raises BadRequestError if the messages are malformed or the template rejects them, and
         TemplateLimitError if it exceeds its budget.
         """
-        compiled = self._tool_use if tools else self._default
-        content_format: ContentFormat = as_parts
-        if not compiled.wants_parts:
-            content_format = functools.partial(as_string, separator=self.separator)
-        chat = conversation(messages, content_format, names_first=names_first)
-        if not compiled.knows_developer:
-            chat = developer_as_system(chat)
-        variables = {
-            "documents": None,
-            "tools": [tool_definition(tool) for tool in tools] if tools else None,
-            **self._special_tokens,
-            **(chat_template_kwargs or {}),
-            "add_generation_prompt": add_generation_prompt,
-        }
-        if not continue_final_message:
-            return compiled.render(chat, variables)
-        return _cut_at_tag(compiled.render(_tagged(chat), variables))
-
-
-@dataclass(frozen=True, slots=True)
-class _Compiled:
-    environment: LimitedEnvironment
-    template: jinja2.Template
-    wants_parts: bool
-    knows_developer: bool
-
-    @classmethod
-    def compile(cls, environment: LimitedEnvironment, text: str) -> Self:
-        return cls(
-            environment=environment,
-            template=environment.limited(text),
-            wants_parts=wants_parts(environment.parse(text)),
-            knows_developer='"developer"' in text or "'developer'" in text,
+        asked = Asked(
+            messages,
+            tools,
+            add_generation_prompt,
+            continue_final_message,
+            chat_template_kwargs or {},
+            names_first,
         )
+        return self.dialect.render(asked)
+
+
+class _Compiled:
+    def __init__(self, environment: LimitedEnvironment, text: str) -> None:
+        self.text = text
+        self.tree = environment.parse(text)
+        self._environment = environment
+        self._template = environment.limited(text)
 
     def render(self, chat: list[Message], variables: Mapping[str, Any]) -> str:
-        self.environment.begin()
+        self._environment.begin()
         try:
-            return self.template.render({**variables, "messages": chat})
+            return self._template.render({**variables, "messages": chat})
         except TemplateLimitError:
             raise
         except Exception as error:  # raise_exception(), and TypeError or any other error in the template
             reason = f"the chat template rejects this request: {error}"
             raise BadRequestError(reason, param="messages") from error
-
-
-def _rejects_later_system(text: str) -> bool:
-    environment = LimitedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-    )
-    environment.begin()
-    turns = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
-    try:
-        environment.limited(text).render(messages=turns, add_generation_prompt=False)
-    except (jinja2.TemplateError, TemplateLimitError):
-        return True
-    except Exception:
-        return False  # with this template vLLM itself does not start
-    return False
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -223,29 +167,6 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)  # local time, as vLLM does
-
-
-def _tagged(chat: list[Message]) -> list[Message]:
-    """The chat with the tag appended to the last text of its last message."""
-    content = chat[-1]["content"]
-    if isinstance(content, str):
-        tagged: str | list[dict[str, Any]] = content + _CONTINUE_TAG
-    elif texts := [index for index, part in enumerate(content) if "text" in part]:
-        last = texts[-1]
-        text = {**content[last], "text": content[last]["text"] + _CONTINUE_TAG}
-        tagged = [*content[:last], text, *content[last + 1 :]]
-    else:
-        raise BadRequestError("continue_final_message: the final message has no text", param="messages")
-    return [*chat[:-1], {**chat[-1], "content": tagged}]
-
-
-def _cut_at_tag(prompt: str) -> str:
-    at = prompt.rfind(_CONTINUE_TAG.rstrip())
-    if at < 0:
-        raise BadRequestError(
-            "continue_final_message: the template drops the final message", param="messages"
-        )
-    return prompt[:at] if prompt.startswith(_CONTINUE_TAG, at) else prompt[:at].rstrip()
 
 
 def _template_texts(model_path: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -273,7 +273,7 @@ STRICT = """{% for m in messages %}
 )
 def test_system_first(text: str, expected: bool) -> None:
     """Templates that reject a later system message are found by trying, in vLLM's plain sandbox."""
-    assert expected is ChatTemplate(text).wants_system_first
+    assert expected is ChatTemplate(text).dialect.wants_system_first
 
 
 @pytest.mark.parametrize(
