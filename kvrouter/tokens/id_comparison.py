@@ -27,8 +27,8 @@ PROBES: dict[Literal["chat", "text"], Sequence[ChatPrompt | TextPrompt]] = {
         ChatPrompt(
             [{"role": "user", "content": [{"type": "text", "text": each} for each in ("One", "Two")]}]
         ),
-        # SGLang writes a last message of the assistant as one of the user. Parts show how it prints chats only
-        # if the template takes texts; this does in the others, but for those that reject two users in a row.
+        # SGLang prints a last message of the assistant as one of the user. Parts show the dialect only if the
+        # template takes texts; this shows it in the others, but for those that reject two users in a row.
         ChatPrompt(_TURNS[:2]),
     ],
 }

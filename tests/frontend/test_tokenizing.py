@@ -244,6 +244,8 @@ def other_chats(
                 else one
                 for one in received.json["messages"]
             ]
+            if separator == " " and messages[-1]["role"] == "assistant":
+                messages[-1] = {**messages[-1], "role": "user"}
             (ids,) = await encoder.encode(ChatPrompt(messages)) or [[]]
             name = "token_ids" if is_render else "prompt_token_ids"
             await wire.send(answer(json.dumps({name: [*first, *ids]}).encode()))

@@ -83,7 +83,7 @@ async def test_texts(server: Engine) -> None:
 
 
 async def test_chat(server: Engine) -> None:
-    """All fields that shape a chat's prompt are sent; absent ones are left out."""
+    """All fields that shape a chat's prompt are sent; absent ones, and a beginning of the answer, are not."""
     messages, tools = [{"role": "user", "content": "hi"}], [{"type": "function"}]
     whole = ChatPrompt(messages, tools, False, True, {"x": 1}, True, slice(-1, None))
     async with EngineTokenizer.open() as engines:
@@ -91,7 +91,7 @@ async def test_chat(server: Engine) -> None:
         found = await engines.tokenize(server.url, None, whole)
 
     assert [[2]] == found
-    plain = {"messages": messages, "add_generation_prompt": True, "continue_final_message": False}
+    plain = {"messages": messages, "continue_final_message": False}
     assert [
         {**plain, "add_special_tokens": False},
         {

@@ -16,7 +16,7 @@ import msgspec
 
 from kvrouter.core.tables.predictions import Usage
 from kvrouter.errors import BadRequestError, KvRouterError
-from kvrouter.frontend.bodies import lax
+from kvrouter.frontend.bodies import lax, sglang
 from kvrouter.frontend.bodies.nvext import Nvext
 from kvrouter.frontend.bodies.openai import (
     CompletionRequest,
@@ -102,6 +102,7 @@ class _Body(_Fields):
     messages: list[_Message] = msgspec.field(default_factory=list)
     system: str | list[_Block] | None = None
     tools: list[_Tool] | None = None
+    tool_choice: Any = None
     thinking: _Thinking | None = None
     output_config: _Output | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -190,6 +191,18 @@ def _prompt(body: _Body) -> ChatPrompt | None:
         chat_template_kwargs=template_variables(given, "none" if is_quiet else effort),
         system_first=_chat([*system, *inline], chat) if inline else None,
         least_effort_kwargs=template_variables(given, "low") if is_quiet else None,
+        for_sglang=sglang.Later(_for_sglang, (body,)),
+    )
+
+
+def _for_sglang(body: _Body) -> ChatPrompt:
+    return sglang.messages(
+        msgspec.to_builtins(body.system or []),
+        msgspec.to_builtins(body.messages),
+        tools=msgspec.to_builtins(body.tools or []),
+        choice=body.tool_choice,
+        effort=body.output_config.effort if body.output_config is not None else None,
+        is_thinking=body.thinking.type != "disabled" if body.thinking is not None else None,
     )
 
 

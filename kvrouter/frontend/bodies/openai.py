@@ -14,7 +14,7 @@ import msgspec
 
 from kvrouter.core.wire.values import TokenId, valid_unicode
 from kvrouter.errors import BadRequestError, KvRouterError
-from kvrouter.frontend.bodies import lax
+from kvrouter.frontend.bodies import lax, sglang
 from kvrouter.frontend.bodies.nvext import Nvext
 from kvrouter.tokens.prompt import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 
@@ -107,6 +107,9 @@ class _ChatBody(_Common):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
+    # SGLang only; vLLM prints all tools with any choice
+    tool_choice: Any = None
+    reasoning: Any = None
     max_completion_tokens: int | None = None
     mm_processor_kwargs: Any = None
     media_io_kwargs: Any = None
@@ -272,6 +275,19 @@ def _chat_prompt(chat: _ChatBody, messages: list[dict[str, Any]]) -> ChatPrompt 
         add_special_tokens=bool(chat.add_special_tokens),
         kept_tokens=_kept_tokens(chat),
         has_media_options=bool(chat.mm_processor_kwargs or chat.media_io_kwargs),
+        for_sglang=sglang.Later(_for_sglang, (chat, messages)),
+    )
+
+
+def _for_sglang(chat: _ChatBody, messages: list[dict[str, Any]]) -> ChatPrompt:
+    return sglang.chat(
+        messages,
+        tools=chat.tools,
+        choice=chat.tool_choice,
+        variables=chat.chat_template_kwargs,
+        effort=chat.reasoning_effort,
+        reasoning=chat.reasoning,
+        is_continued=bool(chat.continue_final_message),
     )
 
 

@@ -18,7 +18,7 @@ import msgspec
 from kvrouter.core.tables.predictions import Usage
 from kvrouter.core.wire.values import valid_unicode
 from kvrouter.errors import BadRequestError, KvRouterError
-from kvrouter.frontend.bodies import lax
+from kvrouter.frontend.bodies import lax, sglang
 from kvrouter.frontend.bodies.nvext import Nvext
 from kvrouter.frontend.bodies.openai import (
     CompletionRequest,
@@ -79,6 +79,7 @@ class _Body(_Fields):
     input: str | list[Item] | None = None
     instructions: str | None = None
     tools: list[Item] | None = None
+    tool_choice: Any = None
     reasoning: _Reasoning | None = None
     previous_input_messages: list[Any] | None = None
     truncation: str | None = None
@@ -196,6 +197,20 @@ def _prompt(body: _Body, history: Sequence[Message] | None) -> ChatPrompt | None
         continue_final_message=is_continued,
         chat_template_kwargs=template_variables(body.chat_template_kwargs, effort),
         names_first=True,
+        for_sglang=sglang.Later(_for_sglang, (body, body.input, history or ())),
+    )
+
+
+def _for_sglang(body: _Body, given: str | list[Item], history: Sequence[Message]) -> ChatPrompt:
+    before = [message for message in history if message["role"] != "system"]
+    return sglang.responses(
+        body.instructions,
+        given,
+        history=before,
+        tools=body.tools or [],
+        choice=body.tool_choice,
+        variables=body.chat_template_kwargs,
+        effort=None if body.reasoning is None else body.reasoning.effort or "medium",
     )
 
 
