@@ -264,8 +264,8 @@ class Accept:
         if not self._until_timed:
             self._until_timed, hashed = HASHING_TIMED_EVERY, self._metrics.hash.observe
         found = found_ids.append if asked.may_be_ids and router.pool.sends_token_ids else None
-        lora_name = _lora_name(router, asked)
-        naming = Naming(router.pool, asked.model, lora_name, asked.cache_salt, hashed, found)
+        lora_name, salt = _lora_name(router, asked), asked.cache_salt
+        naming = Naming(router.pool, asked.model, lora_name, salt, hashed, asked.extra_key, found)
         began = time.perf_counter()
         try:
             return await self._blocks.hashes(prompt, naming)

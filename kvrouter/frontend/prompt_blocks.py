@@ -54,8 +54,18 @@ class Naming(Struct, frozen=True):
     salt: str | None = None
     hashed: Callable[[float], object] | None = None
     """Called with the seconds that hashing took."""
+    extra_key: str | None = None
     found_ids: Callable[[Sequence[int]], object] | None = None
     """Called with the ids of a chat of text that were all computed here."""
+
+    def namespace(self) -> str | None:
+        """What keeps its blocks apart from others of equal tokens: the salt, and SGLang's extra key.
+
+        SGLang's events do not name that key. So no block of theirs is found, not even one with the same key.
+        """
+        if self.extra_key is None or not _reads_extra_key(self.pool):
+            return self.salt
+        return f"{self.salt or ''}\0{self.extra_key}"
 
     def engine_model(self) -> str:
         """The model's name in the engines' hashes of media; empty if how they hash is not known here."""
@@ -178,7 +188,9 @@ class TextBlocks:
 
     async def hashes(self, prompt: ChatPrompt | TextPrompt, naming: Naming) -> Hashes | None:
         try:
-            found = text_blocks(prompt, naming.pool.block_size, lora_name=naming.lora_name, salt=naming.salt)
+            found = text_blocks(
+                prompt, naming.pool.block_size, lora_name=naming.lora_name, salt=naming.namespace()
+            )
         except BadRequestError:
             return None  # malformed messages: the engine replies with the reason
         if not isinstance(prompt, ChatPrompt) or not has_media(prompt):
@@ -236,6 +248,10 @@ class PromptWays:
         return Serving(LOAD, reasons)
 
 
+def _reads_extra_key(pool: Pool) -> bool:
+    return any(since(worker.card.engine).extra_key is not None for worker in pool.targets.values())
+
+
 def kind_of(prompt: ChatPrompt | TextPrompt) -> Kind:
     return "chat" if isinstance(prompt, ChatPrompt) else "text"
 
@@ -244,7 +260,7 @@ def named(encoded: Iterable[Encoded], naming: Naming, known: PrefixHashes | None
     size, ahead = naming.pool.block_size, naming.pool.lookahead
     if not size:
         return ()
-    seed = block_seed(naming.lora_name, naming.salt)
+    seed = block_seed(naming.lora_name, naming.namespace())
     began = time.perf_counter() if naming.hashed is not None else 0.0
     prompts = []
     most = naming.pool.max_model_len

@@ -219,6 +219,18 @@ def test_engine_model(cards: list[dict[str, Any]], name: str) -> None:
     assert name == Naming(pool, "m").engine_model()
 
 
+@pytest.mark.parametrize(("engine", "is_apart"), [("sglang", True), ("vllm", False)])
+def test_extra_key(engine: str, is_apart: bool) -> None:
+    """SGLang's extra key keeps a request's blocks apart from those of plain ones; vLLM ignores it."""
+    pool, ids = new_pool(card("w1", engine=engine)), list(range(64))
+    keys = (None, "a", "a", "b")
+    hashes = [named([Encoded(ids, 64)], Naming(pool, "m", extra_key=key))[0].hashes for key in keys]
+
+    plain, first, again, other = hashes
+    assert first == again
+    assert (3 if is_apart else 1) == len({tuple(each) for each in (plain, first, other)})
+
+
 async def test_each_pool_has_its_own_tokenizer(fleet_of: FleetOf, tmp_path: Path) -> None:
     """With two models behind one frontend, a text is tokenized by the tokenizer of its model."""
     build_tiny_model(tmp_path / "tiny")

@@ -279,6 +279,31 @@ async def test_chats_that_tokenize_does_not_know(
         assert blocks == (len(ids) + 1) // 16 if renders else blocks > 10
 
 
+def rejects_last_answer(model: Path) -> Script:
+    """Rejects a chat that ends with a message of the assistant, as templates of SGLang do that want turns."""
+    tokenize = engine(model)
+
+    async def script(received: Received, wire: Wire) -> None:
+        is_tokenize = received.head.startswith(b"POST /tokenize ")
+        if is_tokenize and received.json.get("messages", [{}])[-1].get("role") == "assistant":
+            await wire.send(answer(b'{"object":"error","message":"roles must alternate"}', 400))
+        else:
+            await tokenize(received, wire)
+
+    return script
+
+
+async def test_engine_rejects_a_probe(fleet_of: FleetOf, model: Path, tmp_path: Path, soon: None) -> None:
+    """A probe that the engine rejects shows nothing: the others are compared, and the card serves."""
+    directory = tmp_path / "model"
+    shutil.copytree(model, directory)
+    flags = (*with_root(tmp_path), "--no-use-kv-events")
+    async with fleet_of(*flags, scripts=(rejects_last_answer(model),), tokenizer=str(directory)) as fleet:
+        while await ways(fleet) != {"chat": "card", "text": "card"}:
+            await fleet.get("/live")
+        await until(lambda: check(fleet).state == "equal", "it is compared")
+
+
 @pytest.mark.parametrize("separator", ["\n", " "])
 async def test_texts_are_joined_as_the_engine_does(
     fleet_of: FleetOf, model: Path, tmp_path: Path, soon: None, separator: str

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.errors import BadRequestError, ConfigError
+from kvrouter.tokens.id_comparison import PROBES
 from kvrouter.tokens.messages import Message
 from kvrouter.tokens.prompt import (
     ChatPrompt,
@@ -178,6 +179,40 @@ def test_plain_text_of_other_prompts() -> None:
     """The plain text of a text is itself; token ids and unknown prompts have none."""
     assert "xy" == plain_text(TextPrompt(["x", "y"]))
     assert "" == plain_text(TokenPrompt([[1, 2]])) == plain_text(None)
+
+
+PARTS = "{%- for m in messages %}{{ m.role }}:{% for part in m.content %}{{ part }}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("text", [None, PARTS], ids=["texts", "parts"])
+@pytest.mark.parametrize("number", [0, 1], ids=["vllm", "sglang"])
+async def test_settle(tiny: Path, tokenizer: Tokenizer, text: str | None, number: int) -> None:
+    """The probes show in which dialect an engine prints chats, if its template takes texts, or parts."""
+
+    def model() -> tuple[ChatTemplate, PromptEncoder]:
+        template = ChatTemplate(text) if text else ChatTemplate.load(tiny)
+        assert template is not None
+        return template, PromptEncoder(tokenizer, template)
+
+    (engine_template, engine), (template, encoder) = model(), model()
+    engine_template.dialect = engine_template.dialects[number]
+
+    for probe in PROBES["chat"]:
+        (ids,) = await engine.encode(probe) or [[]]
+        assert [ids] == await encoder.encode(probe) or await encoder.settle(probe, ids)
+
+    assert template.dialect is template.dialects[number]
+
+
+async def test_no_dialect_fits(tiny: Path, tokenizer: Tokenizer) -> None:
+    """Ids that no dialect leads to leave the dialect as it was."""
+    template = ChatTemplate.load(tiny)
+    encoder = PromptEncoder(tokenizer, template)
+
+    assert not await encoder.settle(chat("hi"), [1, 2])
+    assert not await PromptEncoder(tokenizer, None).settle(chat("hi"), [1, 2])
+    assert template is not None
+    assert template.dialect is template.dialects[0]
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ async def serving(tls: ssl.SSLContext | None = None) -> AsyncIterator[Engine]:
     """Runs a scripted engine while inside."""
     fake, app = Engine(), web.Application()
     app.router.add_post("/tokenize", fake.tokenize)
+    app.router.add_post("/v1/chat/completions", fake.tokenize)
     running = TestServer(app)
     await running.start_server(ssl=tls)
     try:
@@ -103,6 +104,18 @@ async def test_chat(server: Engine) -> None:
             "add_special_tokens": True,
         },
     ] == server.asked
+
+
+@pytest.mark.parametrize(
+    "served", [{"prompt_token_ids": [5]}, {"choices": [{"prompt_token_ids": [5]}]}], ids=["vllm", "sglang"]
+)
+async def test_chat_that_is_served(server: Engine, served: dict[str, Any]) -> None:
+    """The ids of a chat are those with which it is served: of the response, or of its choices."""
+    server.reply = lambda body: web.json_response(served)
+    async with EngineTokenizer.open() as engines:
+        found = await engines.reference(server.url, "m", ChatPrompt([{"role": "user", "content": "hi"}]))
+
+    assert [5] == found
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,8 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     """The kinds of fields in it that no client may send (lax.py)."""
     asked_output: int = 0
     """Tokens of output at most, as the client asks; 0: it does not say."""
+    extra_key: str | None = None
+    """SGLang's `extra_key`: it keeps the blocks of such requests apart from others of equal tokens."""
     may_be_ids: bool = False
     """Whether it is a chat that ids in place of its messages would not change, but for media."""
     token_ids: list[int] | None = None
@@ -78,6 +80,7 @@ class _Common(lax.Guarded):
     n: int | None = None
     max_tokens: int | None = None
     cache_salt: str | None = None
+    extra_key: Any = None
     session_id: str | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
@@ -239,6 +242,7 @@ def _request(
         priority=priority_of(body.priority, body.nvext),
         engine_arguments=body.vllm_xargs,
         asked_output=max(0, asked_output or body.max_tokens or 0),
+        extra_key=str(body.extra_key) if body.extra_key else None,
         may_be_ids=may_be_ids,
         token_ids=token_ids,
     )

@@ -66,6 +66,7 @@ class _Fields(lax.Guarded):
     max_output_tokens: int | None = None
     session_id: str | None = None
     cache_salt: str | None = None
+    extra_key: Any = None
     kvrouter: dict[str, Any] | None = None
     nvext: Nvext | None = None
     priority: int | None = None
@@ -175,6 +176,7 @@ def _request(fields: _Fields, prompt: ChatPrompt | None) -> ResponseRequest:
         priority=max(-(2**31), min(2**31 - 1, priority_of(fields.priority, fields.nvext))),
         engine_arguments=fields.vllm_xargs,
         asked_output=max(0, fields.max_output_tokens or 0),
+        extra_key=str(fields.extra_key) if fields.extra_key else None,
         previous_id=fields.previous_response_id,
         own_id=fields.request_id,
         is_kept=fields.store is not False,

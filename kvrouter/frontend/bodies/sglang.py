@@ -26,7 +26,10 @@ class Later(Struct, frozen=True):
     fields: tuple[Any, ...]
 
     def __call__(self) -> ChatPrompt:
-        return self.make(*self.fields)
+        try:
+            return self.make(*self.fields)
+        except RecursionError as error:
+            raise BadRequestError("the body is nested too deeply") from error
 
 
 _DEVELOPER = "Developer instructions:"
@@ -213,7 +216,7 @@ def _result_part(item: _Json) -> Iterator[_Json]:
 def _result_text(content: str | list[_Json] | None) -> str:
     if not isinstance(content, list):
         return content or ""
-    return "\n".join(item["text"] for item in content if item.get("type") == "text" and item.get("text"))
+    return "\n".join(filter(None, _texts([item for item in content if item.get("type") == "text"])))
 
 
 def _shortest(parts: list[_Json]) -> object:
@@ -253,7 +256,7 @@ def responses(
         text for message in chat if message.get("role") == "system" for text in _texts(message.get("content"))
     ]
     offered = [definition for tool in tools for definition in _offered(tool)]
-    named = choice if isinstance(choice, dict) and choice.get("type") in {"function", "custom"} else {}
+    named = choice if isinstance(choice, dict) and choice.get("type") in ("function", "custom") else {}
     name = named.get("name") or _function(named).get("name")
     return ChatPrompt(
         chat,
@@ -315,7 +318,7 @@ def _labelled(content: object) -> object:
 
 
 def _part(part: object) -> object:
-    if isinstance(part, dict) and part.get("type") in {"input_text", "output_text"}:
+    if isinstance(part, dict) and part.get("type") in ("input_text", "output_text"):
         return {"type": "text", "text": part.get("text", "")}
     return part
 
@@ -395,7 +398,7 @@ def _offered(tool: _Json) -> Iterator[_Json]:
             "required": ["input"],
             "additionalProperties": False,
         }
-        description = "\n\n".join(filter(None, [description, _grammar(tool.get("format"))])) or None
+        description = "\n\n".join(filter(None, [*_texts(description), _grammar(tool.get("format"))])) or None
     elif tool.get("type") != "function":
         return
     function = {

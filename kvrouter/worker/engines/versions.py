@@ -26,6 +26,8 @@ class Since(NamedTuple):
     """It names images as vLLM 0.32 does; the versions before it hash them otherwise."""
     cached_zeros: Version | None = None
     """It reports 0 cached tokens; versions before it omit the field then, so its absence proves nothing."""
+    extra_key: Version | None = None
+    """Requests may have an `extra_key`, which keeps blocks apart and which its events do not name."""
     token_ids_of_chats: Version | None = None
     """It takes the ids of a chat's prompt in its body: `kv_transfer_params.prompt_token_ids`."""
 
@@ -41,7 +43,7 @@ SINCE: Mapping[str, Since] = {
         cached_zeros=(0, 32),
         token_ids_of_chats=(0, 32),
     ),
-    "sglang": Since(exact_names=(0, 5, 23)),
+    "sglang": Since(exact_names=(0, 5, 23), extra_key=EVERY),
     "mocker": Since(reports=_REPORTS, media_names=EVERY, cached_zeros=(0, 32), token_ids_of_chats=(0, 32)),
 }
 

@@ -10,6 +10,7 @@ import pytest
 
 from kvrouter.errors import BadRequestError
 from kvrouter.frontend.bodies.apis import BY_PATH
+from kvrouter.tokens import sglang_messages
 from kvrouter.tokens.media import estimated_tokens
 from kvrouter.tokens.messages import (
     as_string,
@@ -70,3 +71,10 @@ def _look_at(prompt: ChatPrompt) -> None:
         developer_as_system(conversation(messages, as_string, names_first=prompt.names_first))
     for tool in prompt.tools or ():
         tool_definition(tool)
+    assert prompt.for_sglang is not None
+    own = prompt.for_sglang()
+    for in_parts in (True, False):
+        for chat in (own.messages, own.system_first or ()):
+            sglang_messages.conversation(chat, in_parts=in_parts)
+    for tool in own.tools or ():
+        sglang_messages.tool_definition(tool)
