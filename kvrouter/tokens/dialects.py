@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import jinja2.ext
 from jinja2 import nodes
@@ -20,9 +20,6 @@ from kvrouter.errors import BadRequestError
 from kvrouter.tokens import content_format, messages, sglang_messages
 from kvrouter.tokens.messages import ContentFormat, Message
 from kvrouter.tokens.template_limits import LimitedEnvironment, TemplateLimitError
-
-if TYPE_CHECKING:
-    from kvrouter.tokens.prompt import ChatPrompt
 
 # Appended to the text to continue, and searched for in the prompt. If the template trims the text, the final
 # space is missing there.
@@ -57,13 +54,12 @@ class Compiled(Protocol):
 class Dialect(Protocol):
     """One engine's way, with the templates of one model."""
 
+    has_own_chats: bool
+    """Whether it makes other chats of clients' bodies than vLLM: `ChatPrompt.for_sglang`."""
+
     @property
     def wants_system_first(self) -> bool:
         """Whether system messages between others are to be merged into the first."""
-        ...
-
-    def own(self, prompt: ChatPrompt) -> ChatPrompt:
-        """The chat that this engine makes of the client's body. Raises BadRequestError."""
         ...
 
     def render(self, asked: Asked) -> str:
@@ -73,6 +69,8 @@ class Dialect(Protocol):
 
 class Vllm:
     """As vLLM 0.32 does it."""
+
+    has_own_chats = False
 
     def __init__(
         self, default: Compiled, tool_use: Compiled | None, special_tokens: Mapping[str, str]
@@ -86,9 +84,6 @@ class Vllm:
     def wants_system_first(self) -> bool:
         """Only /v1/messages asks. vLLM tries each template in a plain sandbox, without `raise_exception`."""
         return any(_with_later_system(text) is None for text in self._texts)
-
-    def own(self, prompt: ChatPrompt) -> ChatPrompt:
-        return prompt
 
     def render(self, asked: Asked) -> str:
         template = self._tool_use if asked.tools else self._default
@@ -119,6 +114,8 @@ class _VllmTemplate:
 class Sglang:
     """As SGLang 0.5.23 does it. It has one template, also for requests with tools."""
 
+    has_own_chats = True
+
     def __init__(self, template: Compiled, special_tokens: Mapping[str, str]) -> None:
         self._template = template
         self._special_tokens = special_tokens
@@ -128,9 +125,6 @@ class Sglang:
     def wants_system_first(self) -> bool:
         """Also if the template leaves later ones out. /v1/messages and /v1/responses ask."""
         return _LATER not in (_with_later_system(self._template.text) or "")
-
-    def own(self, prompt: ChatPrompt) -> ChatPrompt:
-        return prompt if prompt.for_sglang is None else prompt.for_sglang()
 
     def render(self, asked: Asked) -> str:
         chat = sglang_messages.conversation(asked.messages, in_parts=self._in_parts)

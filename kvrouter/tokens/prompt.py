@@ -131,7 +131,8 @@ class PromptEncoder:
         """The chat in the variant that suits engine and template. Raises BadRequestError."""
         if self._template is None:
             return prompt
-        prompt = self._template.dialect.own(prompt)
+        if prompt.for_sglang is not None and self._template.dialect.has_own_chats:
+            prompt = prompt.for_sglang()
         if prompt.system_first is not None and self._template.dialect.wants_system_first:
             prompt = replace(prompt, messages=prompt.system_first)
         if prompt.least_effort_kwargs is not None and not self._template.can_skip_thinking:

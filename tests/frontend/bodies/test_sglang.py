@@ -28,7 +28,8 @@ def chat(path: str, body: dict[str, Any]) -> ChatPrompt:
 def printed(template: ChatTemplate, prompt: ChatPrompt) -> str:
     """The text of a chat as SGLang prints it."""
     dialect = template.dialect = template.dialects[1]
-    own = dialect.own(prompt)
+    assert prompt.for_sglang is not None
+    own = prompt.for_sglang()
     is_merged = own.system_first is not None and dialect.wants_system_first
     return template.render(
         own.system_first if is_merged and own.system_first else own.messages,
