@@ -73,10 +73,17 @@ class Vllm:
     has_own_chats = False
 
     def __init__(
-        self, default: Compiled, tool_use: Compiled | None, special_tokens: Mapping[str, str]
+        self,
+        default: Compiled,
+        tool_use: Compiled | None,
+        special_tokens: Mapping[str, str],
+        *,
+        follows_namespaces: bool = True,
     ) -> None:
-        self._default = _VllmTemplate(default)
-        self._tool_use = _VllmTemplate(tool_use) if tool_use is not None else self._default
+        """`follows_namespaces`: see `content_format.wants_parts`."""
+        read = functools.partial(_VllmTemplate, follows_namespaces=follows_namespaces)
+        self._default = read(default)
+        self._tool_use = read(tool_use) if tool_use is not None else self._default
         self._special_tokens = special_tokens
         self._texts = {default.text, (tool_use or default).text}
 
@@ -103,10 +110,10 @@ class Vllm:
 
 
 class _VllmTemplate:
-    def __init__(self, compiled: Compiled) -> None:
+    def __init__(self, compiled: Compiled, *, follows_namespaces: bool) -> None:
         self.compiled = compiled
         self.content_format: ContentFormat = messages.as_string
-        if content_format.wants_parts(compiled.tree):
+        if content_format.wants_parts(compiled.tree, follows_namespaces=follows_namespaces):
             self.content_format = messages.as_parts
         self.knows_developer = '"developer"' in compiled.text or "'developer'" in compiled.text
 

@@ -175,15 +175,15 @@ class PromptEncoder:
 
     async def settle(self, probe: Prompt, engine_ids: TokenIds) -> bool:
         """Print chats as the engine does, whose ids of a probe these are; False if no way leads to them."""
-        if self._template is None:
+        template = self._template
+        if template is None:
             return False
-        before = self._template.dialect
-        for dialect in self._template.dialects:
-            self._template.dialect = dialect
+        for dialect in template.dialects:
+            trial = PromptEncoder(self._tokenizer, template.printed_by(dialect))
             with contextlib.suppress(BadRequestError):
-                if await self.encode(probe) == [engine_ids]:
+                if await trial.encode(probe) == [engine_ids]:
+                    template.dialect = dialect
                     return True
-        self._template.dialect = before
         return False
 
     def decode(self, token_ids: Sequence[int]) -> str:

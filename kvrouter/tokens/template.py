@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from collections.abc import Mapping, Sequence
@@ -46,7 +47,11 @@ class ChatTemplate:
         environment, tokens = _environment(), dict(special_tokens or {})
         default = _Compiled(environment, text)
         for_tools = _Compiled(environment, tool_use) if tool_use is not None else None
-        self.dialects: Sequence[Dialect] = (Vllm(default, for_tools, tokens), Sglang(default, tokens))
+        self.dialects: Sequence[Dialect] = (
+            Vllm(default, for_tools, tokens),
+            Vllm(default, for_tools, tokens, follows_namespaces=False),
+            Sglang(default, tokens),
+        )
         self.dialect: Dialect = self.dialects[0]
         """How the engine prints chats."""
 
@@ -69,6 +74,12 @@ class ChatTemplate:
             raise ConfigError(
                 f"the chat template of {file or model_path} does not compile: {error}"
             ) from error
+
+    def printed_by(self, dialect: Dialect) -> Self:
+        """The same templates in this dialect."""
+        other = copy.copy(self)
+        other.dialect = dialect
+        return other
 
     @functools.cached_property
     def can_skip_thinking(self) -> bool:

@@ -128,6 +128,32 @@ async def test_any_messages(encoder: PromptEncoder, chat: list[Message], tools: 
     assert ids
 
 
+NAMESPACE = (
+    "{% set ns = namespace(rest=messages) %}{% for m in ns.rest %}{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for p in m.content %}[{{ p.text }}]{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("text", ["[One][Two]", "One\nTwo"], ids=["0.33", "0.32"])
+async def test_settle_namespaces(tiny: Path, tmp_path: Path, text: str) -> None:
+    """The probe of parts tells how the engine shapes content, and other chats follow."""
+    shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text(NAMESPACE)
+    probe, other = [
+        ChatPrompt([{"role": "user", "content": [{"type": "text", "text": each} for each in texts]}])
+        for texts in (("One", "Two"), ("1", "2"))
+    ]
+    with PromptEncoder.load(tmp_path) as encoder, Tokenizer.load(tiny) as tokenizer:
+
+        def ids(text: str) -> list[int]:
+            return tokenizer.encode_now(text, add_special_tokens=False)
+
+        assert await encoder.settle(probe, ids(text))
+        assert [ids(text.replace("One", "1").replace("Two", "2"))] == await encoder.encode(other)
+        assert not await encoder.settle(probe, ids("One, Two"))
+        assert [ids(text)] == await encoder.encode(probe), "nothing fits: what fitted before stays"
+
+
 def test_text_characters() -> None:
     """All texts count; token ids and media do not, however large they are."""
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "x" * 10_000}}
@@ -185,7 +211,7 @@ PARTS = "{%- for m in messages %}{{ m.role }}:{% for part in m.content %}{{ part
 
 
 @pytest.mark.parametrize("text", [None, PARTS], ids=["texts", "parts"])
-@pytest.mark.parametrize("number", [0, 1], ids=["vllm", "sglang"])
+@pytest.mark.parametrize("number", [0, -1], ids=["vllm", "sglang"])
 async def test_settle(tiny: Path, tokenizer: Tokenizer, text: str | None, number: int) -> None:
     """The probes show in which dialect an engine prints chats, if its template takes texts, or parts."""
 
