@@ -18,7 +18,7 @@ from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import PoolId
 from kvrouter.errors import BadRequestError, ConfigError
 from kvrouter.frontend.engine_blocks import FIRST_REST_S, LONGEST_REST_S
-from kvrouter.frontend.prompt_blocks import KINDS, Hashes, Kind, LocalBlocks, Naming, Seen
+from kvrouter.frontend.prompt_blocks import KINDS, Hashes, Kind, LocalBlocks, Naming, OptionsOf, Seen
 from kvrouter.tokens.hub import cached_directory
 from kvrouter.tokens.id_comparison import PROBES
 from kvrouter.tokens.prefix_hashes import PrefixHashes
@@ -183,8 +183,10 @@ class CardTokenizers:
 class CardBlocks(LocalBlocks):
     name = "card"
 
-    def __init__(self, tokenizers: CardTokenizers, seen: Seen | None, known: PrefixHashes) -> None:
-        super().__init__(tokenizers, seen, known)
+    def __init__(
+        self, tokenizers: CardTokenizers, seen: Seen | None, known: PrefixHashes, options: OptionsOf | None
+    ) -> None:
+        super().__init__(tokenizers, seen, known, options)
         self.tokenizers = tokenizers
 
     def why_not(self, pool: Pool, kind: Kind) -> str:

@@ -22,6 +22,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from msgspec.structs import replace
 from xxhash import xxh3_128_digest
@@ -30,6 +31,8 @@ from kvrouter.core.fleet.pool import NAMED_MOST, Pool
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import PoolId
 from kvrouter.frontend.prompt_blocks import KINDS, Hashes, Kind, Naming, kind_of, named
+from kvrouter.tokens.chat_options import ChatOptions
+from kvrouter.tokens.chat_options import learn as learn_options
 from kvrouter.tokens.id_comparison import PROBES
 from kvrouter.tokens.media import estimated_tokens
 from kvrouter.tokens.messages import without_media
@@ -177,6 +180,8 @@ class EngineBlocks:
         self._cards: dict[PoolId, tuple[int, list[Card]]] = {}
         # Where the engines of a pool make the ids of chats; empty: nowhere.
         self._chat_routes: dict[PoolId, str] = {}
+        # Of engines whose /tokenize makes them.
+        self._options: dict[PoolId, ChatOptions] = {}
 
     def why_not(self, pool: Pool, kind: Kind) -> str:
         cards, known = self._live(pool), self._known.get(pool.id, {})
@@ -200,29 +205,44 @@ class EngineBlocks:
             for card in self._live(pool)
         )
 
+    def unknown(self, pool: Pool) -> str:
+        options = self._options.get(pool.id)
+        return options.unknown() if options is not None and self._route(pool, "chat") == TOKENIZE else ""
+
     async def hashes(self, prompt: ChatPrompt | TextPrompt, naming: Naming) -> Hashes | None:
         """After any failure the request is placed in another way, and its engine accepts or rejects it."""
         pool, kind = naming.pool, kind_of(prompt)
-        urls = self._choose(pool, kind, naming.model) if self._route(pool, kind) else []
-        if not urls:
+        route = self._route(pool, kind)
+        urls = self._choose(pool, kind, naming.model) if route else []
+        served = self._as_served(prompt, pool, route)
+        if not urls or served is None:
             self.counters.not_asked += 1
             return None
         outcome, more = "", 0
-        if isinstance(prompt, ChatPrompt) and has_media(prompt):
+        if isinstance(served, ChatPrompt) and has_media(served):
             # An engine would process the images for the length alone: it does not say where they are.
-            outcome, more = "way", estimated_tokens(prompt.messages)
-            prompt = replace(prompt, messages=without_media(prompt.messages))
+            outcome, more = "way", estimated_tokens(served.messages)
+            served = replace(served, messages=without_media(served.messages))
         try:
-            bodies = tokenize_bodies(naming.model, prompt)
+            bodies = tokenize_bodies(naming.model, served, route)
         except RefusedError:
             self.counters.refused += 1
             return None
         found = await self._ids(urls, bodies, pool, kind)
         if found is None:
             return None
-        kept = prompt.kept_tokens
+        kept = served.kept_tokens
         parts = found if kept is None else [ids[kept] for ids in found]
         return named([Encoded(ids, len(ids) + more, media_outcome=outcome) for ids in parts], naming)
+
+    def _as_served(
+        self, prompt: ChatPrompt | TextPrompt, pool: Pool, route: str
+    ) -> ChatPrompt | TextPrompt | None:
+        """What `/tokenize` is to be asked for the ids of the chat route; None: that is unknown."""
+        options = self._options.get(pool.id)
+        if route != TOKENIZE or options is None or isinstance(prompt, TextPrompt):
+            return prompt
+        return options.applied(prompt)
 
     async def _ids(
         self, urls: list[str], bodies: list[bytes], pool: Pool, kind: Kind
@@ -302,6 +322,7 @@ class EngineBlocks:
             del self._known[gone]
             self._cards.pop(gone, None)
             self._chat_routes.pop(gone, None)
+            self._options.pop(gone, None)
 
     def _route(self, pool: Pool, kind: Kind) -> str:
         return self._chat_routes.get(pool.id, TOKENIZE) if kind == "chat" else TOKENIZE
@@ -309,7 +330,9 @@ class EngineBlocks:
     async def _probe(self, pool: Pool, url: str, kind: Kind, one: Answering) -> None:
         try:
             if kind == "chat":
-                self._chat_routes[pool.id] = await self._chat_route(url)
+                self._chat_routes[pool.id] = route = await self._chat_route(url)
+                if route == TOKENIZE:
+                    self._options[pool.id] = await self._learn_options(url)
             else:
                 for probe in PROBES[kind]:
                     await self._engines.tokenize(url, None, probe)
@@ -319,6 +342,13 @@ class EngineBlocks:
             one.rest(error, self._now())
         else:
             one.answered(by_probe=True)
+
+    async def _learn_options(self, url: str) -> ChatOptions:
+        async def here(chat: ChatPrompt) -> TokenIds:
+            (ids,) = await self._engines.tokenize(url, None, chat)
+            return ids
+
+        return await learn_options(here, partial(self._engines.served_ids, url))
 
     async def _chat_route(self, url: str) -> str:
         """Where the ids of the engine's chat route come from. Raises EngineTokenizerError."""

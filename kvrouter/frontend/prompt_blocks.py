@@ -27,6 +27,7 @@ from kvrouter.core.routing.cost import Prompt as HashedPrompt
 from kvrouter.core.wire.hashes import block_seed, media_prompt_hashes, seeded_prompt_hashes
 from kvrouter.core.wire.ids import PoolId
 from kvrouter.errors import BadRequestError
+from kvrouter.tokens.chat_options import ChatOptions
 from kvrouter.tokens.media import estimated_tokens
 from kvrouter.tokens.prefix_hashes import PrefixHashes
 from kvrouter.tokens.prefix_tokens import Encoded
@@ -114,6 +115,10 @@ class Way(Protocol):
         """Why it does not serve such prompts of the pool now; empty if it does."""
         ...
 
+    def unknown(self, pool: Pool) -> str:
+        """Which chats it has no tokens of, though it serves chats, and why; empty: none."""
+        ...
+
     async def hashes(self, prompt: ChatPrompt | TextPrompt, naming: Naming) -> Hashes | None:
         """Hashes and length of each prompt; None if this way has none for it after all."""
         ...
@@ -121,6 +126,9 @@ class Way(Protocol):
 
 Seen = Callable[[Prompt, list[Encoded], Naming], None]
 """Called with every prompt that this process tokenized."""
+
+OptionsOf = Callable[[Pool], ChatOptions]
+"""What the engines of a pool make of options of chats."""
 
 
 class EncoderOf(Protocol):
@@ -134,10 +142,17 @@ class LocalBlocks:
 
     name = "model path"
 
-    def __init__(self, encoders: EncoderOf, seen: Seen | None, known: PrefixHashes) -> None:
+    def __init__(
+        self,
+        encoders: EncoderOf,
+        seen: Seen | None,
+        known: PrefixHashes,
+        options: OptionsOf | None = None,
+    ) -> None:
         self._encoders = encoders
         self._seen = seen
         self._known = known
+        self._options = options
         self._has_warned = False
 
     def why_not(self, pool: Pool, kind: Kind) -> str:
@@ -148,14 +163,19 @@ class LocalBlocks:
             return "the directory of --model-path has no chat template, and --chat-template is not given"
         return ""
 
+    def unknown(self, pool: Pool) -> str:
+        return self._options(pool).unknown() if self._options is not None else ""
+
     async def hashes(self, prompt: Prompt, naming: Naming) -> Hashes | None:
         """None if the template rejects the chat: that of its engine, which decides, may be another one."""
         encoder = self._encoders.of(naming.pool)
+        served: Prompt | None = prompt
         try:
             if isinstance(prompt, ChatPrompt):
                 prompt = encoder.settled(prompt)
+                served = prompt if self._options is None else self._options(naming.pool).applied(prompt)
             model = naming.engine_model() if has_media(prompt) else None
-            encoded = await encoder.encode_known(prompt, engine_model=model)
+            encoded = await encoder.encode_known(served, engine_model=model)
         except BadRequestError:
             return None
         except TemplateLimitError as error:
@@ -182,6 +202,9 @@ class TextBlocks:
     """With hashes of the text."""
 
     name = "text"
+
+    def unknown(self, _pool: Pool) -> str:
+        return ""
 
     def why_not(self, pool: Pool, _kind: Kind) -> str:
         return "" if pool.block_size else "the block size is not known yet"
@@ -236,6 +259,12 @@ class PromptWays:
         elif found[0].media:
             self.media[found[0].media] += 1
         return found
+
+    def unknown(self, pool: Pool) -> str:
+        """Which chats no way has tokens of, though others have, and why; empty: none."""
+        serving = [way for way in self.ways if not way.why_not(pool, "chat") and way.name != TextBlocks.name]
+        reasons = [way.unknown(pool) for way in serving]
+        return reasons[0] if reasons and all(reasons) else ""
 
     def serving(self, pool: Pool, kind: Kind) -> Serving:
         """What `hashes` uses now."""

@@ -11,10 +11,12 @@ client's chat differs later, no engine of the pool gets any more, until this pro
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import random
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import structlog
@@ -27,9 +29,19 @@ from kvrouter.core.wire.ids import PoolId
 from kvrouter.errors import BadRequestError
 from kvrouter.frontend.prompt_blocks import EncoderOf, Kind, Naming, kind_of
 from kvrouter.telemetry.metrics import Sample
+from kvrouter.tokens.chat_options import ChatOptions
+from kvrouter.tokens.chat_options import learn as learn_options
 from kvrouter.tokens.id_comparison import PROBES, Difference, find_difference
 from kvrouter.tokens.prefix_tokens import Encoded
-from kvrouter.tokens.prompt import ChatPrompt, Prompt, TextPrompt, TokenIds, TokenPrompt, has_media
+from kvrouter.tokens.prompt import (
+    ChatPrompt,
+    Prompt,
+    PromptEncoder,
+    TextPrompt,
+    TokenIds,
+    TokenPrompt,
+    has_media,
+)
 from kvrouter.tokens.remote_tokenizer import EngineTokenizer, EngineTokenizerError, PromptRejectedError
 
 log = structlog.get_logger()
@@ -67,6 +79,7 @@ class PoolCheck:
     """When the next engine that may get ids is compared."""
     equal_prompts: frozenset[str] = frozenset()
     """Kinds of prompt whose ids were equal at their last comparison."""
+    options: ChatOptions = field(default_factory=ChatOptions)
 
     def compared(self) -> TokenComparison:
         found = self.difference
@@ -91,7 +104,7 @@ class ServingEncoders(EncoderOf, Protocol):
 
 
 class TokenChecks:
-    """Compares, one pool after the other, in the task `run`."""
+    """Compares, one pool after the other, in the task `run`, and learns what engines make of options."""
 
     def __init__(
         self,
@@ -112,6 +125,11 @@ class TokenChecks:
         self._engines = engines
         self._dropped = dropped
         self._sends_ids = sends_ids
+
+    def options_of(self, pool: Pool) -> ChatOptions:
+        """What the engines of a pool make of options of chats, as far as it was learnt."""
+        check = self.pools.get(pool.id)
+        return check.options if check is not None else ChatOptions()
 
     def seen(self, prompt: Prompt, encoded: list[Encoded], naming: Naming) -> None:
         """Called for every prompt that was tokenized here. Keeps one in a thousand for `run`."""
@@ -154,6 +172,8 @@ class TokenChecks:
             async for probe, ids in self._encoded_probes(pool, kind):
                 if not await self._compare(pool, check, probe, ids, None):
                     return
+        if self._encoders.serves(pool, "chat"):
+            await self._learn_options(pool, check)
 
     async def _encoded_probes(
         self, pool: Pool, kind: Kind
@@ -168,22 +188,34 @@ class TokenChecks:
             if encoded:
                 yield probe, encoded[0]
 
+    async def _learn_options(self, pool: Pool, check: PoolCheck) -> None:
+        url, encoder = engine_url(pool, None), self._encoders.of(pool)
+        if url is None or encoder.has_own_chats:
+            return
+
+        async def here(chat: ChatPrompt) -> TokenIds:
+            (ids,) = await encoder.encode(chat) or [[]]
+            return ids
+
+        check.options = await learn_options(here, partial(self._engines.served_ids, url))
+
     async def _compare_next_engine(self, pool: Pool, check: PoolCheck, now: float) -> None:
         """Compare one of the engines that would take ids of chats and were not compared yet."""
         waiting = [worker for worker in pool.targets.values() if _may_get_ids(worker)]
         if not waiting:
             return
-        worker, are_equal = random.choice(waiting), False
+        worker, compared = random.choice(waiting), []
         try:
             async for probe, ids in self._encoded_probes(pool, "chat"):
-                are_equal = ids == await self._engines.reference(worker.card.url, None, probe)
-                if not are_equal:
-                    break
+                with contextlib.suppress(PromptRejectedError):  # its template rejects this probe
+                    compared.append(ids == await self._engines.reference(worker.card.url, None, probe))
         except EngineTokenizerError:
+            compared = []
+        if not compared:
             check.next_engine_at = now + PROBE_AGAIN_S
             return
-        pool.compared_ids(worker, are_equal=are_equal)
-        if not are_equal:
+        pool.compared_ids(worker, are_equal=all(compared))
+        if not all(compared):
             effect = "its engine gets no ids, and no overlap is found on it"
             log.warning("tokens.engine_differs", pool=pool.id, worker=worker.card.worker_id, effect=effect)
 
@@ -212,11 +244,19 @@ class TokenChecks:
         encoder = self._encoders.of(pool)
         if ids != engine_ids and prompt in PROBES[kind] and await encoder.settle(prompt, engine_ids):
             ids = engine_ids
+            self._forget_engines(encoder)
         found = find_difference(ids, engine_ids, encoder.decode, is_chat=kind == "chat")
         if found is not None and kind == "chat" and prompt not in PROBES[kind]:
             pool.distrust_ids()
         check.engine = url
         return self._note(pool, check, found, kind)
+
+    def _forget_engines(self, encoder: PromptEncoder) -> None:
+        """It prints chats in another way now: no engine gets its ids before it was compared again."""
+        for router in self._replica.routers.values():
+            if self._encoders.of(router.pool) is encoder:
+                for worker in router.pool.workers.values():
+                    router.pool.compared_ids(worker, are_equal=None)
 
     def _note(self, pool: Pool, check: PoolCheck, found: Difference | None, prompt: str) -> bool:
         if found is None:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import structlog
 
 from kvrouter.core.audit.problems import NOT_COMPARED, TokenComparison
@@ -65,7 +66,8 @@ class Tokens:
 
     def compared(self, pool_id: PoolId) -> TokenComparison:
         check = self.checks.pools.get(pool_id) if self.checks is not None else None
-        return check.compared() if check is not None else NOT_COMPARED
+        compared = check.compared() if check is not None else NOT_COMPARED
+        return msgspec.structs.replace(compared, unknown=self.reports.unknown(pool_id))
 
     def view(self) -> dict[str, Any]:
         """For /workers. The model of `--model-path DIR` is named `default`."""
@@ -139,7 +141,9 @@ async def open_tokens(
             checks = TokenChecks(replica, own, engines, cards.differs, sends_ids=options.send_ids == "auto")
         seen = checks.seen if checks else None
         by_engines = EngineBlocks(engines, now)
-        local, by_card = LocalBlocks(encoders, seen, hashes), CardBlocks(cards, seen, hashes)
+        options_of = checks.options_of if checks else None
+        local = LocalBlocks(encoders, seen, hashes, options_of)
+        by_card = CardBlocks(cards, seen, hashes, options_of)
         ways: dict[str, list[Way]] = {
             "auto": [local, by_card, by_engines, TextBlocks()],
             "local": [local],

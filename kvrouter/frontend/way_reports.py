@@ -75,6 +75,11 @@ class WayReports:
                     reasons = "; ".join(f"{way}: {reason}" for way, reason in serving.why_not.items())
                     yield f"{pool.id}: {kind}s are {_EFFECTS[serving.way]} ({reasons})"
 
+    def unknown(self, pool_id: PoolId) -> str:
+        """Which chats of a pool have no tokens, though others have, and why; empty: none."""
+        router = self._replica.routers.get(pool_id)
+        return self._ways.unknown(router.pool) if router is not None else ""
+
     def view(self) -> dict[str, Any]:
         """By pool and kind of prompt."""
         return {

@@ -402,6 +402,7 @@ def _chat_prompt(body: ChatBody) -> ChatPrompt:
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         chat_template_kwargs=body.chat_template_kwargs or {},
+        effort=body.reasoning_effort,
         add_special_tokens=body.add_special_tokens,
     )
 

@@ -119,6 +119,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
 
     @property
     def answer_tokens(self) -> int | None:

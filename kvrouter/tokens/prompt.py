@@ -44,8 +44,12 @@ class ChatPrompt(Struct, frozen=True):
     kept_tokens: slice | None = None
     system_first: Sequence[Message] | None = None
     """`messages` for a template that allows a system message only in the first place; None: the same."""
-    least_effort_kwargs: Mapping[str, Any] | None = None
-    """`chat_template_kwargs` for a template that ignores or rejects the effort "none"; None: the same."""
+    effort: str | None = None
+    """The reasoning effort of the request, which the engine may replace (chat_options.py)."""
+    least_effort: str | None = None
+    """`effort` for a template that ignores or rejects "none"; None: the same."""
+    tool_choice: Any = None
+    """As in the body of a chat. "none" may leave the tools out (chat_options.py)."""
     names_first: bool = False
     """See `messages.conversation`."""
     has_media_options: bool = False
@@ -55,6 +59,14 @@ class ChatPrompt(Struct, frozen=True):
 
     Raises BadRequestError for a body that SGLang rejects.
     """
+
+    def variables(self) -> dict[str, Any]:
+        """`chat_template_kwargs` with the effort, in the names that vLLM uses."""
+        variables = dict(self.chat_template_kwargs)
+        if self.effort is not None:
+            variables.setdefault("enable_thinking", self.effort != "none")
+            variables["reasoning_effort"] = self.effort
+        return variables
 
 
 class TextPrompt(Struct, frozen=True):
@@ -127,17 +139,22 @@ class PromptEncoder:
         """The prefix-token cache, which may be off; None without a tokenizer."""
         return self._tokenizer.cache if self._tokenizer is not None else None
 
+    @property
+    def has_own_chats(self) -> bool:
+        """Whether the engine makes other chats of clients' bodies than vLLM does (`for_sglang`)."""
+        return self._template is not None and self._template.dialect.has_own_chats
+
     def settled(self, prompt: ChatPrompt) -> ChatPrompt:
         """The chat in the variant that suits engine and template. Raises BadRequestError."""
         if self._template is None:
             return prompt
-        if prompt.for_sglang is not None and self._template.dialect.has_own_chats:
+        if prompt.for_sglang is not None and self.has_own_chats:
             prompt = prompt.for_sglang()
         if prompt.system_first is not None and self._template.dialect.wants_system_first:
             prompt = replace(prompt, messages=prompt.system_first)
-        if prompt.least_effort_kwargs is not None and not self._template.can_skip_thinking:
-            prompt = replace(prompt, chat_template_kwargs=prompt.least_effort_kwargs)
-        return replace(prompt, system_first=None, least_effort_kwargs=None, for_sglang=None)
+        if prompt.least_effort is not None and not self._template.can_skip_thinking:
+            prompt = replace(prompt, effort=prompt.least_effort)
+        return replace(prompt, system_first=None, least_effort=None, for_sglang=None)
 
     async def encode(self, prompt: Prompt | None) -> list[TokenIds] | None:
         """The token ids of each prompt (a chat is one prompt); None if they cannot be computed here.
@@ -234,7 +251,7 @@ class PromptEncoder:
             tools=prompt.tools,
             add_generation_prompt=prompt.add_generation_prompt,
             continue_final_message=prompt.continue_final_message,
-            chat_template_kwargs=prompt.chat_template_kwargs,
+            chat_template_kwargs=prompt.variables(),
             names_first=prompt.names_first,
         )
 
@@ -318,7 +335,7 @@ def _is_short(prompt: ChatPrompt | TextPrompt) -> bool:
     """Whether the prompt is short enough for the event loop. Parts, tools and variables count as long."""
     if isinstance(prompt, TextPrompt):
         return _are_short(prompt.texts)
-    if prompt.tools or prompt.chat_template_kwargs:
+    if prompt.tools or prompt.variables():
         return False
     return _are_short([message.get("content") for message in prompt.messages])
 

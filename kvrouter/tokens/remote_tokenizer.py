@@ -141,7 +141,7 @@ class EngineTokenizer:
 
         The engine computes one token, if it has no render route. Raises BusyError.
         """
-        (body,) = tokenize_bodies(model, prompt)
+        (body,) = tokenize_bodies(model, prompt, RENDER)
         served = msgspec.json.encode(msgspec.json.decode(body) | _ONE_TOKEN)
         for route, asked, limit_s in ((RENDER, body, TIMEOUT_S), (_SERVED, served, SERVED_TIMEOUT_S)):
             try:
@@ -151,6 +151,13 @@ class EngineTokenizer:
             except EngineTokenizerError:
                 pass  # render is off in nearly all engines, and older ones show no ids
         return [], ""
+
+    async def served_ids(self, url: str, prompt: ChatPrompt) -> TokenIds:
+        """The ids that the chat route makes of a chat. Raises EngineTokenizerError if it shows none."""
+        ids, _ = await self.chat_ids(url, None, prompt)
+        if not ids:
+            raise EngineTokenizerError(f"{url}/{_SERVED} shows no token ids of this chat")
+        return ids
 
     async def reference(self, url: str, model: str | None, prompt: ChatPrompt | TextPrompt) -> TokenIds:
         """The ids with which an engine serves a prompt, if it shows them. Raises EngineTokenizerError."""
@@ -228,8 +235,11 @@ def _error_of(status: int, answer: bytes) -> type[EngineTokenizerError]:
     return NoRouteError if status in {403, 404, 405, 501} else EngineTokenizerError
 
 
-def tokenize_bodies(model: str | None, prompt: ChatPrompt | TextPrompt) -> list[bytes]:
-    """One request body for each prompt, with vLLM's field names. Raises RefusedError."""
+def tokenize_bodies(model: str | None, prompt: ChatPrompt | TextPrompt, route: str = TOKENIZE) -> list[bytes]:
+    """One request body for each prompt, with vLLM's field names. Raises RefusedError.
+
+    `/tokenize` does not know the effort and the choice of a tool: it gets the template's variables.
+    """
     fields: dict[str, Any] = {"model": model, "add_special_tokens": prompt.add_special_tokens}
     if isinstance(prompt, TextPrompt):
         return [_encode({**fields, "prompt": text}) for text in prompt.texts]
@@ -239,7 +249,13 @@ def tokenize_bodies(model: str | None, prompt: ChatPrompt | TextPrompt) -> list[
         # its default is true; SGLang serves chats without the field, and tokenizes others with it
         "add_generation_prompt": None if prompt.add_generation_prompt else False,
         "continue_final_message": prompt.continue_final_message,
+    }
+    if route == TOKENIZE:
+        return [_encode({**fields, "chat_template_kwargs": prompt.variables() or None})]
+    fields |= {
         "chat_template_kwargs": dict(prompt.chat_template_kwargs) or None,
+        "reasoning_effort": prompt.effort,
+        "tool_choice": prompt.tool_choice if prompt.tools else None,
     }
     return [_encode(fields)]
 

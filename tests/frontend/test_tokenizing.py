@@ -17,6 +17,7 @@ from kvrouter.core.wire.hashes import block_hashes, sequence_hashes
 from kvrouter.frontend import engine_blocks, token_checks, way_reports
 from kvrouter.frontend.engine_blocks import EngineBlocks
 from kvrouter.frontend.token_checks import PoolCheck
+from kvrouter.tokens.chat_options import ChatOptions
 from kvrouter.tokens.prompt import ChatPrompt, PromptEncoder, TextPrompt
 from kvrouter.tokens.tiny import build_tiny_model
 from tests.frontend.clients import Response, ask
@@ -325,6 +326,99 @@ async def test_texts_are_joined_as_the_engine_does(
         with PromptEncoder.load(model) as encoder:
             (ids,) = await encoder.encode(ChatPrompt(joined["messages"])) or [[]]  # type: ignore[arg-type]
         assert (len(ids) - 1) // 16 == overlap(found)
+
+
+def with_flags(directory: Path, *, excludes: bool = True) -> Script:
+    """A vLLM with --exclude-tools-when-tool-choice-none and --reasoning-effort-map {"high": "low"}."""
+    encoder = PromptEncoder.load(directory)
+
+    async def script(received: Received, wire: Wire) -> None:
+        body = received.json
+        if "prompt" in body:
+            prompt: ChatPrompt | TextPrompt = TextPrompt([body["prompt"]])
+        elif received.head.startswith(b"POST /tokenize "):
+            variables = body.get("chat_template_kwargs", {})
+            prompt = ChatPrompt(body["messages"], body.get("tools"), chat_template_kwargs=variables)
+        elif received.head.startswith(b"POST /v1/chat/completions "):
+            tools = body.get("tools") if not (excludes and body.get("tool_choice") == "none") else None
+            effort = {"high": "low"}.get(body.get("reasoning_effort"), body.get("reasoning_effort"))
+            prompt = ChatPrompt(body["messages"], tools, effort=effort)
+        else:
+            await wire.send(answer(b'{"detail":"Not Found"}', 404))
+            return
+        (ids,) = await encoder.encode(prompt) or [[]]
+        await wire.send(answer(json.dumps({"tokens": ids, "prompt_token_ids": ids}).encode()))
+
+    return script
+
+
+EFFORT_AND_TOOLS = (
+    "{{ reasoning_effort if reasoning_effort in ['low', 'high'] }}{{ tools | tojson if tools }}"
+    "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("way", ["model path", "card", "engines"])
+async def test_options_of_the_engine(
+    fleet_of: FleetOf, model: Path, tmp_path: Path, soon: None, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Flags that decide over tools and efforts show in the ids of probes: overlap follows the engine."""
+    monkeypatch.setattr(token_checks, "LOOK_EVERY_S", 0.01)
+    directory = tmp_path / "model"
+    shutil.copytree(model, directory)
+    (directory / "chat_template.jinja").write_text(EFFORT_AND_TOOLS)
+    flags = {
+        "model path": (*with_root(tmp_path), "--model-path", str(directory)),
+        "card": with_root(tmp_path),
+        "engines": ("--tokenizer", "remote", "--router-mode", "kv"),
+    }[way]
+    scripts = (with_flags(directory),)
+    async with fleet_of(*flags, "--no-use-kv-events", scripts=scripts, tokenizer=str(directory)) as fleet:
+        tokens = fleet.frontend.tokens
+        router = fleet.frontend.replica.routers[POOL]
+
+        def learnt() -> ChatOptions | None:
+            if way == "engines":
+                return by_engines(fleet)._options.get(POOL)
+            return tokens.checks.options_of(router.pool) if tokens.checks else None
+
+        learned = ChatOptions(leaves_tools_out=True, efforts={"high": "low"})
+        await until(lambda: learnt() == learned, "the flags are learnt")
+        assert {"chat": way, "text": way} == await ways(fleet)
+        await fleet.ask({**CHAT, "reasoning_effort": "low"}, path="/v1/chat/completions")
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        more = {"reasoning_effort": "high", "tools": tools, "tool_choice": "none"}
+        found = await fleet.ask({**CHAT, **more}, path="/v1/chat/completions")
+
+        with PromptEncoder.load(directory) as encoder:
+            (ids,) = await encoder.encode(ChatPrompt(CHAT["messages"], effort="low")) or [[]]  # type: ignore[arg-type]
+        assert (len(ids) - 1) // 16 == overlap(found)
+        fleet.frontend.audit.run()
+        assert [] == (await fleet.get("/workers")).json["pools"][0]["problems"]
+
+
+async def test_options_that_nothing_explains(
+    fleet_of: FleetOf, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chats with an option that the engine reads in an unknown way have no tokens: it is a problem."""
+    monkeypatch.setattr(token_checks, "LOOK_EVERY_S", 0.01)
+    for name in ("here", "engine"):
+        shutil.copytree(model, tmp_path / name)
+    (tmp_path / "here/chat_template.jinja").write_text(EFFORT_AND_TOOLS)
+    (tmp_path / "engine/chat_template.jinja").write_text(EFFORT_AND_TOOLS.replace("| tojson", "| length"))
+    flags = ("--tokenizer", "local", "--router-mode", "kv", "--model-path", str(tmp_path / "here"))
+    script = with_flags(tmp_path / "engine", excludes=False)
+    async with fleet_of(*flags, "--no-use-kv-events", scripts=(script,)) as fleet:
+        await until(lambda: bool(check(fleet).options.efforts), "the options are learnt")
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        path = "/v1/chat/completions"
+        found = [overlap(await fleet.ask({**CHAT, "tools": tools}, path=path)) for _ in range(2)]
+        plain = [overlap(await fleet.ask(CHAT, path=path)) for _ in range(2)]
+
+        assert ([0, 0], True) == (found, plain[1] > 10)
+        fleet.frontend.audit.run()
+        (problem,) = (await fleet.get("/workers")).json["pools"][0]["problems"]
+        assert "chats with tools have other token ids in the engine" in problem
 
 
 @pytest.mark.parametrize("takes_chats", [False, True], ids=["before", "since"])

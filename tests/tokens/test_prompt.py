@@ -253,15 +253,14 @@ def test_settled(tokenizer: Tokenizer, text: str, chosen: str) -> None:
     """The template decides between the variants of a chat that came as /v1/messages."""
     prompt = chat(
         "between",
-        chat_template_kwargs={"reasoning_effort": "none"},
+        effort="none",
         system_first=[{"role": "user", "content": "first"}],
-        least_effort_kwargs={"reasoning_effort": "low"},
+        least_effort="low",
     )
     encoder = PromptEncoder(tokenizer, ChatTemplate(text))
 
     settled = encoder.settled(prompt)
 
-    assert (None, None) == (settled.system_first, settled.least_effort_kwargs)
-    effort = settled.chat_template_kwargs["reasoning_effort"]
-    assert chosen == f"{settled.messages[0]['content']} {effort}"
+    assert (None, None) == (settled.system_first, settled.least_effort)
+    assert chosen == f"{settled.messages[0]['content']} {settled.effort}"
     assert prompt == PromptEncoder(tokenizer, None).settled(prompt)

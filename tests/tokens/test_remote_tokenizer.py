@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import ssl
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -17,12 +18,15 @@ from kvrouter.tls import trusting
 from kvrouter.tokens import remote_tokenizer
 from kvrouter.tokens.prompt import ChatPrompt, TextPrompt
 from kvrouter.tokens.remote_tokenizer import (
+    RENDER,
+    TOKENIZE,
     BusyError,
     EngineTokenizer,
     EngineTokenizerError,
     NoRouteError,
     RefusedError,
     SlowError,
+    tokenize_bodies,
 )
 from tests.certificates import Authority
 
@@ -104,6 +108,20 @@ async def test_chat(server: Engine) -> None:
             "add_special_tokens": True,
         },
     ] == server.asked
+
+
+async def test_options_of_a_chat() -> None:
+    """/tokenize gets the effort as variables of the template; a chat route gets what the client sent."""
+    tools = [{"type": "function"}]
+    chat = ChatPrompt([], tools, chat_template_kwargs={"x": 1}, effort="low", tool_choice="none")
+
+    (found,), (served,) = [tokenize_bodies("m", chat, route) for route in (TOKENIZE, RENDER)]
+
+    variables = {"x": 1, "enable_thinking": True, "reasoning_effort": "low"}
+    assert variables == json.loads(found)["chat_template_kwargs"]
+    assert not {"reasoning_effort", "tool_choice"} & json.loads(found).keys()
+    more = {"chat_template_kwargs": {"x": 1}, "reasoning_effort": "low", "tool_choice": "none"}
+    assert json.loads(found) | more == json.loads(served)
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,8 @@ class TokenComparison(Struct, frozen=True):
     """Kinds of prompt (`chat`, `text`) whose ids were equal in the last comparison."""
     difference: str = ""
     """Where ids differ and what to change; empty if they are equal or were not compared."""
+    unknown: str = ""
+    """Which chats are routed without tokens, though others are not, and why; empty: none."""
 
 
 NOT_COMPARED = TokenComparison()
@@ -79,7 +81,11 @@ def problems_of(
 
 def problems_of_pool(compared: TokenComparison) -> list[Problem]:
     """Problems of the frontend's tokenizer, which concern all workers of a pool."""
-    return [Problem("tokens_differ", compared.difference)] if compared.difference else []
+    found = [
+        Problem("tokens_differ", compared.difference),
+        Problem("unknown_chats", compared.unknown),
+    ]
+    return [problem for problem in found if problem.text]
 
 
 def never_full(pool: Pool) -> list[WorkerId]:

@@ -205,8 +205,8 @@ class Pool:
     def reuses_one_less(self, worker_id: WorkerId) -> bool:
         return worker_id in self._one_less
 
-    def compared_ids(self, worker: Worker, *, are_equal: bool) -> None:
-        """The token ids of chats that are computed here were compared with those of the worker's engine."""
+    def compared_ids(self, worker: Worker, *, are_equal: bool | None) -> None:
+        """Token ids of chats that are computed here were compared with those of its engine; None: not yet."""
         worker.has_equal_ids = are_equal
         self._use_ids()
 

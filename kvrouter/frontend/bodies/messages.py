@@ -24,7 +24,6 @@ from kvrouter.frontend.bodies.openai import (
     priority_of,
     read,
     salt_of,
-    template_variables,
 )
 from kvrouter.relay.engine_answers import last_number
 from kvrouter.tokens.messages import BILLING_HEADER, Message
@@ -182,17 +181,22 @@ def _prompt(body: _Body) -> ChatPrompt | None:
     system = _system_texts(body.system)
     inline = [text for message in body.messages if message.role == "system" for text in _texts(message)]
     chat = [message for message in body.messages if message.role != "system"]
-    given = body.chat_template_kwargs
     effort = body.output_config.effort if body.output_config is not None else None
     is_quiet = body.thinking is not None and body.thinking.type == "disabled"
     return ChatPrompt(
         messages=_chat(system, body.messages),
         tools=[_tool_definition(tool) for tool in _tools_in_effect(body)] or None,
-        chat_template_kwargs=template_variables(given, "none" if is_quiet else effort),
+        chat_template_kwargs=body.chat_template_kwargs or {},
         system_first=_chat([*system, *inline], chat) if inline else None,
-        least_effort_kwargs=template_variables(given, "low") if is_quiet else None,
+        effort="none" if is_quiet else effort,
+        least_effort="low" if is_quiet else None,
+        tool_choice="none" if _calls_no_tool(body.tool_choice) else None,
         for_sglang=sglang.Later(_for_sglang, (body,)),
     )
+
+
+def _calls_no_tool(choice: object) -> bool:
+    return isinstance(choice, dict) and choice.get("type") == "none"
 
 
 def _for_sglang(body: _Body) -> ChatPrompt:

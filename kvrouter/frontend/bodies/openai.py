@@ -110,7 +110,6 @@ class _ChatBody(_Common):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
-    # SGLang only; vLLM prints all tools with any choice
     tool_choice: Any = None
     reasoning: Any = None
     max_completion_tokens: int | None = None
@@ -276,6 +275,8 @@ def _chat_prompt(chat: _ChatBody, messages: list[dict[str, Any]]) -> ChatPrompt 
         add_generation_prompt=chat.add_generation_prompt is not False,
         continue_final_message=bool(chat.continue_final_message),
         chat_template_kwargs=_template_variables(chat),
+        effort=chat.reasoning_effort,
+        tool_choice=chat.tool_choice,
         add_special_tokens=bool(chat.add_special_tokens),
         kept_tokens=_kept_tokens(chat),
         has_media_options=bool(chat.mm_processor_kwargs or chat.media_io_kwargs),
@@ -296,19 +297,10 @@ def _for_sglang(chat: _ChatBody, messages: list[dict[str, Any]]) -> ChatPrompt:
 
 
 def _template_variables(chat: _ChatBody) -> dict[str, Any]:
-    """`chat_template_kwargs` and the fields of the body that vLLM, too, hands to the template."""
-    variables = template_variables(chat.chat_template_kwargs, chat.reasoning_effort)
+    """`chat_template_kwargs`, and the documents, which vLLM, too, hands to the template."""
+    variables = dict(chat.chat_template_kwargs or {})
     if chat.documents is not None:
         variables["documents"] = chat.documents
-    return variables
-
-
-def template_variables(given: dict[str, Any] | None, effort: str | None) -> dict[str, Any]:
-    """The template's variables with the reasoning effort, in the names that vLLM uses."""
-    variables = dict(given or {})
-    if effort is not None:
-        variables.setdefault("enable_thinking", effort != "none")
-        variables["reasoning_effort"] = effort
     return variables
 
 

@@ -26,7 +26,6 @@ from kvrouter.frontend.bodies.openai import (
     priority_of,
     read,
     salt_of,
-    template_variables,
 )
 from kvrouter.relay.engine_answers import last_number
 from kvrouter.tokens.messages import Message
@@ -190,14 +189,15 @@ def _prompt(body: _Body, history: Sequence[Message] | None) -> ChatPrompt | None
         return None
     if body.truncation not in {None, "disabled"}:
         return None  # cut to the model's own limit, which only its engine knows
-    effort = body.reasoning.effort if body.reasoning is not None else None
     is_continued = isinstance(body.input, list) and _is_unfinished(body.input[-1])
     return ChatPrompt(
         messages=_chat(body.instructions, history or (), body.input),
         tools=[definition for tool in body.tools or [] for definition in _definitions(tool)] or None,
         add_generation_prompt=not is_continued,
         continue_final_message=is_continued,
-        chat_template_kwargs=template_variables(body.chat_template_kwargs, effort),
+        chat_template_kwargs=body.chat_template_kwargs or {},
+        effort=body.reasoning.effort if body.reasoning is not None else None,
+        tool_choice="none" if body.tool_choice == "none" else None,
         names_first=True,
         for_sglang=sglang.Later(_for_sglang, (body, body.input, history or ())),
     )

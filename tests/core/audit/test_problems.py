@@ -235,6 +235,7 @@ def test_tokens_differ() -> None:
     """Ids that differ from an engine's are a problem of the whole pool."""
     assert [] == problems_of_pool(EQUAL)
     assert [Problem("tokens_differ", "do this")] == problems_of_pool(TokenComparison(difference="do this"))
+    assert [Problem("unknown_chats", "some")] == problems_of_pool(TokenComparison(unknown="some"))
 
 
 @pytest.mark.parametrize(

@@ -149,11 +149,11 @@ def test_thinking() -> None:
     high: Any = {"output_config": {"effort": "high"}}
     off: Any = {"thinking": {"type": "disabled"}}
 
-    assert {"enable_thinking": True, "reasoning_effort": "high"} == prompt(**high).chat_template_kwargs
+    assert {"enable_thinking": True, "reasoning_effort": "high"} == prompt(**high).variables()
     quiet = prompt(**high, **off, chat_template_kwargs={"a": 1})
-    assert {"a": 1, "enable_thinking": False, "reasoning_effort": "none"} == quiet.chat_template_kwargs
-    assert {"a": 1, "enable_thinking": True, "reasoning_effort": "low"} == quiet.least_effort_kwargs
-    kept = prompt(**high, chat_template_kwargs={"enable_thinking": False}).chat_template_kwargs
+    assert {"a": 1, "enable_thinking": False, "reasoning_effort": "none"} == quiet.variables()
+    assert "low" == quiet.least_effort
+    kept = prompt(**high, chat_template_kwargs={"enable_thinking": False}).variables()
     assert {"enable_thinking": False, "reasoning_effort": "high"} == kept
 
 

@@ -140,10 +140,10 @@ def test_fields_that_the_template_sees() -> None:
     assert {"documents": documents} == chat_prompt(documents=documents).chat_template_kwargs
     assert {"enable_thinking": True, "reasoning_effort": "low"} == chat_prompt(
         reasoning_effort="low"
-    ).chat_template_kwargs
+    ).variables()
     assert {"enable_thinking": True, "reasoning_effort": "none"} == chat_prompt(
         reasoning_effort="none", chat_template_kwargs={"enable_thinking": True}
-    ).chat_template_kwargs
+    ).variables()
 
 
 def test_own_template() -> None:

@@ -123,7 +123,7 @@ def test_unfinished(status: str) -> None:
 def test_effort() -> None:
     found = prompt("hi", reasoning={"effort": "none"}, chat_template_kwargs={"a": 1})
 
-    assert {"a": 1, "enable_thinking": False, "reasoning_effort": "none"} == found.chat_template_kwargs
+    assert {"a": 1, "enable_thinking": False, "reasoning_effort": "none"} == found.variables()
 
 
 @pytest.mark.parametrize(
