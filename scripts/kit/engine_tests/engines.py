@@ -25,7 +25,7 @@ Kind: TypeAlias = Literal["vllm", "sglang"]
 # vLLM's attention on a CPU supports only multiples of 32; for SGLang it is the page size.
 BLOCK_SIZE = 32
 MAX_MODEL_LEN = 2_048
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 600.0
 
 _OFFLINE = {
     "HF_HUB_OFFLINE": "1",
