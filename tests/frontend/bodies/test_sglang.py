@@ -27,7 +27,7 @@ def chat(path: str, body: dict[str, Any]) -> ChatPrompt:
 
 def printed(template: ChatTemplate, prompt: ChatPrompt) -> str:
     """The text of a chat as SGLang prints it."""
-    dialect = template.dialect = template.dialects[1]
+    dialect = template.dialect = template.dialects[-1]
     assert prompt.for_sglang is not None
     own = prompt.for_sglang()
     is_merged = own.system_first is not None and dialect.wants_system_first
