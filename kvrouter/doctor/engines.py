@@ -166,7 +166,7 @@ def _check_answers(worker_id: str, card: Card, engine: Engine) -> Iterator[Findi
         seen = engine.trouble or f"/v1/models answers {models.status}"
         kind = "engine.unhealthy" if models.status >= 500 else "engine.other_model"
         yield Finding(KINDS[kind], worker_id, f"{card.url}: {seen}")
-    elif missing := {*(card.served_names or (card.model,)), *card.lora_names} - {*engine.names}:
+    elif missing := {*card.names()} - {*engine.names}:
         seen = f"{card.url} serves {listed(engine.names) or 'nothing'}, not {listed(missing)}"
         yield Finding(KINDS["engine.other_model"], worker_id, seen)
     if not health.status:

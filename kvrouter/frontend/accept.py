@@ -161,6 +161,7 @@ class Accept:
             overrides.parent_session,
             mode,
             reads_cache=asked.reads_cache,
+            served_name=asked.model if asked.model in router.pool.uneven_names else "",
             context_tokens=0 if router.pool.has_equal_contexts else _context_tokens(asked, prompts),
         )
         sent, response = self._edited(request, read), None

@@ -137,6 +137,23 @@ async def test_lora_multiplex(fleet_of: FleetOf) -> None:
             assert (status, "w0") == (response.status, fleet.requests[0])
 
 
+async def test_name_of_some_workers(fleet_of: FleetOf) -> None:
+    """A name that only a renamed engine serves goes there; without that engine no other one is asked."""
+    async with fleet_of(scripts=(OK, OK)) as fleet:
+        fleet.announce(fleet.workers[0], served_names=["m-v2", "m"], started_at_us=2)
+        (router,) = fleet.frontend.replica.routers.values()
+        await until(lambda: "m-v2" in router.pool.uneven_names, "the name is known")
+
+        answers = [await fleet.ask({**BODY, "model": "m-v2"}) for _ in range(6)]
+
+        assert {200} == {answer.status for answer in answers}
+        assert ["w0"] * 6 == fleet.requests
+        fleet.announce(fleet.workers[0], "down", served_names=["m-v2", "m"], started_at_us=2)
+        await until(lambda: len(router.pool.targets) == 1, "it is down")
+        assert 503 == (await fleet.ask({**BODY, "model": "m-v2"})).status
+        assert 200 == (await fleet.ask()).status
+
+
 async def test_circuit_opens_and_closes(fleet_of: FleetOf) -> None:
     """A worker that keeps failing is skipped; one good request after the pause closes its circuit."""
     flaky = in_turn(*[says(answer(b"{}", 500))] * 2, OK)

@@ -108,6 +108,8 @@ class Pool:
         self.names: frozenset[str] = frozenset()
         """All model names that clients may use; kept while the pool has no worker."""
         self.lora_names: frozenset[str] = frozenset()
+        self.uneven_names: frozenset[str] = frozenset()
+        """Names of the base model that some workers lack: engines that are renamed one by one."""
         """The names that are LoRA adapters."""
         self.max_model_len = 0
         """The longest prompt that any worker takes, in tokens; 0 if not known."""
@@ -306,6 +308,8 @@ class Pool:
             cards = [worker.card for worker in self.workers.values()]
             self.names = frozenset(name for card in cards for name in card.names())
             self.lora_names = frozenset(name for card in cards for name in card.lora_names)
+            served = [frozenset(card.base_names()) for card in cards]
+            self.uneven_names = frozenset.union(*served) - frozenset.intersection(*served)
             self.max_model_len = max(card.max_model_len for card in cards)
 
     def sweep(self, hashes: int) -> bool:
@@ -378,14 +382,14 @@ class Pool:
             with_prefills=with_prefills,
             one_less=self._one_less,
         )
-        if not exclude and request.lora_name is None:
+        if not exclude and not request.is_named:
             return formed
         pairs = enumerate(self.targets.items())
         return formed.only(
             [
                 place
                 for place, (target, worker) in pairs
-                if target not in exclude and self._serves(worker, request.lora_name)
+                if target not in exclude and self._serves(worker, request)
             ]
         )
 
@@ -393,8 +397,11 @@ class Pool:
         """Blocks that are charged and have no hash, as the end of the prompt was not tokenized."""
         return unnamed_blocks(request, self.block_size) if self.block_size else 0
 
-    def _serves(self, worker: Worker, lora_name: str | None) -> bool:
-        return lora_name is None or self.settings.lora_multiplex or lora_name in worker.card.lora_names
+    def _serves(self, worker: Worker, request: RouteRequest) -> bool:
+        if request.served_name:
+            return request.served_name in worker.card.base_names()
+        name = request.lora_name
+        return name is None or self.settings.lora_multiplex or name in worker.card.lora_names
 
     def refusals(self, request: RouteRequest) -> dict[Target, str]:
         """Why targets of the pool are not candidates for the request."""
@@ -402,7 +409,7 @@ class Pool:
             target: self._why_refused(worker, request)
             for worker in self.workers.values()
             for target in worker.targets()
-            if target not in self.targets or not self._serves(worker, request.lora_name)
+            if target not in self.targets or not self._serves(worker, request)
         }
 
     def _why_refused(self, worker: Worker, request: RouteRequest) -> str:
@@ -411,7 +418,10 @@ class Pool:
         twin = self.twins.get(WorkerId(worker.card.worker_id))
         if twin is not None:
             return f"is the same engine as {twin}"
-        return "silent" if worker.silent else f"has no adapter {request.lora_name!r}"
+        if worker.silent:
+            return "silent"
+        name = request.served_name
+        return f"does not serve the name {name!r}" if name else f"has no adapter {request.lora_name!r}"
 
 
 def _one_for_each_engine(workers: list[Worker]) -> tuple[list[Worker], dict[WorkerId, WorkerId]]:

@@ -387,7 +387,7 @@ class Router:
 
     def _refused(self, request: RouteRequest, exclude: frozenset[Target]) -> dict[Target, str]:
         """Why each target of the pool that is not a candidate is not one."""
-        if request.lora_name is not None:
+        if request.is_named:
             refused = self.pool.refusals(request)
         else:
             # the pool makes a new dict of targets with every change: the same dict means no change

@@ -61,6 +61,8 @@ class RouteRequest(Struct, frozen=True, gc=False):
     """For custom policies: why predicted seconds should not be compared; empty if they may be."""
     reads_cache: bool = True
     """False if the engine computes the whole prompt, cached or not: no target has an overlap."""
+    served_name: str = ""
+    """The base model's name that the client uses, if not every worker of the pool has it."""
     context_tokens: int = 0
     """What prompt and asked output take of an engine's context; 0: it takes any, or all are equally long."""
 
@@ -71,6 +73,11 @@ class RouteRequest(Struct, frozen=True, gc=False):
         if len(prompts) == 1:
             return prompts[0].isl
         return sum([prompt.isl for prompt in prompts]) if prompts else 0
+
+    @property
+    def is_named(self) -> bool:
+        """Whether only workers with a name may serve it: that of an adapter, or of the base model."""
+        return self.lora_name is not None or bool(self.served_name)
 
     @property
     def is_text(self) -> bool:

@@ -141,7 +141,7 @@ class Selection:
     def lane(self, request: RouteRequest, moment: Moment) -> str:
         """Names the set of targets that a request may go to: requests of one lane wait for each other."""
         bound = next((to for one in self.filters if (to := one.bound_target(request, moment))), None)
-        return f"{request.lora_name or ''} {bound or ''}"
+        return f"{request.lora_name or request.served_name} {bound or ''}"
 
     def explain(
         self,

@@ -92,7 +92,11 @@ class Card(Struct, frozen=True, kw_only=True):
 
     def names(self) -> tuple[str, ...]:
         """Every model name that a client may use for this worker."""
-        return (*(self.served_names or (self.model,)), *self.lora_names)
+        return (*self.base_names(), *self.lora_names)
+
+    def base_names(self) -> tuple[str, ...]:
+        """The names of its base model."""
+        return self.served_names or (self.model,)
 
 
 class RankBeat(Struct, frozen=True, array_like=True):

@@ -62,7 +62,7 @@ def _of_pool(pool: Pool) -> list[ModelEntry]:
 
 
 def _bases(card: Card) -> Iterator[ModelEntry]:
-    for name in card.served_names or (card.model,):
+    for name in card.base_names():
         yield ModelEntry(
             id=name,
             created_s=_created_s(card),

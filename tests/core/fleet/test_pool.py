@@ -209,6 +209,19 @@ def test_request_for_an_adapter() -> None:
     assert 2 == len(pool.candidates(request()))
 
 
+def test_request_by_a_name_that_some_workers_lack() -> None:
+    """While engines are renamed one by one, a name goes only to the workers that serve it."""
+    pool = new_pool(card("w1", served_names=("new", "llama")), card("w2"))
+    assert {"new"} == pool.uneven_names
+    assert [T1] == [found.target for found in pool.candidates(request(served_name="new"))]
+    assert {T2: "does not serve the name 'new'"} == pool.refusals(request(served_name="new"))
+    assert 2 == len(pool.candidates(request()))
+
+    pool.update(W2, worker_beat(card("w2", served_names=("llama", "new"))))
+
+    assert not pool.uneven_names
+
+
 def test_in_flight_blocks_count_as_overlap() -> None:
     """A prefix being computed for another request is overlap, and its blocks are not new ones."""
     pool = new_pool(card())
