@@ -149,6 +149,7 @@ async def test_announces(scene: Scene) -> None:
             started_at_us=beat.incarnation,
             repairs_by_report=True,
             engine_started_at_us=10_000_000,
+            takes_token_ids=True,
             agent_version=__version__,
             tokenizer="/m",
         )
