@@ -108,9 +108,9 @@ class Pool:
         self.names: frozenset[str] = frozenset()
         """All model names that clients may use; kept while the pool has no worker."""
         self.lora_names: frozenset[str] = frozenset()
+        """The names that are LoRA adapters."""
         self.uneven_names: frozenset[str] = frozenset()
         """Names of the base model that some workers lack: engines that are renamed one by one."""
-        """The names that are LoRA adapters."""
         self.max_model_len = 0
         """The longest prompt that any worker takes, in tokens; 0 if not known."""
         self.takes_token_ids = False
