@@ -155,7 +155,7 @@ class CardTokenizers:
         reasons = []
         for kind in reversed(KINDS):
             if kind == "chat" and not encoder.can_encode_chats:
-                reasons.append("it has no chat template")
+                reasons.append(encoder.why_no_chats)
                 continue
             reason = f"its chat template, or the engine's, rejects every probe {kind}"
             for probe in PROBES[kind]:

@@ -159,9 +159,7 @@ class LocalBlocks:
         encoder = self._encoders.of(pool)
         if not encoder.can_encode_text:
             return "no --model-path for this model"
-        if kind == "chat" and not encoder.can_encode_chats:
-            return "the directory of --model-path has no chat template, and --chat-template is not given"
-        return ""
+        return encoder.why_no_chats if kind == "chat" else ""
 
     def unknown(self, pool: Pool) -> str:
         return self._options(pool).unknown() if self._options is not None else ""

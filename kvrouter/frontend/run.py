@@ -499,5 +499,6 @@ def _warn_of_missing_tokenizer(options: FrontendOptions, encoder: PromptEncoder,
         log.warning(
             "frontend.no_chat_template",
             effect="chats are placed by load",
+            reason=encoder.why_no_chats,
             remedy=f"add chat_template.jinja to {path}, or give --chat-template FILE",
         )

@@ -11,6 +11,9 @@ from kvrouter.errors import ConfigError
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 # The files that tokenizing needs. The weights, by far the largest files, are not downloaded.
 _FILES = [
+    "config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",

@@ -23,6 +23,7 @@ from kvrouter.errors import BadRequestError
 from kvrouter.tokens.media import Images, Outcome, VisionModel, estimated_tokens, expand
 from kvrouter.tokens.messages import Message, is_text
 from kvrouter.tokens.prefix_tokens import CacheSettings, Encoded, PrefixStore
+from kvrouter.tokens.renderers import own_renderer
 from kvrouter.tokens.template import ChatTemplate
 from kvrouter.tokens.tokenizer import INLINE_CHARACTERS, PrefixCache, Tokenizer
 
@@ -94,11 +95,20 @@ class PromptEncoder:
     """The tokenizer and the chat template of one model. Close it with `with`."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, template: ChatTemplate | None, vision: VisionModel | None = None
+        self,
+        tokenizer: Tokenizer | None,
+        template: ChatTemplate | None,
+        vision: VisionModel | None = None,
+        *,
+        renderer: str = "",
     ) -> None:
-        """`vision`: how the model's prompts carry images; None: not known."""
+        """`vision`: how the model's prompts carry images; None: not known.
+
+        `renderer`: what writes the chats in an engine, if the template does not.
+        """
         self._tokenizer = tokenizer
         self._template = template
+        self._renderer = renderer
         self.images = Images(vision) if vision is not None else None
         """None: the model carries no images."""
 
@@ -121,8 +131,9 @@ class PromptEncoder:
             return cls(None, None)
         # before the tokenizer, whose threads would be left running if the template raised an error
         template = ChatTemplate.load(model_path, chat_template)
+        renderer = own_renderer(model_path) if chat_template is None else ""
         tokenizer = Tokenizer.load(model_path, threads=threads, cache=cache, store=store)
-        return cls(tokenizer, template, VisionModel.load(model_path))
+        return cls(tokenizer, template, VisionModel.load(model_path), renderer=renderer)
 
     @property
     def can_encode_text(self) -> bool:
@@ -131,8 +142,18 @@ class PromptEncoder:
 
     @property
     def can_encode_chats(self) -> bool:
-        """Whether there are both a tokenizer and a chat template."""
-        return self._tokenizer is not None and self._template is not None
+        """Whether there are both a tokenizer and what writes the chats."""
+        return self._tokenizer is not None and not self.why_no_chats
+
+    @property
+    def why_no_chats(self) -> str:
+        """Why chats have no ids here, though texts may have; empty: they have."""
+        if self._renderer:
+            return (
+                f"vLLM writes chats of this model by its tokenizer mode {self._renderer}, not by the chat "
+                "template: only engines have their tokens (give --chat-template if they use a template)"
+            )
+        return "" if self._template is not None else "the directory has no chat template"
 
     @property
     def cache(self) -> PrefixCache | None:
@@ -177,7 +198,7 @@ class PromptEncoder:
             return [Encoded(ids, len(ids)) for ids in _kept(prompt, prompt.token_ids)]
         if prompt is None or self._tokenizer is None:
             return None
-        if self._template is None and isinstance(prompt, ChatPrompt):
+        if isinstance(prompt, ChatPrompt) and not self.can_encode_chats:
             return None
         if isinstance(prompt, ChatPrompt):
             prompt = self.settled(prompt)

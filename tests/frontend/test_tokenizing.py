@@ -660,6 +660,41 @@ async def test_card(fleet_of: FleetOf, model: Path, soon: None) -> None:
         assert {"chat": "card", "text": "card"} == await ways(fleet)
 
 
+@pytest.mark.parametrize(
+    ("removed", "answers", "served"),
+    [
+        ("nothing", True, {"chat": "engines", "text": "card"}),
+        ("tokenizer.json", True, {"chat": "engines", "text": "engines"}),
+        ("tokenizer.json", False, {"chat": "text", "text": "text"}),
+    ],
+)
+async def test_mistral(
+    fleet_of: FleetOf,
+    model: Path,
+    tmp_path: Path,
+    soon: None,
+    removed: str,
+    answers: bool,
+    served: dict[str, str],
+) -> None:
+    """With Mistral's own files only engines know the ids of chats; a template beside them is not used."""
+    directory = tmp_path / "model"
+    shutil.copytree(model, directory)
+    (directory / "tekken.json").write_text("{}")
+    (directory / removed).unlink(missing_ok=True)
+    script = engine(model, status=None if answers else [404])
+    async with fleet_of(*with_root(tmp_path), scripts=(script,), tokenizer=str(directory)) as fleet:
+        reason = "tokenizer mode mistral" if removed == "nothing" else "tokenizer.json is missing"
+        while (
+            await ways(fleet) != served
+            or reason not in (found := (await view(fleet))["ways"][POOL]["chat"]["why_not"])["card"]
+        ):
+            pass
+
+        assert 200 == (await fleet.ask(CHAT, path="/v1/chat/completions")).status
+        assert answers or "answered 404" in found["engines"]
+
+
 async def test_card_outside_the_root(fleet_of: FleetOf, model: Path, tmp_path: Path, soon: None) -> None:
     """A directory elsewhere is not read, also behind a link below the root."""
     (tmp_path / "link").symlink_to(model)

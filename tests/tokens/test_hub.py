@@ -75,11 +75,11 @@ def hub(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def test_from_a_hub(hub: Hub, tmp_path: Path) -> None:
-    """org/name is fetched, tokenizer and template only, and kept in --tokenizer-cache-dir."""
+    """org/name is fetched, without weights, and kept in --tokenizer-cache-dir."""
     found = model_directory("org/tiny", tmp_path)
 
     assert tmp_path in found.parents
-    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} == {
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} == {
         file.name for file in found.iterdir()
     }
     with PromptEncoder.load(found) as encoder:
