@@ -348,7 +348,7 @@ class EngineBlocks:
             (ids,) = await self._engines.tokenize(url, None, chat)
             return ids
 
-        return await learn_options(here, partial(self._engines.served_ids, url))
+        return await learn_options(here, partial(self._engines.served_ids, url), by_template=False)
 
     async def _chat_route(self, url: str) -> str:
         """Where the ids of the engine's chat route come from. Raises EngineTokenizerError."""

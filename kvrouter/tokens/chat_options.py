@@ -26,12 +26,13 @@ Ids = Callable[[ChatPrompt], Awaitable[TokenIds]]
 _PLAIN = ChatPrompt([{"role": "user", "content": "Hi"}])
 _SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 _TOOL = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": _SCHEMA}}
-_CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"city": "Rome"}'}}
+# Nine letters and digits: Mistral's templates reject other ids.
+_CALL = {"id": "call12345", "type": "function", "function": {"name": "look", "arguments": '{"city": "Rome"}'}}
 _TOOLS = ChatPrompt(
     [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Well.", "tool_calls": [_CALL]},
-        {"role": "tool", "tool_call_id": "call_1", "content": "Sun"},
+        {"role": "tool", "tool_call_id": "call12345", "content": "Sun"},
     ],
     tools=[_TOOL],
     tool_choice="none",
@@ -72,13 +73,14 @@ class ChatOptions(Struct, frozen=True):
         )
 
 
-async def learn(here: Ids, engine: Ids) -> ChatOptions:
+async def learn(here: Ids, engine: Ids, *, by_template: bool = True) -> ChatOptions:
     """Compare the ids that are made `here` with those of chats that the `engine` serves.
 
+    `by_template`: an effort without effect here has none there. vLLM's /tokenize of gpt-oss knows none.
     What the template or the engine rejects, or the engine does not answer, is not learnt.
     """
     keeps, leaves_out = await _of_tools(here, engine)
-    return ChatOptions(leaves_out, keeps or leaves_out, await _replaced_efforts(here, engine))
+    return ChatOptions(leaves_out, keeps or leaves_out, await _replaced_efforts(here, engine, by_template))
 
 
 async def _of_tools(here: Ids, engine: Ids) -> tuple[bool, bool]:
@@ -90,10 +92,11 @@ async def _of_tools(here: Ids, engine: Ids) -> tuple[bool, bool]:
     return ids is None or ids == shown, ids is not None and ids == hidden
 
 
-async def _replaced_efforts(here: Ids, engine: Ids) -> dict[str, str | None]:
+async def _replaced_efforts(here: Ids, engine: Ids, by_template: bool) -> dict[str, str | None]:
     plain = await _ids(here, _PLAIN)
     own = await _by_effort(here)
-    if all(ids is None or ids == plain for ids in own.values()):
+    is_ignored = all(ids is None or ids == plain for ids in own.values())
+    if is_ignored and (by_template or await _ids(engine, replace(_PLAIN, effort="low")) in (None, plain)):
         return {}
     return {
         effort: next((other for other in EFFORTS if own[other] == ids), None)

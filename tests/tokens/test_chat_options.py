@@ -85,6 +85,20 @@ async def test_what_nothing_explains(printing: PromptEncoder) -> None:
     assert "chats with tools and chats with the reasoning effort low or high have other" in options.unknown()
 
 
+async def test_tokenize_that_knows_no_effort(printing: PromptEncoder) -> None:
+    """Efforts that only the chat route knows, as for gpt-oss, are unknown: `here` is /tokenize."""
+    own = ids_of(printing)
+
+    async def tokenize(chat: ChatPrompt) -> TokenIds:
+        return await own(replace(chat, effort=None))
+
+    options = await learn(tokenize, own, by_template=False)
+
+    assert {"none": None, "low": None, "max": None} == options.efforts
+    assert ChatOptions() == await learn(tokenize, tokenize, by_template=False)
+    assert ChatOptions() == await learn(tokenize, own), "a template that prints no effort: nothing is asked"
+
+
 async def test_probes_that_fail(printing: PromptEncoder) -> None:
     """What the engine refuses, or does not answer, is taken as vLLM does it without flags."""
 
