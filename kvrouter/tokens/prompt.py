@@ -20,10 +20,11 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from kvrouter.errors import BadRequestError
+from kvrouter.tokens.harmony import Harmony
 from kvrouter.tokens.media import Images, Outcome, VisionModel, estimated_tokens, expand
 from kvrouter.tokens.messages import Message, is_text
 from kvrouter.tokens.prefix_tokens import CacheSettings, Encoded, PrefixStore
-from kvrouter.tokens.renderers import own_renderer
+from kvrouter.tokens.renderers import own_renderer, writes_harmony
 from kvrouter.tokens.template import ChatTemplate
 from kvrouter.tokens.tokenizer import INLINE_CHARACTERS, PrefixCache, Tokenizer
 
@@ -100,15 +101,19 @@ class PromptEncoder:
         template: ChatTemplate | None,
         vision: VisionModel | None = None,
         *,
-        renderer: str = "",
+        harmony: Harmony | None = None,
+        why_no_chats: str = "",
     ) -> None:
         """`vision`: how the model's prompts carry images; None: not known.
 
-        `renderer`: what writes the chats in an engine, if the template does not.
+        `harmony`: writes the chats in place of the template. `why_no_chats`: why the template does not.
         """
         self._tokenizer = tokenizer
         self._template = template
-        self._renderer = renderer
+        self._harmony = harmony
+        is_written = template is not None or harmony is not None
+        self.why_no_chats = why_no_chats or ("" if is_written else "the directory has no chat template")
+        """Why chats have no ids here, though texts may have; empty: they have."""
         self.images = Images(vision) if vision is not None else None
         """None: the model carries no images."""
 
@@ -131,9 +136,17 @@ class PromptEncoder:
             return cls(None, None)
         # before the tokenizer, whose threads would be left running if the template raised an error
         template = ChatTemplate.load(model_path, chat_template)
-        renderer = own_renderer(model_path) if chat_template is None else ""
+        harmony, why_no_chats = None, ""
+        if writes_harmony(model_path):
+            harmony, why_no_chats = Harmony.load()
+        elif chat_template is None and (renderer := own_renderer(model_path)):
+            why_no_chats = (
+                f"vLLM writes chats of this model by its tokenizer mode {renderer}, not by the chat "
+                "template: only engines have their tokens (give --chat-template if they use a template)"
+            )
         tokenizer = Tokenizer.load(model_path, threads=threads, cache=cache, store=store)
-        return cls(tokenizer, template, VisionModel.load(model_path), renderer=renderer)
+        vision = VisionModel.load(model_path)
+        return cls(tokenizer, template, vision, harmony=harmony, why_no_chats=why_no_chats)
 
     @property
     def can_encode_text(self) -> bool:
@@ -144,16 +157,6 @@ class PromptEncoder:
     def can_encode_chats(self) -> bool:
         """Whether there are both a tokenizer and what writes the chats."""
         return self._tokenizer is not None and not self.why_no_chats
-
-    @property
-    def why_no_chats(self) -> str:
-        """Why chats have no ids here, though texts may have; empty: they have."""
-        if self._renderer:
-            return (
-                f"vLLM writes chats of this model by its tokenizer mode {self._renderer}, not by the chat "
-                "template: only engines have their tokens (give --chat-template if they use a template)"
-            )
-        return "" if self._template is not None else "the directory has no chat template"
 
     @property
     def cache(self) -> PrefixCache | None:
@@ -167,13 +170,14 @@ class PromptEncoder:
 
     def settled(self, prompt: ChatPrompt) -> ChatPrompt:
         """The chat in the variant that suits engine and template. Raises BadRequestError."""
-        if self._template is None:
+        template = self._template
+        if template is None:
             return prompt
         if prompt.for_sglang is not None and self.has_own_chats:
             prompt = prompt.for_sglang()
-        if prompt.system_first is not None and self._template.dialect.wants_system_first:
+        if prompt.system_first is not None and template.dialect.wants_system_first:
             prompt = replace(prompt, messages=prompt.system_first)
-        if prompt.least_effort is not None and not self._template.can_skip_thinking:
+        if prompt.least_effort is not None and (self._harmony or not template.can_skip_thinking):
             prompt = replace(prompt, effort=prompt.least_effort)
         return replace(prompt, system_first=None, least_effort=None, for_sglang=None)
 
@@ -207,7 +211,8 @@ class PromptEncoder:
                 partial(self._encode_media_now, self._tokenizer, prompt, engine_model)
             )
         job = partial(self._encode_now, self._tokenizer, prompt, may_estimate)
-        if _is_short(prompt):
+        is_harmony = self._harmony is not None and isinstance(prompt, ChatPrompt)  # takes milliseconds
+        if _is_short(prompt) and not is_harmony:
             return job()
         return await self._tokenizer.in_thread(job)
 
@@ -220,7 +225,8 @@ class PromptEncoder:
             trial = PromptEncoder(self._tokenizer, template.printed_by(dialect))
             with contextlib.suppress(BadRequestError):
                 if await trial.encode(probe) == [engine_ids]:
-                    template.dialect = dialect
+                    # an engine may use the template of a model that vLLM writes in Harmony, as SGLang does
+                    template.dialect, self._harmony = dialect, None
                     return True
         return False
 
@@ -231,6 +237,12 @@ class PromptEncoder:
     def _encode_now(
         self, tokenizer: Tokenizer, prompt: ChatPrompt | TextPrompt, may_estimate: bool
     ) -> list[Encoded]:
+        harmony = self._harmony  # `settle` may drop it meanwhile
+        if harmony is not None and isinstance(prompt, ChatPrompt):
+            ids = harmony.ids(
+                prompt.messages, tools=prompt.tools, effort=prompt.effort, is_response=prompt.names_first
+            )
+            return [Encoded(ids, len(ids))]  # vLLM does not truncate these
         texts = prompt.texts if isinstance(prompt, TextPrompt) else [self._render(prompt)]
         encoded = tokenizer.encode_known_now(
             texts,

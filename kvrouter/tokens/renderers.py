@@ -36,6 +36,11 @@ def own_renderer(model_path: Path) -> str:
     return next((_PROGRAMS[name] for name in config.architectures or () if name in _PROGRAMS), "")
 
 
+def writes_harmony(model_path: Path) -> bool:
+    """Whether engines write the chats in Harmony (harmony.py)."""
+    return _read_config(model_path).model_type == "gpt_oss"
+
+
 def _read_config(model_path: Path) -> _Config:
     try:
         return msgspec.json.decode((model_path / "config.json").read_bytes(), type=_Config)
