@@ -9,7 +9,8 @@
 A plain request is a POST with a length (`PlainHeads` in request.py), as nearly all are. Other methods,
 HTTP/1.0, chunked and packed bodies and `Expect` take a few more steps.
 
-A client that shuts down its sending side after its request counts as gone: the two look the same.
+A client that shuts down its sending side after its request counts as gone: the two look the same. So does one
+that sends more than PIPELINED_BYTES behind a request and leaves.
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ from kvrouter.relay.request import (
 )
 from kvrouter.relay.request_parser import AnyHead, ChunkFraming, HeadReader, LengthFraming, unexpected
 from kvrouter.relay.routes import Routes
-from kvrouter.relay.transport import is_unsent, reset
+from kvrouter.relay.transport import has_ended, is_unsent, reset
 
 # While a request is served, at most this much of the following requests is read. Without the bound a client
 # that sends faster than it is served made the buffer grow from 64 to 197 MB in 4 s.
 PIPELINED_BYTES = 64 * 1024
+# A client that leaves behind so many bytes is not noticed by reading: its connection is looked at instead.
+LOOK_EVERY_S = 1.0
 # A slow client's unsent bytes: beyond this its worker is paused. uvloop (0.23) has this limit for TCP, but
 # 512 KiB for TLS.
 UNSENT_BYTES = 64 * 1024
@@ -139,6 +142,7 @@ class ClientConnection(asyncio.Protocol):
         self._is_reading = True
         self._is_lingering = False
         self._waiting: list[Callable[[], None]] = []
+        self._look: asyncio.TimerHandle | None = None  # set while nothing is read
         self._active_at = 0.0
         self._timer: asyncio.TimerHandle  # not before connection_made: a TLS handshake may fail
 
@@ -175,6 +179,8 @@ class ClientConnection(asyncio.Protocol):
         """The client has left: cancel its request."""
         self._transport = None
         self._timer.cancel()
+        if self._look is not None:
+            self._look.cancel()
         self._connections.open.discard(self)
         if self._body is not None:
             self._body.drop()
@@ -326,6 +332,17 @@ class ClientConnection(asyncio.Protocol):
         if self._is_reading:
             self._is_reading = False
             cast(asyncio.Transport, self._transport).pause_reading()
+            if self._look is None:
+                self._look = self._loop.call_later(LOOK_EVERY_S, self._look_whether_left)
+
+    def _look_whether_left(self) -> None:
+        transport, self._look = self._transport, None
+        if transport is None or self._is_reading:
+            return
+        if self._task is not None and has_ended(transport):
+            transport.abort()
+        else:
+            self._look = self._loop.call_later(LOOK_EVERY_S, self._look_whether_left)
 
     def _continue(self) -> None:
         """The client has received enough of the answer: serve the next request."""

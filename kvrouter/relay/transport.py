@@ -1,4 +1,4 @@
-"""What asyncio's transports have no call for: a reset, and whether the kernel has sent everything."""
+"""What asyncio's transports have no call for: resets, bytes not sent yet, ends that are not read yet."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import struct
 import termios
 
 _LINGER_0_S = struct.pack("ii", 1, 0)
+# The first byte of Linux's tcp_info.
+_ESTABLISHED = 1
 
 
 def reset(transport: asyncio.Transport) -> None:
@@ -33,3 +35,15 @@ def is_unsent(transport: asyncio.WriteTransport | None) -> bool:
     # uvloop 0.23 counts only plain bytes: what TLS has encrypted waits in an inner transport without a public
     # size. While something waits there, the kernel's queue (TIOCOUTQ) is not empty either.
     return any(fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)))
+
+
+def has_ended(transport: asyncio.Transport) -> bool:
+    """Whether the other side has ended or reset the connection; on Linux also while nothing is read."""
+    sock = transport.get_extra_info("socket")
+    if sock is None or sock.fileno() < 0 or not hasattr(socket, "TCP_INFO"):
+        return False
+    try:
+        state: bytes = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+    except OSError:  # not TCP
+        return False
+    return state[0] != _ESTABLISHED

@@ -7,10 +7,12 @@ import contextlib
 import json
 import random
 import socket
+import struct
 from pathlib import Path
 
 import pytest
 
+from kvrouter.relay import connection
 from kvrouter.tokens.tiny import build_tiny_model
 from tests.frontend.clients import connected
 from tests.frontend.fleet import BODY, STREAM, FleetOf
@@ -180,6 +182,28 @@ async def test_client_leaves(fleet_of: FleetOf, said: bytes) -> None:
 
         assert 1 == len(fleet.requests)
         assert b"kvrouter_cancelled_requests_total 1.0" in (await fleet.get("/metrics")).body
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+async def test_client_leaves_behind_many_bytes(
+    fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch, is_reset: bool
+) -> None:
+    """A client is seen to leave, too, when it has sent more behind its request than is read; not before."""
+    monkeypatch.setattr(connection, "LOOK_EVERY_S", 0.05)
+    async with fleet_of(scripts=(says_and_stalls(),)) as fleet, fleet.connected() as client:
+        client.send(STREAM)
+        for _ in range(3):
+            client.send(b"x" * 40_000)
+        await until(lambda: fleet.requests, "the worker has the request")
+        await asyncio.sleep(0.2)
+        assert 1 == fleet.bookings()
+        if is_reset:
+            linger_0_s = struct.pack("ii", 1, 0)
+            client.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger_0_s)
+        client.leave()
+        await fleet.until_free()
+
+        assert 1 == len(fleet.requests)
 
 
 async def test_client_leaves_amid_its_request(fleet_of: FleetOf) -> None:
