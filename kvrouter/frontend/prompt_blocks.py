@@ -57,7 +57,7 @@ class Naming(Struct, frozen=True):
     """Called with the seconds that hashing took."""
     extra_key: str | None = None
     found_ids: Callable[[Sequence[int]], object] | None = None
-    """Called with the ids of a chat of text that were all computed here."""
+    """Called with the ids of a chat that its engine may get; None: none gets any."""
 
     def namespace(self) -> str | None:
         """What keeps its blocks apart from others of equal tokens: the salt, and SGLang's extra key.
@@ -124,8 +124,8 @@ class Way(Protocol):
         ...
 
 
-Seen = Callable[[Prompt, list[Encoded], Naming], None]
-"""Called with every prompt that this process tokenized."""
+Seen = Callable[[Prompt, list[Encoded], Naming], bool]
+"""Called with every prompt that this process tokenized; returns whether engines may get its ids."""
 
 OptionsOf = Callable[[Pool], ChatOptions]
 """What the engines of a pool make of options of chats."""
@@ -181,12 +181,9 @@ class LocalBlocks:
             return None
         if encoded is None:
             return None
-        if naming.found_ids is not None and isinstance(prompt, ChatPrompt):
-            (chat,) = encoded
-            if chat.isl == len(chat.ids) and not chat.media_outcome:
-                naming.found_ids(chat.ids)
-        if self._seen is not None and not isinstance(prompt, TokenPrompt):
-            self._seen(prompt, encoded, naming)
+        may_send = self._seen is not None and self._seen(prompt, encoded, naming)
+        if may_send and naming.found_ids is not None:
+            naming.found_ids(encoded[0].ids)
         return named(encoded, naming, self._known)
 
     def _warn_once(self, naming: Naming, error: TemplateLimitError) -> None:

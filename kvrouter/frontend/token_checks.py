@@ -4,14 +4,14 @@ If one id in the first block differs, no request ever finds its cached prefix, a
 So for each pool a probe, and later one real prompt in a thousand, is also tokenized by an engine: a chat by
 its chat route (remote_tokenizer.py).
 
-Each engine that may get the ids of chats (`--send-token-ids`) is compared before it gets the first. If a
-client's chat differs later, no engine of the pool gets any more, until this process starts again.
+Engines may get the ids of chats (`--send-token-ids`). Then each of them is compared before the first, and the
+first chat of each shape (id_comparison.py) is compared, not sent. If a chat differs whose shape was equal
+before, no engine of the pool gets any more, until this process starts again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import random
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -31,7 +31,7 @@ from kvrouter.frontend.prompt_blocks import EncoderOf, Kind, Naming, kind_of
 from kvrouter.telemetry.metrics import Sample
 from kvrouter.tokens.chat_options import ChatOptions
 from kvrouter.tokens.chat_options import learn as learn_options
-from kvrouter.tokens.id_comparison import PROBES, Difference, find_difference
+from kvrouter.tokens.id_comparison import PROBES, Difference, find_difference, shape_of
 from kvrouter.tokens.prefix_tokens import Encoded
 from kvrouter.tokens.prompt import (
     ChatPrompt,
@@ -54,6 +54,10 @@ MOST_TOKENS = 20_000
 # Longer chats are compared with /tokenize: the chat route would compute them.
 MOST_SERVED_TOKENS = 4_096
 LOOK_EVERY_S = 0.5
+# Between comparisons of chats of new shapes, in one pool.
+SHAPES_EVERY_S = 1.0
+# Of one pool. Chats of further ones are sent without ids.
+MOST_SHAPES = 1_000
 # After a probe that no engine answered.
 PROBE_AGAIN_S = 30.0
 
@@ -77,6 +81,9 @@ class PoolCheck:
     pending: tuple[ChatPrompt | TextPrompt, list[int], str | None] | None = None
     next_engine_at: float = 0.0
     """When the next engine that may get ids is compared."""
+    shapes: dict[bytes, bool] = field(default_factory=dict)
+    """By shape, whether chats have the ids that engines' chat routes make of them."""
+    next_shape_at: float = 0.0
     equal_prompts: frozenset[str] = frozenset()
     """Kinds of prompt whose ids were equal at their last comparison."""
     options: ChatOptions = field(default_factory=ChatOptions)
@@ -89,7 +96,7 @@ class PoolCheck:
         return TokenComparison(self.equal_prompts, f"{named}: {found.remedy}")
 
     def view(self) -> dict[str, Any]:
-        hidden = {"due_at", "seen", "pending", "next_engine_at", "equal_prompts"}
+        hidden = {"due_at", "seen", "pending", "next_engine_at", "shapes", "next_shape_at", "equal_prompts"}
         return {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -131,18 +138,33 @@ class TokenChecks:
         check = self.pools.get(pool.id)
         return check.options if check is not None else ChatOptions()
 
-    def seen(self, prompt: Prompt, encoded: list[Encoded], naming: Naming) -> None:
-        """Called for every prompt that was tokenized here. Keeps one in a thousand for `run`."""
+    def seen(self, prompt: Prompt, encoded: list[Encoded], naming: Naming) -> bool:
+        """Called for every prompt that was tokenized here; returns whether engines may get its ids.
+
+        Keeps one in a thousand for `run`, and chats of new shapes if engines may get ids.
+        """
         check = self.pools.get(naming.pool.id)
         if check is None or isinstance(prompt, TokenPrompt):
-            return
+            return False
         check.seen += 1
-        if check.seen % ONE_IN or check.pending or asyncio.get_running_loop().time() < check.due_at:
-            return
+        is_sample = check.seen % ONE_IN == 0 and asyncio.get_running_loop().time() >= check.due_at
+        if not is_sample and naming.found_ids is None:  # nearly always, if no engine takes ids
+            return False
         # Not if only a part was tokenized, and not with media: only the engine knows their tokens.
-        is_whole = len(encoded) == 1 and encoded[0].isl == len(encoded[0].ids) <= MOST_TOKENS
-        if is_whole and not has_media(prompt):
+        is_whole = len(encoded) == 1 and encoded[0].isl == len(encoded[0].ids)
+        if not is_whole or has_media(prompt):
+            return False
+        is_known = None
+        if naming.found_ids is not None and isinstance(prompt, ChatPrompt):
+            is_known = check.shapes.get(shape_of(prompt))
+            is_sample = is_sample or (is_known is None and self._may_compare_shape(check))
+        if is_sample and not check.pending and len(encoded[0].ids) <= MOST_TOKENS:
             check.pending = (prompt, list(encoded[0].ids), naming.model)
+        return is_known is True
+
+    def _may_compare_shape(self, check: PoolCheck) -> bool:
+        is_due = asyncio.get_running_loop().time() >= check.next_shape_at
+        return is_due and len(check.shapes) < MOST_SHAPES
 
     async def run(self) -> None:
         """Probe new pools, and compare the prompts that `seen` kept. Never returns."""
@@ -158,7 +180,7 @@ class TokenChecks:
         check = self.pools.setdefault(pool.id, PoolCheck())
         if check.pending is not None:
             prompt, ids, model = check.pending
-            check.due_at = now + AT_MOST_EVERY_S
+            check.due_at, check.next_shape_at = now + AT_MOST_EVERY_S, now + SHAPES_EVERY_S
             await self._compare(pool, check, prompt, ids, model)
             check.pending = None
         elif check.state in {"unchecked", "unanswered"} and now >= check.due_at:
@@ -207,8 +229,9 @@ class TokenChecks:
         worker, compared = random.choice(waiting), []
         try:
             async for probe, ids in self._encoded_probes(pool, "chat"):
-                with contextlib.suppress(PromptRejectedError):  # its template rejects this probe
-                    compared.append(ids == await self._engines.reference(worker.card.url, None, probe))
+                served, _ = await self._engines.chat_ids(worker.card.url, None, probe)
+                if served:  # else its template rejects this probe
+                    compared.append(ids == served)
         except EngineTokenizerError:
             compared = []
         if not compared:
@@ -227,10 +250,7 @@ class TokenChecks:
         try:
             if url is None:
                 raise EngineTokenizerError(f"no live worker for {model}")
-            if len(ids) <= MOST_SERVED_TOKENS:
-                engine_ids = await self._engines.reference(url, model, prompt)
-            else:
-                (engine_ids,) = await self._engines.tokenize(url, model, prompt)
+            engine_ids, is_served = await self._ids_of(pool, url, model, prompt, len(ids))
         except EngineTokenizerError as error:
             if isinstance(error, PromptRejectedError) and prompt in PROBES[kind]:
                 return True  # the engine's template rejects the probe; real prompts are compared later
@@ -246,15 +266,32 @@ class TokenChecks:
             ids = engine_ids
             self._forget_engines(encoder)
         found = find_difference(ids, engine_ids, encoder.decode, is_chat=kind == "chat")
-        if found is not None and kind == "chat" and prompt not in PROBES[kind]:
-            pool.distrust_ids()
+        if is_served and isinstance(prompt, ChatPrompt):
+            shape = shape_of(prompt)
+            if found is not None and check.shapes.get(shape):
+                pool.distrust_ids()
+            if len(check.shapes) < MOST_SHAPES or shape in check.shapes:
+                check.shapes[shape] = found is None
         check.engine = url
         return self._note(pool, check, found, kind)
+
+    async def _ids_of(
+        self, pool: Pool, url: str, model: str | None, prompt: ChatPrompt | TextPrompt, tokens: int
+    ) -> tuple[TokenIds, bool]:
+        """The engine's ids, and whether its chat route made them. Raises EngineTokenizerError."""
+        most = MOST_TOKENS if pool.sends_token_ids else MOST_SERVED_TOKENS
+        if isinstance(prompt, ChatPrompt) and prompt.kept_tokens is None and tokens <= most:
+            ids, _ = await self._engines.chat_ids(url, model, prompt)
+            if ids:
+                return ids, True
+        (ids,) = await self._engines.tokenize(url, model, prompt)
+        return ids, False
 
     def _forget_engines(self, encoder: PromptEncoder) -> None:
         """It prints chats in another way now: no engine gets its ids before it was compared again."""
         for router in self._replica.routers.values():
             if self._encoders.of(router.pool) is encoder:
+                self.pools.get(router.pool.id, PoolCheck()).shapes.clear()
                 for worker in router.pool.workers.values():
                     router.pool.compared_ids(worker, are_equal=None)
 

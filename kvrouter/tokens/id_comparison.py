@@ -1,6 +1,6 @@
 """Compares token ids computed here with those of the engine, and suggests what to change.
 
-`PROBES` are compared first.
+`PROBES` are compared first. `shape_of` tells which chats one comparison speaks for.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from xxhash import xxh3_128_digest
+
+from kvrouter.tokens.messages import Message
 from kvrouter.tokens.prompt import ChatPrompt, TextPrompt
 
 # Double spaces, line breaks, an accent, Chinese, an emoji and a tag: tokenizers differ in these.
@@ -32,6 +35,48 @@ PROBES: dict[Literal["chat", "text"], Sequence[ChatPrompt | TextPrompt]] = {
         ChatPrompt(_TURNS[:2]),
     ],
 }
+
+
+def shape_of(chat: ChatPrompt) -> bytes:
+    """Names all but texts and numbers that decides how an engine prints a chat.
+
+    Chats of one shape have the same options, and their messages and tools the same fields, which engines know
+    or do not know.
+    """
+    options = chat.chat_template_kwargs, chat.effort, chat.add_generation_prompt, chat.continue_final_message
+    choice = chat.tool_choice if isinstance(chat.tool_choice, str) else type(chat.tool_choice).__name__
+    messages = {_shape_of_message(message, at == 0) for at, message in enumerate(chat.messages)}
+    tools = {_fields(tool, tool.get("function")) for tool in chat.tools or ()}
+    found = (
+        options,
+        choice,
+        chat.add_special_tokens,
+        chat.messages[-1].get("role"),
+        sorted(messages),
+        sorted(tools),
+    )
+    return xxh3_128_digest(repr(found).encode("utf-8", "surrogatepass"))
+
+
+def _shape_of_message(message: Message, is_first: bool) -> str:
+    content, calls = message.get("content"), message.get("tool_calls")
+    parts = {_fields(part) for part in content} if isinstance(content, list) else ()
+    called = [_fields(call, call.get("function")) for call in calls] if isinstance(calls, list) else ()
+    names = [name for name, value in message.items() if value is not None]
+    return repr((is_first, message.get("role"), type(content).__name__, names, sorted(parts), sorted(called)))
+
+
+def _fields(*values: object) -> str:
+    """Of what kind they are; of objects the names of the fields, and of what kind each of these is."""
+    return repr(
+        [
+            [(name, type(each).__name__) for name, each in value.items()]
+            if isinstance(value, dict)
+            else type(value).__name__
+            for value in values
+        ]
+    )
+
 
 AROUND_TOKENS = 5
 AROUND_CHARACTERS = 20

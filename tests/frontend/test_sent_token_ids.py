@@ -43,7 +43,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines are compared at once, and so is each prompt."""
     monkeypatch.setattr(token_checks, "LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(token_checks, "AT_MOST_EVERY_S", 0.0)
-    monkeypatch.setattr(token_checks, "ONE_IN", 1)
+    monkeypatch.setattr(token_checks, "SHAPES_EVERY_S", 0.0)
 
 
 def engine(model: Path, wrong: Callable[[Any], bool] = lambda _: False, *, fails: bool = False) -> Script:
@@ -97,10 +97,22 @@ def pool_of(fleet: Fleet) -> Pool:
     return fleet.frontend.replica.routers[POOL].pool
 
 
-async def until_compared(fleet: Fleet) -> None:
-    """Return when each engine that takes ids was compared."""
-    workers = pool_of(fleet).workers.values()
-    await until(lambda: all(each.has_equal_ids is not None for each in workers if each.card.takes_token_ids))
+async def until_compared(fleet: Fleet, chat: dict[str, Any] = CHAT) -> None:
+    """Return when each engine that takes ids was compared, and then a chat of this shape."""
+    workers = [each for each in pool_of(fleet).workers.values() if each.card.takes_token_ids]
+    if not workers:
+        return
+    await until(lambda: all(each.has_equal_ids is not None for each in workers))
+    before = len(shapes(fleet))
+    while len(shapes(fleet)) == before:
+        await fleet.ask(chat, path=PATH)
+
+
+def shapes(fleet: Fleet) -> dict[bytes, bool]:
+    """The shapes of chats that were compared."""
+    checks = fleet.frontend.tokens.checks
+    assert checks is not None
+    return checks.pools[POOL].shapes
 
 
 async def metrics(fleet: Fleet) -> str:
@@ -164,11 +176,32 @@ async def test_only_to_engines_that_were_compared(fleet_of: FleetOf, model: Path
         assert 1 == len(fleet.logged("tokens.engine_differs"))
 
 
-async def test_later_difference_ends_it(fleet_of: FleetOf, model: Path) -> None:
-    """A client's chat that differs: from then on no engine gets ids that are computed here."""
+async def test_shapes(fleet_of: FleetOf, model: Path) -> None:
+    """The first chat of a shape is compared, not sent; a shape that differs never is, others still are."""
+    named: dict[str, Any] = {**CHAT, "max_tokens": 7, "messages": [MESSAGES[0] | {"name": "ann"}]}
+    cited: dict[str, Any] = {**CHAT, "max_tokens": 7, "chat_template_kwargs": {"cite": True}}
+    script = engine(model, lambda body: "chat_template_kwargs" in body)
+    async with fleet_of(*flags(model), scripts=(script,), takes_token_ids=True) as fleet:
+        await until_compared(fleet)
+        for chat in (named, cited):
+            before = len(shapes(fleet))
+            await fleet.ask(chat, path=PATH)
+            await until(lambda: len(shapes(fleet)) > before)  # noqa: B023
+        for chat in (named, cited, CHAT | {"max_tokens": 7}):
+            await fleet.ask(chat, path=PATH)
+
+        assert [False, False, True, False, True] == [ids is not None for ids in sent_ids(fleet)]
+        assert [True, True, False] == list(shapes(fleet).values())[-3:]
+
+
+async def test_later_difference_ends_it(
+    fleet_of: FleetOf, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chat that differs in spite of its shape: from then on no engine gets ids that are computed here."""
     script = engine(model, lambda body: "odd" in str(body["messages"]))
     async with fleet_of(*flags(model), scripts=(script,), takes_token_ids=True) as fleet:
         await until_compared(fleet)
+        monkeypatch.setattr(token_checks, "ONE_IN", 1)
         odd = {"model": "m", "messages": [{"role": "user", "content": "odd"}], "max_tokens": 7}
         await fleet.ask(odd, path=PATH)
         await until(lambda: fleet.logged("tokens.differ"), "the chat is compared")
