@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
@@ -20,6 +20,7 @@ from kvrouter.core.fleet.pools import Pools
 from kvrouter.core.fleet.router import Router
 from kvrouter.core.routing.cost import Prompt
 from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.core.routing.worker import Worker
 from kvrouter.errors import NotMendedError
 from kvrouter.frontend import passthrough
 from kvrouter.frontend.bodies import openai, responses
@@ -53,7 +54,7 @@ from kvrouter.frontend.overrides import (
     read_overrides,
 )
 from kvrouter.frontend.prediction_checks import Traits
-from kvrouter.frontend.prompt_blocks import Naming, PromptWays
+from kvrouter.frontend.prompt_blocks import Naming, PromptWays, Sendable
 from kvrouter.relay.request import OVERRIDES, Request
 from kvrouter.telemetry.metrics import RequestMetrics
 from kvrouter.tokens import prompt as texts
@@ -90,8 +91,24 @@ class Work(Struct, frozen=True):
     """Whether to reply with the decision only, without sending the request."""
     reads_end: bool
     """Whether its policy is told how long the answer was."""
-    ids_field: bytes
-    """The field of its token ids, for an engine that takes them; empty: none is sent."""
+    ids: SentIds | None
+    """Its token ids, for engines that may get them."""
+
+
+class SentIds(Struct, frozen=True):
+    """Token ids that a chat may be sent with."""
+
+    field: bytes
+    """As the body has them."""
+    sendable: Sendable
+    context_tokens: int
+    """What they and the asked output take of a context."""
+
+    def may_go_to(self, worker: Worker | None) -> bool:
+        """Whether they are what its engine would compute, and it would not reject the chat for its length."""
+        if worker is None or 0 < worker.card.max_model_len <= self.context_tokens:
+            return False
+        return self.sendable.may_go_to(worker)
 
 
 class _Read(Struct, frozen=True):
@@ -141,7 +158,7 @@ class Accept:
         policy = selection.policy
         lora_name = _lora_name(router, asked)
         prompts: tuple[Prompt, ...] = ()
-        found_ids: list[Sequence[int]] = []
+        found_ids: list[Sendable] = []
         # A request in a mode without tokens is tokenized, too, if other requests of the pool are placed by
         # the tokens and blocks that its booking holds.
         needs_tokens = router.needs_tokens or policy.needs_tokens
@@ -181,7 +198,7 @@ class Accept:
             asked.engine_arguments is not UNSET,
             overrides.dry_run,
             policy.reads_ends,
-            await in_slices(token_ids_field(found_ids[0])) if found_ids else b"",
+            await _sent_ids(asked, prompts, found_ids[0]) if found_ids else None,
         )
 
     async def _read(self, request: Request, api: Api, now: float) -> _Read:
@@ -249,7 +266,7 @@ class Accept:
         asked: openai.CompletionRequest,
         prompt: texts.Prompt,
         notes: Notes | None,
-        found_ids: list[Sequence[int]],
+        found_ids: list[Sendable],
     ) -> tuple[Prompt, ...]:
         """Token ids, then hashes. Empty if the tokens are not known.
 
@@ -308,6 +325,13 @@ def _without_alias(request: Request, asked: Asked, alias: str, model: str) -> tu
     content_type = request.headers.get("content-type", "")
     edit = partial(renamed, content_type=content_type, alias=alias, model=model)
     return replace(asked, model=model), edit
+
+
+async def _sent_ids(
+    asked: openai.CompletionRequest, prompts: tuple[Prompt, ...], sendable: Sendable
+) -> SentIds:
+    field = await in_slices(token_ids_field(sendable.ids))
+    return SentIds(field, sendable, _context_tokens(asked, prompts))
 
 
 def _context_tokens(asked: openai.CompletionRequest, prompts: tuple[Prompt, ...]) -> int:

@@ -408,9 +408,11 @@ class Completions:
         """The request as its worker gets it, head and body."""
         work, placement = running.work, running.placement
         body = work.body
-        if work.ids_field and placement.sends_token_ids:
-            body = with_field(body, work.ids_field)
-            self._metrics.token_ids_sent.inc(running.model)
+        if work.ids is not None and placement.sends_token_ids:
+            worker = work.router.pool.workers.get(placement.target.worker_id)
+            if work.ids.may_go_to(worker):
+                body = with_field(body, work.ids.field)
+                self._metrics.token_ids_sent.inc(running.model)
         if placement.wants_report and work.api.parse is not None:
             body = with_report_mode(body, has_arguments=work.has_engine_arguments)
         head = work.request.head.for_worker(

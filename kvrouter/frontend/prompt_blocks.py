@@ -24,6 +24,7 @@ from msgspec.structs import replace
 
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.routing.cost import Prompt as HashedPrompt
+from kvrouter.core.routing.worker import Worker
 from kvrouter.core.wire.hashes import block_seed, media_prompt_hashes, seeded_prompt_hashes
 from kvrouter.core.wire.ids import PoolId
 from kvrouter.errors import BadRequestError
@@ -56,8 +57,8 @@ class Naming(Struct, frozen=True):
     hashed: Callable[[float], object] | None = None
     """Called with the seconds that hashing took."""
     extra_key: str | None = None
-    found_ids: Callable[[Sequence[int]], object] | None = None
-    """Called with the ids of a chat that its engine may get; None: none gets any."""
+    found_ids: Callable[[Sendable], object] | None = None
+    """Called with the ids of a chat that engines may get; None: none gets any."""
 
     def namespace(self) -> str | None:
         """What keeps its blocks apart from others of equal tokens: the salt, and SGLang's extra key.
@@ -124,8 +125,21 @@ class Way(Protocol):
         ...
 
 
-Seen = Callable[[Prompt, list[Encoded], Naming], bool]
-"""Called with every prompt that this process tokenized; returns whether engines may get its ids."""
+class Sendable(Protocol):
+    """Token ids of a chat, and which engines may get them."""
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """All of them."""
+        ...
+
+    def may_go_to(self, worker: Worker) -> bool:
+        """Whether they were proven to be what its engine computes. If not, a proof may follow."""
+        ...
+
+
+Seen = Callable[[Prompt, list[Encoded], Naming], Sendable | None]
+"""Called with every prompt that this process tokenized; returns ids that engines may get."""
 
 OptionsOf = Callable[[Pool], ChatOptions]
 """What the engines of a pool make of options of chats."""
@@ -181,9 +195,9 @@ class LocalBlocks:
             return None
         if encoded is None:
             return None
-        may_send = self._seen is not None and self._seen(prompt, encoded, naming)
-        if may_send and naming.found_ids is not None:
-            naming.found_ids(encoded[0].ids)
+        sendable = self._seen(prompt, encoded, naming) if self._seen is not None else None
+        if sendable is not None and naming.found_ids is not None:
+            naming.found_ids(sendable)
         return named(encoded, naming, self._known)
 
     def _warn_once(self, naming: Naming, error: TemplateLimitError) -> None:

@@ -4,17 +4,18 @@ If one id in the first block differs, no request ever finds its cached prefix, a
 So for each pool a probe, and later one real prompt in a thousand, is also tokenized by an engine: a chat by
 its chat route (remote_tokenizer.py).
 
-Engines may get the ids of chats (`--send-token-ids`). Then each of them is compared before the first, and the
-first chat of each shape (id_comparison.py) is compared, not sent. If a chat differs whose shape was equal
-before, no engine of the pool gets any more, until this process starts again.
+Engines may get the ids of chats (`--send-token-ids`). Then each of them is compared before the first ids, and
+again by its first chat of each shape (id_comparison.py), which goes without. If a chat differs whose shape
+was equal before, no engine of the pool gets any more, until this process starts again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -56,10 +57,30 @@ MOST_SERVED_TOKENS = 4_096
 LOOK_EVERY_S = 0.5
 # Between comparisons of chats of new shapes, in one pool.
 SHAPES_EVERY_S = 1.0
-# Of one pool. Chats of further ones are sent without ids.
+# Of one engine. Chats of further ones are sent without ids.
 MOST_SHAPES = 1_000
 # After a probe that no engine answered.
 PROBE_AGAIN_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A chat whose ids engines may get (`Sendable`)."""
+
+    check: PoolCheck
+    prompt: ChatPrompt
+    ids: Sequence[int]
+    model: str | None
+    shape: bytes
+
+    def may_go_to(self, worker: Worker) -> bool:
+        """Whether chats of its shape had the ids of this engine. The first one is kept for a comparison."""
+        is_equal, check = worker.shapes.get(self.shape), self.check
+        if is_equal is None and check.unproven is None and len(self.ids) <= MOST_TOKENS:
+            is_due = asyncio.get_running_loop().time() >= check.next_shape_at
+            if is_due and len(worker.shapes) < MOST_SHAPES:
+                check.unproven = self, worker
+        return is_equal is True
 
 
 @dataclass(slots=True)
@@ -81,8 +102,8 @@ class PoolCheck:
     pending: tuple[ChatPrompt | TextPrompt, list[int], str | None] | None = None
     next_engine_at: float = 0.0
     """When the next engine that may get ids is compared."""
-    shapes: dict[bytes, bool] = field(default_factory=dict)
-    """By shape, whether chats have the ids that engines' chat routes make of them."""
+    unproven: tuple[Chat, Worker] | None = None
+    """A chat that its engine got without ids, as its shape was not compared yet."""
     next_shape_at: float = 0.0
     equal_prompts: frozenset[str] = frozenset()
     """Kinds of prompt whose ids were equal at their last comparison."""
@@ -96,7 +117,7 @@ class PoolCheck:
         return TokenComparison(self.equal_prompts, f"{named}: {found.remedy}")
 
     def view(self) -> dict[str, Any]:
-        hidden = {"due_at", "seen", "pending", "next_engine_at", "shapes", "next_shape_at", "equal_prompts"}
+        hidden = {"due_at", "seen", "pending", "next_engine_at", "unproven", "next_shape_at", "equal_prompts"}
         return {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -138,33 +159,27 @@ class TokenChecks:
         check = self.pools.get(pool.id)
         return check.options if check is not None else ChatOptions()
 
-    def seen(self, prompt: Prompt, encoded: list[Encoded], naming: Naming) -> bool:
-        """Called for every prompt that was tokenized here; returns whether engines may get its ids.
+    def seen(self, prompt: Prompt, encoded: list[Encoded], naming: Naming) -> Chat | None:
+        """Called for every prompt that was tokenized here; returns a chat whose ids engines may get.
 
-        Keeps one in a thousand for `run`, and chats of new shapes if engines may get ids.
+        Keeps one in a thousand for `run`.
         """
         check = self.pools.get(naming.pool.id)
         if check is None or isinstance(prompt, TokenPrompt):
-            return False
+            return None
         check.seen += 1
         is_sample = check.seen % ONE_IN == 0 and asyncio.get_running_loop().time() >= check.due_at
         if not is_sample and naming.found_ids is None:  # nearly always, if no engine takes ids
-            return False
+            return None
         # Not if only a part was tokenized, and not with media: only the engine knows their tokens.
         is_whole = len(encoded) == 1 and encoded[0].isl == len(encoded[0].ids)
         if not is_whole or has_media(prompt):
-            return False
-        is_known = None
-        if naming.found_ids is not None and isinstance(prompt, ChatPrompt):
-            is_known = check.shapes.get(shape_of(prompt))
-            is_sample = is_sample or (is_known is None and self._may_compare_shape(check))
+            return None
         if is_sample and not check.pending and len(encoded[0].ids) <= MOST_TOKENS:
             check.pending = (prompt, list(encoded[0].ids), naming.model)
-        return is_known is True
-
-    def _may_compare_shape(self, check: PoolCheck) -> bool:
-        is_due = asyncio.get_running_loop().time() >= check.next_shape_at
-        return is_due and len(check.shapes) < MOST_SHAPES
+        if naming.found_ids is None or not isinstance(prompt, ChatPrompt):
+            return None
+        return Chat(check, prompt, encoded[0].ids, naming.model, shape_of(prompt))
 
     async def run(self) -> None:
         """Probe new pools, and compare the prompts that `seen` kept. Never returns."""
@@ -180,9 +195,13 @@ class TokenChecks:
         check = self.pools.setdefault(pool.id, PoolCheck())
         if check.pending is not None:
             prompt, ids, model = check.pending
-            check.due_at, check.next_shape_at = now + AT_MOST_EVERY_S, now + SHAPES_EVERY_S
+            check.due_at = now + AT_MOST_EVERY_S
             await self._compare(pool, check, prompt, ids, model)
             check.pending = None
+        elif check.unproven is not None:
+            check.next_shape_at = now + SHAPES_EVERY_S
+            await self._prove(*check.unproven)
+            check.unproven = None
         elif check.state in {"unchecked", "unanswered"} and now >= check.due_at:
             await self._probe(pool, check)
             check.due_at = now + (PROBE_AGAIN_S if check.state == "unanswered" else AT_MOST_EVERY_S)
@@ -242,6 +261,16 @@ class TokenChecks:
             effect = "its engine gets no ids, and no overlap is found on it"
             log.warning("tokens.engine_differs", pool=pool.id, worker=worker.card.worker_id, effect=effect)
 
+    async def _prove(self, chat: Chat, worker: Worker) -> None:
+        """Compare a chat of a new shape with this engine's chat route. None shown: another follows."""
+        with contextlib.suppress(EngineTokenizerError):
+            served, _ = await self._engines.chat_ids(worker.card.url, chat.model, chat.prompt)
+            if served:
+                worker.shapes[chat.shape] = are_equal = served == list(chat.ids)
+                if not are_equal:
+                    effect = "chats with such fields are sent without token ids, and find no overlap"
+                    log.info("tokens.shape_differs", worker=worker.card.worker_id, effect=effect)
+
     async def _compare(
         self, pool: Pool, check: PoolCheck, prompt: ChatPrompt | TextPrompt, ids: list[int], model: str | None
     ) -> bool:
@@ -250,7 +279,10 @@ class TokenChecks:
         try:
             if url is None:
                 raise EngineTokenizerError(f"no live worker for {model}")
-            engine_ids, is_served = await self._ids_of(pool, url, model, prompt, len(ids))
+            if len(ids) <= MOST_SERVED_TOKENS:
+                engine_ids = await self._engines.reference(url, model, prompt)
+            else:
+                (engine_ids,) = await self._engines.tokenize(url, model, prompt)
         except EngineTokenizerError as error:
             if isinstance(error, PromptRejectedError) and prompt in PROBES[kind]:
                 return True  # the engine's template rejects the probe; real prompts are compared later
@@ -266,32 +298,17 @@ class TokenChecks:
             ids = engine_ids
             self._forget_engines(encoder)
         found = find_difference(ids, engine_ids, encoder.decode, is_chat=kind == "chat")
-        if is_served and isinstance(prompt, ChatPrompt):
+        if found is not None and isinstance(prompt, ChatPrompt):
             shape = shape_of(prompt)
-            if found is not None and check.shapes.get(shape):
+            if any(worker.shapes.get(shape) for worker in pool.workers.values()):
                 pool.distrust_ids()
-            if len(check.shapes) < MOST_SHAPES or shape in check.shapes:
-                check.shapes[shape] = found is None
         check.engine = url
         return self._note(pool, check, found, kind)
-
-    async def _ids_of(
-        self, pool: Pool, url: str, model: str | None, prompt: ChatPrompt | TextPrompt, tokens: int
-    ) -> tuple[TokenIds, bool]:
-        """The engine's ids, and whether its chat route made them. Raises EngineTokenizerError."""
-        most = MOST_TOKENS if pool.sends_token_ids else MOST_SERVED_TOKENS
-        if isinstance(prompt, ChatPrompt) and prompt.kept_tokens is None and tokens <= most:
-            ids, _ = await self._engines.chat_ids(url, model, prompt)
-            if ids:
-                return ids, True
-        (ids,) = await self._engines.tokenize(url, model, prompt)
-        return ids, False
 
     def _forget_engines(self, encoder: PromptEncoder) -> None:
         """It prints chats in another way now: no engine gets its ids before it was compared again."""
         for router in self._replica.routers.values():
             if self._encoders.of(router.pool) is encoder:
-                self.pools.get(router.pool.id, PoolCheck()).shapes.clear()
                 for worker in router.pool.workers.values():
                     router.pool.compared_ids(worker, are_equal=None)
 

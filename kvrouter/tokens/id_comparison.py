@@ -45,25 +45,30 @@ def shape_of(chat: ChatPrompt) -> bytes:
     """
     options = chat.chat_template_kwargs, chat.effort, chat.add_generation_prompt, chat.continue_final_message
     choice = chat.tool_choice if isinstance(chat.tool_choice, str) else type(chat.tool_choice).__name__
-    messages = {_shape_of_message(message, at == 0) for at, message in enumerate(chat.messages)}
+    messages = {_shape_of_message(message) for message in chat.messages}
     tools = {_fields(tool, tool.get("function")) for tool in chat.tools or ()}
-    found = (
-        options,
-        choice,
-        chat.add_special_tokens,
-        chat.messages[-1].get("role"),
-        sorted(messages),
-        sorted(tools),
-    )
-    return xxh3_128_digest(repr(found).encode("utf-8", "surrogatepass"))
+    has_later_system = any(message.get("role") in {"system", "developer"} for message in chat.messages[1:])
+    last = chat.messages[-1].get("role")
+    found = (options, choice, chat.add_special_tokens, has_later_system, last, messages, tools)
+    return xxh3_128_digest(repr([_sorted(each) for each in found]).encode("utf-8", "surrogatepass"))
 
 
-def _shape_of_message(message: Message, is_first: bool) -> str:
+def _shape_of_message(message: Message) -> tuple[object, ...]:
     content, calls = message.get("content"), message.get("tool_calls")
-    parts = {_fields(part) for part in content} if isinstance(content, list) else ()
-    called = [_fields(call, call.get("function")) for call in calls] if isinstance(calls, list) else ()
-    names = [name for name, value in message.items() if value is not None]
-    return repr((is_first, message.get("role"), type(content).__name__, names, sorted(parts), sorted(called)))
+    plain = (message.get("role"), type(content).__name__, *message)
+    if not isinstance(content, list) and not isinstance(calls, list):  # nearly all
+        return plain
+    parts = {_part(part) for part in content} if isinstance(content, list) else ()
+    called = {_fields(call, call.get("function")) for call in calls} if isinstance(calls, list) else ()
+    return (*plain, *sorted(parts), *sorted(called))
+
+
+def _part(part: object) -> str:
+    return f"{part.get('type')} {_fields(part)}" if isinstance(part, dict) else type(part).__name__
+
+
+def _sorted(value: object) -> object:
+    return sorted(map(repr, value)) if isinstance(value, set) else value
 
 
 def _fields(*values: object) -> str:

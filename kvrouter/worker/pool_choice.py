@@ -38,7 +38,7 @@ log = structlog.get_logger()
 # Longer than an agent that starts at the same time waits before its first heartbeat (agent.py, SETTLE_S).
 LISTEN_S = 3.5
 _LOOK_EVERY_S = 0.05
-# Of all comparisons with one pool: four prompts to each engine, which serves the chats with one token.
+# Of all comparisons with one pool: five prompts to each engine, which serves the chats with one token.
 COMPARE_S = 10.0
 # Members of a pool that are tried until one can be asked.
 _MOST_ASKED = 3

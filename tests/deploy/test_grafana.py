@@ -23,6 +23,7 @@ NOT_SHOWN = {
     "kvrouter_remote_tokenizations_total",
     "kvrouter_removed_fields_total",
     "kvrouter_spans_total",
+    "kvrouter_token_ids_sent_total",
     # sizes within fixed bounds
     "kvrouter_decisions_kept",
     "kvrouter_prefix_hashes",

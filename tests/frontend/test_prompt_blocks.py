@@ -87,7 +87,7 @@ def test_same_hashes(
 
     with PromptEncoder.load(model, cache=CacheSettings(enough=enough)) as encoder:
         known = PrefixHashes(least_tokens=0, near_tokens=0, most=most)
-        blocks = LocalBlocks(Encoders(encoder), lambda *_: False, known)
+        blocks = LocalBlocks(Encoders(encoder), lambda *_: None, known)
         asyncio.run(ask_all())
         known.check()
 
@@ -98,7 +98,7 @@ async def test_truncated(model: Path, plain: PromptEncoder, kept: slice) -> None
     """A truncated prompt has its own hashes, before and after the whole text."""
     text = ["".join(SENTENCES)]
     with PromptEncoder.load(model, cache=CacheSettings()) as encoder:
-        blocks = LocalBlocks(Encoders(encoder), lambda *_: False, PrefixHashes(least_tokens=0, near_tokens=0))
+        blocks = LocalBlocks(Encoders(encoder), lambda *_: None, PrefixHashes(least_tokens=0, near_tokens=0))
         for prompt in (TextPrompt(text, kept_tokens=kept), TextPrompt(text)) * 3:
             (found,) = await blocks.hashes(prompt, Naming(pools[16], "m")) or ()
             (ids,) = await plain.encode(prompt) or [[]]
@@ -111,7 +111,7 @@ async def test_what_goes_on_is_not_hashed_again(model: Path) -> None:
     """Of texts and chats with a known prefix only the rest is hashed; of token ids everything."""
     with PromptEncoder.load(model, cache=CacheSettings()) as encoder:
         known = PrefixHashes(least_tokens=0)
-        blocks = LocalBlocks(Encoders(encoder), lambda *_: False, known)
+        blocks = LocalBlocks(Encoders(encoder), lambda *_: None, known)
         naming = Naming(pools[16], "m")
         messages = [{"role": "user", "content": part} for part in SENTENCES]
         told: list[Prompt] = [

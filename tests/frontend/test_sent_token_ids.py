@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvrouter.core.fleet.pool import Pool
+from kvrouter.core.wire.ids import WorkerId
 from kvrouter.frontend import token_checks
 from kvrouter.frontend.bodies import edits, lax
 from kvrouter.tokens.prompt import ChatPrompt, PromptEncoder, TextPrompt
@@ -103,16 +104,13 @@ async def until_compared(fleet: Fleet, chat: dict[str, Any] = CHAT) -> None:
     if not workers:
         return
     await until(lambda: all(each.has_equal_ids is not None for each in workers))
-    before = len(shapes(fleet))
-    while len(shapes(fleet)) == before:
+    while not all(each.shapes for each in workers if each.has_equal_ids):
         await fleet.ask(chat, path=PATH)
 
 
-def shapes(fleet: Fleet) -> dict[bytes, bool]:
-    """The shapes of chats that were compared."""
-    checks = fleet.frontend.tokens.checks
-    assert checks is not None
-    return checks.pools[POOL].shapes
+def shapes(fleet: Fleet) -> list[list[bool]]:
+    """By worker, whether chats of the shapes that were compared were equal."""
+    return [list(worker.shapes.values()) for worker in pool_of(fleet).workers.values()]
 
 
 async def metrics(fleet: Fleet) -> str:
@@ -130,7 +128,7 @@ async def test_sent(fleet_of: FleetOf, model: Path, takes: bool) -> None:
 
         assert 200 == response.status
         assert [await ids_of(model) if takes else None] == sent_ids(fleet)
-        assert takes == ('kvrouter_token_ids_sent_total{model="m"} 1.0' in await metrics(fleet))
+        assert takes == ('kvrouter_token_ids_sent_total{model="m"}' in await metrics(fleet))
         (body,) = served(fleet)
         body.pop("kv_transfer_params", None)
         assert CHAT | {"max_tokens": 7, "x": 1.5} == body
@@ -176,6 +174,32 @@ async def test_only_to_engines_that_were_compared(fleet_of: FleetOf, model: Path
         assert 1 == len(fleet.logged("tokens.engine_differs"))
 
 
+@pytest.mark.parametrize(
+    ("context", "asked", "is_sent"), [(400, 8, True), (400, 200, False), (200, 8, False)]
+)
+async def test_too_long(fleet_of: FleetOf, model: Path, context: int, asked: int, is_sent: bool) -> None:
+    """A chat that does not fit the context goes without ids: its engine answers as without this router."""
+    script = engine(model)
+    card: dict[str, Any] = {"takes_token_ids": True, "max_model_len": context}
+    async with fleet_of(*flags(model), scripts=(script,), **card) as fleet:
+        await until_compared(fleet, {**CHAT, "messages": [{"role": "user", "content": "short"}]})
+        await fleet.ask({**CHAT, "max_completion_tokens": asked, "max_tokens": 7}, path=PATH)
+
+        assert is_sent == (sent_ids(fleet) == [await ids_of(model)])
+
+
+async def test_engine_that_is_away(fleet_of: FleetOf, model: Path) -> None:
+    """An engine that refused a connection may be another one now: it is compared again."""
+    async with fleet_of(*flags(model), scripts=(engine(model),), takes_token_ids=True) as fleet:
+        await until_compared(fleet)
+        pool = pool_of(fleet)
+        pool.unreachable(WorkerId("w0"))
+        was_trusted = pool.sends_token_ids
+        await until_compared(fleet)
+
+        assert (False, True) == (was_trusted, pool.sends_token_ids)
+
+
 async def test_shapes(fleet_of: FleetOf, model: Path) -> None:
     """The first chat of a shape is compared, not sent; a shape that differs never is, others still are."""
     named: dict[str, Any] = {**CHAT, "max_tokens": 7, "messages": [MESSAGES[0] | {"name": "ann"}]}
@@ -184,14 +208,14 @@ async def test_shapes(fleet_of: FleetOf, model: Path) -> None:
     async with fleet_of(*flags(model), scripts=(script,), takes_token_ids=True) as fleet:
         await until_compared(fleet)
         for chat in (named, cited):
-            before = len(shapes(fleet))
+            before = shapes(fleet)
             await fleet.ask(chat, path=PATH)
-            await until(lambda: len(shapes(fleet)) > before)  # noqa: B023
+            await until(lambda: shapes(fleet) != before)  # noqa: B023
         for chat in (named, cited, CHAT | {"max_tokens": 7}):
             await fleet.ask(chat, path=PATH)
 
         assert [False, False, True, False, True] == [ids is not None for ids in sent_ids(fleet)]
-        assert [True, True, False] == list(shapes(fleet).values())[-3:]
+        assert [[True, True, False]] == shapes(fleet)
 
 
 async def test_later_difference_ends_it(

@@ -210,6 +210,7 @@ class Pool:
     def compared_ids(self, worker: Worker, *, are_equal: bool | None) -> None:
         """Token ids of chats that are computed here were compared with those of its engine; None: not yet."""
         worker.has_equal_ids = are_equal
+        worker.shapes.clear()
         self._use_ids()
 
     def distrust_ids(self) -> None:
@@ -224,6 +225,8 @@ class Pool:
     def unreachable(self, worker_id: WorkerId) -> None:
         """The worker's HTTP port refuses connections: remove it if it is silent."""
         worker = self.workers.get(worker_id)
+        if worker is not None:
+            self.compared_ids(worker, are_equal=None)  # its engine may come back with another template
         if worker is not None and worker.silent:
             self.remove(worker_id)
 

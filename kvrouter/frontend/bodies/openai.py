@@ -150,7 +150,7 @@ def _of_chat(chat: _ChatBody, *, is_doubtful: bool) -> CompletionRequest:
     if chat.messages is None:
         raise BadRequestError("`messages` must be given, as a list of messages", param="messages")
     prompt = _chat_prompt(chat, chat.messages) if chat.messages else None
-    may_be_ids = prompt is not None and prompt.kept_tokens is None and not chat.echo
+    may_be_ids = prompt is not None and chat.truncate_prompt_tokens is None and not chat.echo
     ids = chat.kv_transfer_params.prompt_token_ids if chat.kv_transfer_params is not None else None
     return _request(chat, prompt, chat.max_completion_tokens, may_be_ids=may_be_ids, token_ids=ids)
 
