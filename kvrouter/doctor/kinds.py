@@ -479,7 +479,8 @@ _ALL = (
         "replica.routing",
         "warning",
         "Replicas route by different settings",
-        "send POST /routing again to one replica; a replica that does not follow is of another version",
+        "send POST /routing again to one replica, with reset: true if a change was refused; "
+        "a replica that does not follow is of another version",
         "operations.md#changing-the-routing-of-all-replicas",
     ),
     Kind(

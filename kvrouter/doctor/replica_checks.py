@@ -201,18 +201,21 @@ def _check_peers(one: Replica, workers: Workers, listener: Listener) -> Iterator
 
 
 def _check_settings(shown: Sequence[Replica]) -> Iterator[Finding]:
-    by_revision: dict[tuple[int, str], list[str]] = defaultdict(list)
+    by_revision: dict[tuple[int, int, str], list[str]] = defaultdict(list)
     for one in shown:
         if one.routing is None:
             continue
-        by_revision[one.routing.revision, one.routing.by].append(one.url)
+        by_revision[one.routing.epoch, one.routing.revision, one.routing.by].append(one.url)
         if one.routing.not_applied:
             names = "; ".join(f"{name}: {why}" for name, why in list(one.routing.not_applied.items())[:3])
             yield Finding(KINDS["replica.routing"], one.url, f"not applied: {names}")
+        if one.routing.refused:
+            seen = f"too far ahead, refused: the change of {listed(one.routing.refused)}"
+            yield Finding(KINDS["replica.routing"], one.url, seen)
     if len(by_revision) > 1:
         seen = "; ".join(
-            f"revision {revision} at {listed(urls, 3)}"
-            for (revision, _), urls in sorted(by_revision.items())[:6]
+            f"revision {revision}{f' of epoch {epoch}' if epoch else ''} at {listed(urls, 3)}"
+            for (epoch, revision, _), urls in sorted(by_revision.items())[:6]
         )
         yield Finding(KINDS["replica.routing"], "POST /routing", seen)
 

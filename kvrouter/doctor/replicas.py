@@ -65,6 +65,8 @@ class Routing(Struct, frozen=True):
     revision: int
     by: str = ""
     not_applied: dict[str, str] = {}
+    epoch: int = 0
+    refused: dict[str, Any] = {}
 
 
 class FeedRow(Struct, frozen=True):

@@ -3,9 +3,10 @@
     POST here ──> Reload.change_routing                            this replica
         └──> Replica.routing ──heartbeat──> Replica.routing ──> Reload.change_routing      its peers, joiners
 
-The latest change holds everywhere: the greater revision, of equal ones that of the greater router id. Every
-heartbeat has it, so a replica that joins or was cut off learns it. It ends with `undo`, or with the last
-replica.
+The latest change holds everywhere: the greater epoch, then the greater revision, of equal ones that of the
+greater router id. Every heartbeat has it, so a replica that joins or was cut off learns it. It ends with
+`undo`, with `reset`, or with the last replica. What is too far ahead is refused:
+`core/fleet/routing_changes.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import structlog
 from msgspec import Meta, Struct
 
 from kvrouter.core.fleet.replica import Replica
-from kvrouter.core.wire.heartbeats import RoutingChange
+from kvrouter.core.wire.heartbeats import RoutingChange, standing
 from kvrouter.core.wire.values import MOST_NUMBER, SettingText
 from kvrouter.errors import BadRequestError
 from kvrouter.frontend.reload import SWITCHES, Reload
@@ -42,13 +43,25 @@ _Value = SettingText | Annotated[float, Meta(ge=-1e300, le=1e300)] | bool | None
 class Wanted(Struct, forbid_unknown_fields=True):
     settings: Annotated[dict[SettingText, _Value], Meta(max_length=64)] = {}
     undo: bool = False
+    reset: bool = False
     who: SettingText = ""
     why: SettingText = ""
 
 
-class RoutingView(Struct, frozen=True):
-    """/routing. `by`: a router id; settings are texts, as flags give them; `replicas`: their revisions."""
+class RefusedChange(Struct, frozen=True):
+    """A peer's change that is too far ahead to be followed."""
 
+    epoch: int
+    revision: int
+
+
+class RoutingView(Struct, frozen=True):
+    """/routing. `by`: a router id; settings are texts, as flags give them; `replicas`: their revisions.
+
+    `epoch`: the number of resets; `refused`: by router id.
+    """
+
+    epoch: int
     revision: int
     by: str
     who: str
@@ -57,6 +70,7 @@ class RoutingView(Struct, frozen=True):
     not_applied: dict[str, str]
     configured: dict[str, str]
     replicas: dict[str, int]
+    refused: dict[str, RefusedChange]
 
 
 class RoutingChanges:
@@ -66,6 +80,7 @@ class RoutingChanges:
         self._replica = replica
         self._publishing = publishing
         self._reload = reload
+        self._applied: RoutingChange | None = None
         self._not_applied: dict[str, str] = {}
         self._settings = {
             one.name: one
@@ -79,37 +94,44 @@ class RoutingChanges:
     async def change(self, request: Request) -> Answer:
         """POST. Raises BadRequestError; then nothing is changed."""
         wanted = _read(await request.read())
-        known = self._replica.routing
-        if known is not None and known.revision >= MOST_NUMBER:
-            raise BadRequestError("/routing: no revision is left; restart all replicas")
-        texts = dict(known.settings) if known is not None else {}
-        if wanted.undo:
+        epoch, revision = standing(self._replica.routing)
+        epoch, revision = (epoch + 1, 1) if wanted.reset else (epoch, revision + 1)
+        if max(epoch, revision) > MOST_NUMBER:
+            raise BadRequestError("/routing: no revision is left: send reset: true, or restart all replicas")
+        texts = self._texts(wanted)
+        self._replica.routing = RoutingChange(
+            revision, str(self._replica.router_id), texts, wanted.who, wanted.why, epoch
+        )
+        self.apply()
+        self._publishing.heartbeat_soon()
+        return json_answer(self._view())
+
+    def _texts(self, wanted: Wanted) -> dict[str, str]:
+        """All changed settings as they shall be. Raises BadRequestError."""
+        if wanted.undo or wanted.reset:
             if wanted.settings:
-                raise BadRequestError("/routing: undo ends all changes: send it without settings")
-            texts = {}
-        elif not wanted.settings:
+                end = "reset" if wanted.reset else "undo"
+                raise BadRequestError(f"/routing: {end} ends all changes: send it without settings")
+            return {}
+        if not wanted.settings:
             raise BadRequestError("/routing: give settings, or undo: true")
+        known = self._replica.routing
+        texts = dict(known.settings) if known is not None else {}
         for name, value in wanted.settings.items():
             one = self._setting(name)
             if value is None:
                 texts.pop(name, None)
             else:
                 texts[name] = one.text(self._value(one, _text(value)))
-        self._replica.routing = RoutingChange(
-            known.revision + 1 if known is not None else 1,
-            str(self._replica.router_id),
-            texts,
-            wanted.who,
-            wanted.why,
-        )
-        self.apply()
-        self._publishing.heartbeat_soon()
-        return json_answer(self._view())
+        return texts
 
     def apply(self) -> None:
         """Serve with the change that the replica knows. What cannot be used here is left out, and shown."""
         change = self._replica.routing
         assert change is not None
+        if change is self._applied:
+            return
+        self._applied = change
         values: dict[str, Any] = {}
         self._not_applied = {}
         for name, text in change.settings.items():
@@ -118,23 +140,21 @@ class RoutingChanges:
             except BadRequestError as error:  # a peer of another version, or with another queue
                 self._not_applied[name] = str(error)
         self._reload.change_routing(values)
-        facts = {"revision": change.revision, "by": change.by, "who": change.who, "why": change.why}
+        facts = {name: getattr(change, name) for name in ("epoch", "revision", "by", "who", "why")}
         log.info("routing.changed", **facts, settings=change.settings, not_applied=self._not_applied)
 
     def samples(self) -> list[Sample]:
-        change = self._replica.routing
-        revision = change.revision if change is not None else 0
-        return [("kvrouter_routing_revision", {}, revision)]
+        _, revision = standing(self._replica.routing)
+        refused = len(self._replica.refused_routing())
+        return [("kvrouter_routing_revision", {}, revision), ("kvrouter_routing_refused", {}, refused)]
 
     def _view(self) -> RoutingView:
         change, configured = self._replica.routing, self._reload.configured
         changed = dict(change.settings) if change is not None else {}
-        peers = {
-            str(router_id): beat.routing.revision if beat.routing is not None else 0
-            for router_id, beat in self._replica.peers.items()
-        }
-        revision = change.revision if change is not None else 0
+        peers = {str(router_id): standing(beat.routing)[1] for router_id, beat in self._replica.peers.items()}
+        epoch, revision = standing(change)
         return RoutingView(
+            epoch=epoch,
             revision=revision,
             by=change.by if change is not None else "",
             who=change.who if change is not None else "",
@@ -146,6 +166,10 @@ class RoutingChanges:
                 for name, one in self._settings.items()
             },
             replicas={str(self._replica.router_id): revision} | peers,
+            refused={
+                str(router_id): RefusedChange(one.epoch, one.revision)
+                for router_id, one in self._replica.refused_routing().items()
+            },
         )
 
     def _setting(self, name: str) -> Declared:

@@ -59,7 +59,7 @@ class Inbox:
         self._log = feed_log
         self._on_change = on_change
         self.on_routing: Callable[[], None] = lambda: None
-        """Called when a peer knows a later change of routing."""
+        """Called when the replica follows another change of routing."""
         self._routing = replica.routing
         self._messages: deque[tuple[str, bytes, float]] = deque()
         self._bytes = 0
@@ -182,9 +182,12 @@ class Inbox:
             self._members.round_ended()
         else:
             self._members.replica_heartbeat(router_id)
-            if self._replica.routing is not self._routing:
-                self._routing = self._replica.routing
-                self.on_routing()
+            peer = self._replica.peers.get(router_id)
+            if peer is not None and peer.routing is not None and peer.routing.is_later(self._replica.routing):
+                self._log.refused_routing(router_id, peer.routing)
+        if self._replica.routing is not self._routing:
+            self._routing = self._replica.routing
+            self.on_routing()
 
     def _malformed(self, source: Source | None) -> int:
         """Messages of a feed that could not be read; for a member, malformed heartbeats of all members."""

@@ -110,6 +110,12 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "kvrouter_routing_revision": Metric(
             "gauge", (), "revision of `POST /routing`; 0: as configured. Equal in all replicas"
         ),
+        "kvrouter_routing_refused": Metric(
+            "gauge",
+            (),
+            "replicas whose change of routing is too far ahead to be followed",
+            see="operations.md#changing-the-routing-of-all-replicas",
+        ),
         "kvrouter_decisions_kept": Metric("gauge", (), "decisions kept for `/decisions`"),
         "kvrouter_sessions": Metric("gauge", ("pool",), "sessions bound to a target"),
         "kvrouter_circuit_open": Metric(

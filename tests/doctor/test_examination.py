@@ -182,6 +182,7 @@ async def test_sick_replicas(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> 
         "grows",
         "tokens",
         "other-routing",
+        "refuses",
         "alone",
         "torn",
         "not-ready",
@@ -223,6 +224,7 @@ async def test_sick_replicas(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> 
         "leaving": {"/ready": (503, {"status": "draining"})},
         "ways": {"tokens": {"ways": {"p": {"chat": {"way": "text"}}}}},
         "other-routing": {"/routing": {"revision": 4, "by": "x", "not_applied": {"router-mode": "unknown"}}},
+        "refuses": {"/routing": {"revision": 0, "refused": {"odd": {"epoch": 0, "revision": 9000}}}},
         "alone": {"replica_sync": False},
         "torn": {"/workers": "{"},
         "odd": {"namespace_peers": ["well", "ghost-replica"], "targets": [target("ghost")]},
@@ -283,7 +285,7 @@ async def test_sick_replicas(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> 
         "replica.tokens_unknown": ["tokens"],
         "replica.ways": ["p"],
     } == {code: each for code, each in found.items() if code not in more}
-    assert {"other-routing", "POST /routing"} == {*found["replica.routing"]}
+    assert {"other-routing", "refuses", "POST /routing"} == {*found["replica.routing"]}
     assert ["blocks of w/0 in p, as of frame 1:1"] == [*{*found["replica.different"]}]
 
 

@@ -11,6 +11,7 @@ from kvrouter.core.wire import heartbeats
 from kvrouter.core.wire.heartbeats import RouterBeat, RoutingChange
 from kvrouter.core.wire.ids import RouterId
 from kvrouter.core.wire.ops import VERSION
+from kvrouter.core.wire.values import MOST_NUMBER
 from kvrouter.frontend.run import RunningFrontend
 from tests.frontend.clients import ask, get
 from tests.frontend.fleet import BODY, FleetOf
@@ -71,6 +72,59 @@ async def test_all_replicas_and_joiners(fleet_of: FleetOf) -> None:
         assert {"ada", "bob"} <= {entry["who"] for entry in logged}
         metrics = (await fleet.get("/metrics")).body.decode()
         assert "kvrouter_routing_revision 3.0" in metrics
+
+
+async def test_a_forged_revision_is_refused(fleet_of: FleetOf) -> None:
+    """The greatest revision there is does not hold, and changes go on in all replicas, also in a joiner."""
+    forged = RoutingChange(MOST_NUMBER, "zz", {"kv-overlap-score-weight": "9"})
+    beat = heartbeats.encode(RouterBeat(VERSION, 1, "up", "", {}, 99, routing=forged))
+    async with fleet_of(*KV, "--heartbeat-s", "0.2", scripts=(OK, OK), replicas=2) as fleet:
+
+        def forge() -> None:
+            for _ in range(2):
+                fleet.bus.publish(fleet.subjects.live_router(RouterId("zz")), beat)
+
+        forge()
+        await until(lambda: all("zz" in one.replica.peers for one in fleet.frontends))
+        views = [await shown(one) for one in fleet.frontends]
+        assert [{"zz": {"epoch": 0, "revision": MOST_NUMBER}}] * 2 == [view["refused"] for view in views]
+        assert [("kv", 8.0)] * 2 == [await decision(one) for one in fleet.frontends]
+        assert b"kvrouter_routing_refused 1.0" in (await fleet.get("/metrics")).body
+
+        first, second = fleet.frontends
+        status, told = await post(first, HEAVY)
+        await until(lambda: second.replica.routing is not None)
+        assert (200, 0, 1) == (status, told["epoch"], told["revision"])
+        assert [("kv", 16.0)] * 2 == [await decision(one) for one in (first, second)]
+        async with fleet.new_frontend() as joiner:
+            forge()
+            await until(lambda: joiner.replica.routing is not None)
+            assert first.replica.routing == joiner.replica.routing
+        assert {"zz"} == {entry["replica"] for entry in fleet.logged("routing.refused")}
+        assert len(fleet.logged("routing.refused")) <= 3
+        gone = RouterBeat(VERSION, 1, "leave", "", {}, 100)
+        fleet.bus.publish(fleet.subjects.live_router(RouterId("zz")), heartbeats.encode(gone))
+
+
+async def test_reset(fleet_of: FleetOf) -> None:
+    """It wins over the greatest revision there is, ends all changes, and more can be made."""
+    absurd = RoutingChange(MOST_NUMBER, "zz", {"kv-overlap-score-weight": "9"})
+    async with fleet_of(*KV, "--heartbeat-s", "0.2", scripts=(OK, OK), replicas=2) as fleet:
+        first, second = fleet.frontends
+        first.replica.routing = second.replica.routing = absurd
+        status, answer = await post(first, HEAVY)
+        assert (400, True) == (status, "send reset: true" in answer["error"]["message"])
+
+        status, told = await post(first, {"reset": True, "who": "ada"})
+        assert (200, 1, 1, {}) == (status, told["epoch"], told["revision"], told["changed"])
+        await until(lambda: second.replica.routing == first.replica.routing)
+        assert [("kv", 8.0)] * 2 == [await decision(one) for one in (first, second)]
+
+        await post(second, HEAVY)
+        await until(lambda: second.replica.routing == first.replica.routing)
+        assert [("kv", 16.0)] * 2 == [await decision(one) for one in (first, second)]
+        view = await shown(first)
+        assert (1, 2, {}) == (view["epoch"], view["revision"], view["refused"])
 
 
 async def test_both_orders_end_alike(fleet_of: FleetOf) -> None:
@@ -144,6 +198,7 @@ def test_older_replicas_read_the_heartbeat() -> None:
         ({"settings": {"router-mode": "fastest"}}, "router-mode 'fastest': must be"),
         ({"settings": {"router-queue-threshold": 2}}, "to switch it on or off"),
         ({"settings": {"retries": 2}}, "'retries' cannot be changed"),
+        ({"reset": True, "settings": {"router-temperature": 1}}, "reset ends all changes: send it without"),
         ({"undo": True, "settings": {"router-temperature": 1}}, "send it without settings"),
         ({"settings": {"router-temperature": 1}, "who": "x" * 300}, "who"),
         ({"settings": {"router-temperature": 1}, "why": "line\nline"}, "why"),

@@ -23,6 +23,7 @@ from kvrouter.core.fleet.pool import NAMED_MOST, Pool, PoolSettings
 from kvrouter.core.fleet.pools import Pools
 from kvrouter.core.fleet.readiness import AWAITED_MOST, Readiness, ServedElsewhere, behind, sizes_of_elders
 from kvrouter.core.fleet.router import Router, RouterRules
+from kvrouter.core.fleet.routing_changes import follow, median, refused
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.wire.heartbeats import (
     Heard,
@@ -33,6 +34,7 @@ from kvrouter.core.wire.heartbeats import (
     WorkerBeat,
     decode_router_beat,
     decode_worker_beat,
+    standing,
 )
 from kvrouter.core.wire.ids import PoolId, RouterId, Target, WorkerId
 from kvrouter.core.wire.ops import VERSION
@@ -110,8 +112,9 @@ class Replica:
         self.pools = Pools(self._new_router, settings.lease_rounds)
         self.routers = self.pools.routers
         self.peers: dict[RouterId, RouterBeat] = {}
+        self._heard_since: dict[RouterId, int] = {}  # the round of each peer's first heartbeat
         self.routing: RoutingChange | None = None
-        """The latest change of routing, by an operator here or at a peer; the shell applies it."""
+        """The change of routing that it follows, by an operator here or at a peer; the shell applies it."""
         self._worker_pools: dict[WorkerId, PoolId] = {}
         self._leases: Leases[Source] = Leases(settings.lease_rounds, settings.heartbeat_s)
         self._held = HeldBudget()
@@ -204,8 +207,8 @@ class Replica:
             self.counters.members_refused += 1
             return
         self.peers[router_id] = beat
-        if beat.routing is not None and beat.routing.is_later(self.routing):
-            self.routing = beat.routing
+        self._heard_since.setdefault(router_id, self._returned_round)
+        self.routing = follow(self.routing, {router_id: beat}, [standing(self.routing)])
         self._note_unheard()
         self._leases.renew(RouterSource(router_id), beat.interval_ms)
         self._wait_for_workers(beat, router_id)
@@ -230,6 +233,21 @@ class Replica:
             router.pool.next_round(self.settings.lease_rounds, sizes.get(pool_id, 0))
             router.early.next_round(self.settings.lease_rounds)
         self._served_elsewhere.next_round(self._serves().keys(), self._recent_peers())
+        self._catch_up_routing()
+
+    def _catch_up_routing(self) -> None:
+        """Follow a change that is far ahead if more than half of the settled replicas do."""
+        lease, peers = self.settings.lease_rounds, self._recent_peers()
+        known_before = self._returned_round - lease
+        votes = [
+            standing(beat.routing if self._heard_since[router_id] <= known_before else self.routing)
+            for router_id, beat in peers.items()
+            if beat.round >= 2 * lease
+        ]
+        if self._returned_round >= 2 * lease:
+            votes.append(standing(self.routing))
+        marks = [standing(self.routing), *median(votes)]
+        self.routing = follow(self.routing, peers, marks)
 
     def _follow_bookings(self, source: SyncSource, beat: RouterBeat, seq: int, now: float) -> None:
         """A peer's heartbeat with the seq of its sync feed in one pool. An empty feed begins no pool here."""
@@ -440,6 +458,10 @@ class Replica:
             for pool_id, router_ids in served.items()
         ]
 
+    def refused_routing(self) -> dict[RouterId, RoutingChange]:
+        """Peers' changes of routing that are too far ahead to be followed."""
+        return refused(self.routing, self.peers)
+
     def _recent_peers(self) -> dict[RouterId, RouterBeat]:
         """Peers seen within the shortest lease: a forged message must not count for a longer one."""
         lease, silent = self.settings.lease_rounds, self._leases.silent_rounds
@@ -532,6 +554,7 @@ class Replica:
 
     def _remove_router(self, router_id: RouterId) -> None:
         self.peers.pop(router_id, None)
+        self._heard_since.pop(router_id, None)
         self._note_unheard()
         self._leases.forget(RouterSource(router_id))
         self.feeds.end_router(router_id)

@@ -132,8 +132,8 @@ class WorkerBeat(Struct, frozen=True, array_like=True):
 class RoutingChange(Struct, frozen=True, array_like=True):
     """Settings of routing that an operator has changed in all replicas: flags without dashes, and texts.
 
-    The later one holds everywhere: the greater revision, of equal ones the greater `by`. Without `settings`
-    all are again as configured.
+    The later one holds everywhere: the greater epoch, then the greater revision, of equal ones the greater
+    `by`. Without `settings` all are again as configured. A reset begins an epoch, and revisions with 1.
     """
 
     revision: Annotated[int, Meta(ge=1, le=MOST_NUMBER)]
@@ -141,10 +141,16 @@ class RoutingChange(Struct, frozen=True, array_like=True):
     settings: Annotated[dict[SettingText, SettingText], Meta(max_length=64)]
     who: SettingText = ""
     why: SettingText = ""
+    epoch: Number = 0  # resets before it; an older replica ignores it
 
     def is_later(self, other: RoutingChange | None) -> bool:
         """Whether this one holds."""
-        return other is None or (self.revision, self.by) > (other.revision, other.by)
+        return other is None or (standing(self), self.by) > (standing(other), other.by)
+
+
+def standing(change: RoutingChange | None) -> tuple[int, int]:
+    """Epoch and revision; 0 and 0 as configured."""
+    return (change.epoch, change.revision) if change is not None else (0, 0)
 
 
 class Heard(Struct, frozen=True, array_like=True):
