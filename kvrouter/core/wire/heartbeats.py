@@ -32,6 +32,7 @@ from kvrouter.core.wire.values import (
     Text,
     Total,
     Url,
+    rank_header_error,
     url_error,
 )
 from kvrouter.errors import MalformedFrameError
@@ -272,4 +273,6 @@ def _contradiction(beat: WorkerBeat, worker_id: WorkerId) -> str:
         return ""
     if card.worker_id != worker_id:
         return f"the card of {card.worker_id} on the subject of {worker_id}"
-    return url_error(card.url) or ("" if card.model else "its card names no model")
+    if trouble := url_error(card.url) or rank_header_error(card.rank_header):
+        return trouble
+    return "" if card.model else "its card names no model"

@@ -2,7 +2,8 @@
 
 Any client that may publish on NATS can send any bytes. The structs of ops.py and heartbeats.py declare their
 fields with the types below, so msgspec rejects a value out of range while it decodes, in C. What a type
-cannot express is checked after decoding: a URL's port by `url_error`, whole hashes in ops.py.
+cannot express is checked after decoding: a URL's port by `url_error`, a header that is not free by
+`rank_header_error`, whole hashes in ops.py.
 
 The ranges leave room: a frame number plus one, and any sum of 2^14 amounts, still fit into 64 bits.
 """
@@ -65,7 +66,16 @@ Text = Annotated[str, Meta(max_length=MOST_TEXT_CHARACTERS)]
 RequestId = Annotated[str, Meta(max_length=MOST_ID_CHARACTERS)]
 Session = Annotated[str, Meta(max_length=1024)]
 # Added to every request to the worker: only X- headers, so that a card cannot set Host or Content-Length.
+# Checked further by `rank_header_error`.
 RankHeader = Annotated[str, Meta(pattern=r"\A(?:[Xx]-[A-Za-z0-9-]{1,62})?\Z")]
+# Headers that the router writes, or that proxies, clients and engines read as something else than a rank.
+_TAKEN_HEADERS = frozenset({
+    "x-request-id", "x-correlation-id", "x-session-id", "x-real-ip", "x-client-ip", "x-api-key",
+    "x-http-method-override",
+})  # fmt: skip
+_TAKEN_STARTS = (
+    "x-kvrouter-", "x-forwarded-", "x-override-", "x-original-", "x-envoy-", "x-b3-", "x-accel-", "x-amzn-",
+)  # fmt: skip
 # Empty, or checked further by `url_error`.
 MOST_URL_CHARACTERS = 512
 Url = Annotated[
@@ -115,6 +125,14 @@ def _path_error(url: str) -> str:
         return f"url {url!r}: {wrong[0]!r} in its path: write it as %XX"
     if any(_DOTS.fullmatch(part) for part in path.split("/")):
         return f"url {url!r}: without '.' and '..' in its path"
+    return ""
+
+
+def rank_header_error(name: str) -> str:
+    """Why a card may not have this rank header; empty if it may."""
+    lower = name.lower()
+    if lower in _TAKEN_HEADERS or lower.startswith(_TAKEN_STARTS):
+        return f"rank_header {name!r}: routers, proxies or clients use it for something else"
     return ""
 
 

@@ -114,6 +114,12 @@ def test_other_versions_are_rejected(version: int) -> None:
         ("rank_header", "content-length"),
         ("rank_header", "x-rank: 1\r\nx-evil"),
         ("rank_header", "x-"),
+        ("rank_header", "host"),
+        ("rank_header", "authorization"),
+        ("rank_header", "X-Request-Id"),
+        ("rank_header", "x-kvrouter-hops"),
+        ("rank_header", "X-Forwarded-For"),
+        ("rank_header", "x-override-rank"),
         ("tiers", {"device": -1}),
         ("tiers", {"device": 2**63}),
         ("max_model_len", -1),
@@ -126,6 +132,16 @@ def test_impossible_cards_are_rejected(fact: str, value: object) -> None:
 
     with pytest.raises(MalformedFrameError):
         of_w1(encode(worker_beat(bad)))
+
+
+def test_taken_rank_header_is_named() -> None:
+    """The reason names the header, for the agent's operator too."""
+    for name in ("X-Request-Id", "x-kvrouter-hops", "X-Forwarded-For"):
+        bad = msgspec.structs.replace(card("w1"), rank_header=name)
+        with pytest.raises(MalformedFrameError, match=f"rank_header '{name}'"):
+            of_w1(encode(worker_beat(bad)))
+        assert f"rank_header '{name}'" in card_trouble(bad)
+    assert not card_trouble(msgspec.structs.replace(card("w1"), rank_header="X-data-parallel-rank"))
 
 
 @pytest.mark.parametrize(
