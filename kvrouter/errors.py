@@ -148,6 +148,13 @@ class HttpVersionError(KvRouterError):
     type = "HTTPVersionNotSupportedError"
 
 
+class LoopError(KvRouterError):
+    """The request has passed this fleet before: a worker's URL leads back to a replica."""
+
+    status = 508
+    type = "LoopDetectedError"
+
+
 class NoWorkersError(KvRouterError):
     """No live worker serves the model; the client may retry."""
 

@@ -58,6 +58,7 @@ from kvrouter.relay.exchange import (
     Retried,
     TimedOut,
 )
+from kvrouter.relay.hops import check_hops
 from kvrouter.relay.request import Request, request_id_of
 from kvrouter.relay.routes import Routes
 from kvrouter.relay.timed_attempt import TimedAttempt
@@ -148,6 +149,8 @@ class Completions:
         wrong: Exception | None = None
         try:
             self._in_flight.begin(request)
+            if request.head.hops:
+                check_hops(request.head.hops, self._replica.is_replica)
             work = await self._accept.work(request, api, request_id, received_at, notes)
             if work.is_dry_run:
                 gate("a dry run", request.headers)
@@ -167,8 +170,9 @@ class Completions:
                 lasted_s = now - received_at
                 self._count(request, work, CLIENT_LEFT, "left")
                 _add(self.clients.of(request, now), tried, "left", lasted_s)
-                placed = [one.placement for one in tried]
-                self.access.end(request, request_id, None, lasted_s, notes=notes, work=work, tried=placed)
+                self.access.end(
+                    request, request_id, None, lasted_s, notes=notes, work=work, tried=_placements(tried)
+                )
                 raise
             wrong = rejection
             served = self._reply_error(api, request, request_id, rejection)
@@ -186,9 +190,15 @@ class Completions:
         _add(self.clients.of(request, now), tried, outcome, lasted_s)
         self._metrics.duration.observe(lasted_s, model)
         if not is_well or notes is not None or wrong is not None:
-            placed = [one.placement for one in tried]
             self.access.end(
-                request, request_id, served, lasted_s, notes=notes, work=work, tried=placed, error=wrong
+                request,
+                request_id,
+                served,
+                lasted_s,
+                notes=notes,
+                work=work,
+                tried=_placements(tried),
+                error=wrong,
             )
         return served
 
@@ -423,6 +433,7 @@ class Completions:
             rank_header=placement.rank_header,
             keeps_rank=work.route.wanted is not None,
             trace=work.request.trace,
+            router_id=self._replica.router_id,
         )
         return head + body
 
@@ -445,6 +456,9 @@ class Completions:
 
     def _good_answer(self, work: Work, placement: Placement, attempt: Attempt) -> None:
         """Check the prediction by the answer's usage; keep what a later request may continue."""
+        worker = work.router.pool.workers.get(placement.target.worker_id)
+        if worker is not None and not worker.is_engine:
+            worker.is_engine = not attempt.is_of_router
         if work.response is not None:
             self._accept.kept.keep(work.response, placement.target, responses.find_answer(attempt.tail))
             work.router.bind(session_of(work.response.id), placement.target, self._now())
@@ -528,6 +542,10 @@ class Completions:
                 raise WorkerDiedError(reason)
             case None:
                 raise NoWorkersError("no worker was tried")
+
+
+def _placements(tried: list[Running]) -> list[Placement]:
+    return [one.placement for one in tried]
 
 
 def _add(totals: Totals, tried: list[Running], outcome: str, lasted_s: float) -> None:

@@ -10,11 +10,12 @@ import ssl
 import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
+from socket import gethostname
 
 import structlog
 
 from kvrouter.bus import Bus, Subjects
-from kvrouter.bus.addresses import with_host
+from kvrouter.bus.addresses import reachable, with_host
 from kvrouter.config import open_bus
 from kvrouter.core.audit.findings import Audit
 from kvrouter.core.fleet.pool import NewIndex
@@ -231,6 +232,8 @@ async def _open_member(
             Subjects(options.namespace),
             heartbeat_s=options.heartbeat_s,
             address=_address(options, listeners),
+            clients_url=reachable(listeners.url, options.process.advertise or ""),
+            own_urls=_own_urls(options, listeners),
             on_change=waiting_room.wake if waiting_room.is_on else None,
             traffic=traffic.own,
         )
@@ -350,6 +353,12 @@ def _address(options: FrontendOptions, listeners: Listeners) -> str:
     """The admin listener's URL, as peers show it."""
     host = options.process.advertise
     return with_host(listeners.admin_url, host) if host else listeners.admin_url
+
+
+def _own_urls(options: FrontendOptions, listeners: Listeners) -> frozenset[str]:
+    """Both listeners by every name that is known here."""
+    hosts = ("", options.process.advertise or "", gethostname())
+    return frozenset(reachable(url, host) for url in (listeners.url, listeners.admin_url) for host in hosts)
 
 
 def _log_start(options: FrontendOptions, member: _Member) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 
 from kvrouter.core.tables.predictions import Usage
+from kvrouter.errors import LoopError
 
 _RETRIABLE = frozenset({408, 429})
 UNKNOWN_MODEL = 404
@@ -36,7 +37,10 @@ def is_rejection(status: int, *, serves_model: bool = False) -> bool:
     """Whether another worker may accept the request. Every other 4xx is the client's fault.
 
     `serves_model`: the worker has announced the model. A 404 then means that it serves another model by now.
+    A loop (508) ends here: trying on would send the request round through every other way back.
     """
+    if status == LoopError.status:
+        return False
     return status >= 500 or status in _RETRIABLE or (serves_model and status == UNKNOWN_MODEL)
 
 

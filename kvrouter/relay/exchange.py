@@ -61,6 +61,7 @@ from kvrouter.relay.framing import (
     chunk,
     content_of,
 )
+from kvrouter.relay.hops import ROUTER
 from kvrouter.relay.upstream import WorkerConnection
 
 # A longer answer is passed on before it is complete: this bounds the memory that one request holds here.
@@ -280,6 +281,11 @@ class Attempt:
         limits = self._limits
         self._active_at = now = self._loop.time()
         self._connection.send(request, self, now + min(limits.first_byte_s, limits.idle_s))
+
+    @property
+    def is_of_router(self) -> bool:
+        """Whether the answer came through another router, or through a replica of this fleet."""
+        return self._head is not None and ROUTER in self._head.headers
 
     @property
     def is_committed(self) -> bool:

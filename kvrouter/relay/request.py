@@ -15,6 +15,7 @@ from kvrouter.errors import BodiesFullError
 from kvrouter.relay.answer import Answer, Served
 from kvrouter.relay.exchange import ClientSide
 from kvrouter.relay.framing import hop_by_hop
+from kvrouter.relay.hops import HOPS, hop_line
 
 # Name in lower case, and value. Bytes that are not UTF-8 are lone surrogates in them, as in aiohttp's
 # headers: encoding with "surrogateescape" gives a worker exactly the bytes that the client sent.
@@ -83,7 +84,8 @@ class RequestHead:
     """
 
     __slots__ = (
-        "_forwarded", "fields", "has_overrides", "headers", "method", "path", "route", "wants_keep_alive",
+        "_forwarded", "fields", "has_overrides", "headers", "hops", "method", "path", "route",
+        "wants_keep_alive",
     )  # fmt: skip
 
     def __init__(self, method: str, path: str, fields: Sequence[Field], *, wants_keep_alive: bool) -> None:
@@ -94,6 +96,8 @@ class RequestHead:
         self.headers = dict(reversed(fields))  # of several with one name the first
         self.wants_keep_alive = wants_keep_alive
         self.has_overrides = any(name.startswith(OVERRIDES) for name, _ in fields)
+        self.hops = ", ".join([value for name, value in fields if name == HOPS])
+        """The routers that the request has passed; empty: it comes from a client."""
         self._forwarded: dict[tuple[str, bool, bool], bytes] = {}
 
     def with_path(self, path: str) -> RequestHead:
@@ -109,6 +113,7 @@ class RequestHead:
         rank_header: str,
         keeps_rank: bool,
         trace: str = "",
+        router_id: str = "",
     ) -> bytes:
         """The request line and headers for the worker at `url`, closing empty line included.
 
@@ -116,12 +121,13 @@ class RequestHead:
 
         `keeps_rank`: if the worker's card names no rank header, the client's own rank reaches it.
         `trace`: whole lines that replace the client's trace context; empty: that reaches it as it is.
+        `router_id`: of this replica, always the same; empty: no hop header is added.
         """
         is_traced = bool(trace)
         forwarded = self._forwarded.get((rank_header, keeps_rank, is_traced))
         if forwarded is None:
             left_out = self._left_out(rank_header, keeps_rank)
-            forwarded = self._forwarded_lines(left_out | TRACE_HEADERS if is_traced else left_out)
+            forwarded = self._forwarded_lines(left_out | TRACE_HEADERS if is_traced else left_out, router_id)
             if len(self._forwarded) < _MOST_FORWARDED:
                 self._forwarded[rank_header, keeps_rank, is_traced] = forwarded
         rank_line = f"{rank_header}: {rank}\r\n" if rank_header else ""
@@ -132,14 +138,18 @@ class RequestHead:
         )
         return own.encode("utf-8", "surrogateescape") + forwarded
 
-    def _forwarded_lines(self, left_out: frozenset[str]) -> bytes:
-        """The client's other headers, which every worker with this rank header gets, and the empty line."""
+    def _forwarded_lines(self, left_out: frozenset[str], router_id: str) -> bytes:
+        """The client's other headers, which every worker with this rank header gets, and the empty line.
+
+        The hop header is among them: it costs the requests that share this head nothing.
+        """
         lines = [
             f"{name}: {value}\r\n"
             for name, value in self.fields
             if name not in left_out and not name.startswith(("x-kvrouter-", OVERRIDES))
         ]
-        return "".join([*lines, "\r\n"]).encode("utf-8", "surrogateescape")
+        hop = hop_line(self.hops, router_id) if router_id else ""
+        return "".join([*lines, hop, "\r\n"]).encode("utf-8", "surrogateescape")
 
     def _left_out(self, rank_header: str, keeps_rank: bool) -> frozenset[str]:
         """The headers that are not for the worker, in lower case; `connection` may name some."""

@@ -177,7 +177,7 @@ class Inbox:
             self._log.malformed(subject, _why_malformed(source, data))
 
     def _router_heartbeat(self, router_id: RouterId, data: bytes, arrived: float) -> None:
-        self._replica.router_heartbeat(router_id, data, arrived)
+        self._replica.router_heartbeat(router_id, data, arrived, settles=False)
         if router_id == self._replica.router_id:
             self._members.round_ended()
         else:

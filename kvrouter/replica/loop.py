@@ -12,7 +12,7 @@ import random
 import secrets
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from kvrouter.bus import Bus, Subjects
@@ -58,7 +58,7 @@ class ReplicaLoop:
     """Keeps a replica in step with the bus while `run` runs, after `subscribe`.
 
     `on_change` is called when bookings or workers may have changed, here or at a peer. `traffic` returns what
-    the replica has served, for its heartbeats.
+    the replica has served, for its heartbeats. `address`, `clients_url`, `own_urls`: see Publishing.
     """
 
     def __init__(
@@ -69,6 +69,8 @@ class ReplicaLoop:
         *,
         heartbeat_s: float,
         address: str = "",
+        clients_url: str = "",
+        own_urls: Collection[str] = (),
         on_change: Callable[[], None] | None = None,
         traffic: Callable[[], Traffic] | None = None,
     ) -> None:
@@ -77,7 +79,15 @@ class ReplicaLoop:
         self.recovery = Recovery(replica, bus, subjects, self.log)
         self.inbox = Inbox(replica, subjects, self.members, self.recovery, self.log, on_change=on_change)
         self.publishing = Publishing(
-            replica, bus, subjects, self.log, address=address, on_change=on_change, traffic=traffic
+            replica,
+            bus,
+            subjects,
+            self.log,
+            address=address,
+            clients_url=clients_url,
+            own_urls=own_urls,
+            on_change=on_change,
+            traffic=traffic,
         )
         self.awaited = AwaitedWorkers(replica, bus, subjects.namespace)
         self._replica = replica

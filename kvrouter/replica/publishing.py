@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import lru_cache
 
 from kvrouter.bus import Bus, Subjects
@@ -25,7 +25,8 @@ HELLO_DELAY_S = 0.03
 class Publishing:
     """Publishes for one replica. `on_change` runs after each flush.
 
-    `address`, and what `traffic` returns, go into its heartbeats.
+    `address` (of the admin listener), `clients_url`, and what `traffic` returns, go into its heartbeats.
+    `own_urls`: further URLs by which it can be reached.
     """
 
     def __init__(
@@ -36,6 +37,8 @@ class Publishing:
         feed_log: FeedLog,
         *,
         address: str,
+        clients_url: str = "",
+        own_urls: Collection[str] = (),
         on_change: Callable[[], None] | None,
         traffic: Callable[[], Traffic] | None,
     ) -> None:
@@ -44,7 +47,7 @@ class Publishing:
         self._bus = bus
         self._subjects = subjects
         self._log = feed_log
-        self._address = address
+        self._address, self._clients_url, self._own_urls = address, clients_url, own_urls
         self._on_change = on_change
         self._traffic = traffic
         self._loop = asyncio.get_running_loop()
@@ -138,7 +141,11 @@ class Publishing:
         self._publish_heartbeat(names_workers=True)
 
     def _publish_heartbeat(self, *, names_workers: bool = False) -> None:
-        address = reachable(self._address, self._bus.local_host)
+        host = self._bus.local_host  # another one after a reconnect over another network
+        address, clients_url = reachable(self._address, host), reachable(self._clients_url, host)
+        self._replica.listen_at((address, clients_url, *self._own_urls))
         traffic = self._traffic() if self._traffic is not None else None
-        beat = self._replica.heartbeat(self.state, address, names_workers=names_workers, traffic=traffic)
+        beat = self._replica.heartbeat(
+            self.state, address, names_workers=names_workers, traffic=traffic, clients_url=clients_url
+        )
         self._bus.publish(self._subjects.live_router(self._replica.router_id), encode(beat))

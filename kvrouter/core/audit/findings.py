@@ -128,7 +128,7 @@ class Audit:
         return [
             f"{pool}: worker {worker} {found.problem.text}"
             for (pool, worker, kind), found in self._known.items()
-            if kind in {"not_found", "address"}
+            if kind in {"not_found", "address", "loop"}
         ]
 
     def is_firm(self, pool_id: PoolId, target: Target) -> bool:

@@ -124,8 +124,21 @@ def problem_of_answers(worker: Worker) -> Problem | None:
 
 
 def problem_of_address(pool: Pool, worker: Worker) -> Problem | None:
-    """Why a worker that is up gets no request: another agent has announced its engine later."""
-    twin = pool.twins.get(WorkerId(worker.card.worker_id))
+    """Why a worker that is up gets no request: it is a replica, or was announced again by another agent."""
+    worker_id = WorkerId(worker.card.worker_id)
+    if (replica := pool.loops.get(worker_id)) is not None:
+        return Problem(
+            "loop",
+            f"has the address of {replica} ({worker.card.url}): requests to it would come back, so it gets "
+            "none. Give its agent the URL of an engine (--engine-url, --advertise-url)",
+        )
+    if (replica := pool.claimed.get(worker_id)) is not None:
+        return Problem(
+            "loop",
+            f"answers as an engine, and {replica} names its address ({worker.card.url}) as its own: it gets "
+            "requests. Give one of them another address; if no such replica runs, its heartbeats are forged",
+        )
+    twin = pool.twins.get(worker_id)
     if twin is None:
         return None
     return Problem(

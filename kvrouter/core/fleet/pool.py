@@ -11,13 +11,14 @@ Invariant: `targets` holds the ranks of exactly those workers that take requests
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from msgspec.structs import replace
 
 from kvrouter.core.fleet.block_size import PoolBlockSize
+from kvrouter.core.fleet.places import OWN, place_of
 from kvrouter.core.routing.candidates import Candidates, Roster, form_candidates, unnamed_blocks
 from kvrouter.core.routing.cost import Prompt
 from kvrouter.core.routing.policy import RouteRequest
@@ -103,6 +104,11 @@ class Pool:
         self._is_stale = False  # a worker has changed since `targets` was built
         self.twins: dict[WorkerId, WorkerId] = {}
         """Workers that are no targets because a later agent has announced the same engine, and by whom."""
+        self.loops: dict[WorkerId, str] = {}
+        """Workers that are no targets because a replica listens at their address, and which one."""
+        self.claimed: dict[WorkerId, str] = {}
+        """Workers that are engines by their answers though a peer names their address as its own."""
+        self._replicas: Mapping[str, str] = {}  # by place, see places.py
         self.changes = 0
         """How often `targets` was built again."""
         self.names: frozenset[str] = frozenset()
@@ -143,7 +149,8 @@ class Pool:
             before = worker.targets() if worker is not None else []
             if beat.card.speculates != (worker is not None and worker.card.speculates):
                 self.reuse_one_less(worker_id, beat.card.speculates)
-            worker = self.workers[worker_id] = Worker(beat.card)
+            is_engine = worker is not None and worker.is_engine and worker.card.url == beat.card.url
+            worker = self.workers[worker_id] = Worker(beat.card, is_engine=is_engine)
             self.ranks += beat.card.ranks - len(before)
             self._forget_assumed(before, worker.targets())
             self.model = beat.card.model
@@ -161,6 +168,23 @@ class Pool:
         if settles:
             self.settle()
         return True
+
+    def avoid(self, replicas: Mapping[str, str]) -> None:
+        """Replicas listen at these places: a worker there is no target. Holds after `settle`."""
+        self._replicas = replicas
+        self._is_stale = self._is_stale or self._at_replicas() != self.loops | self.claimed
+
+    def _at_replicas(self) -> dict[WorkerId, str]:
+        """The replica at each worker's address."""
+        replicas = self._replicas
+        places = [(name, place_of(worker.card.url)) for name, worker in self.workers.items() if replicas]
+        return {name: replicas[place] for name, place in places if place in replicas}
+
+    def _find_loops(self) -> None:
+        """A peer's word is not enough against a worker's own answers: anyone may forge a heartbeat."""
+        found, workers = self._at_replicas(), self.workers
+        self.claimed = {name: at for name, at in found.items() if at != OWN and workers[name].is_engine}
+        self.loops = {name: at for name, at in found.items() if name not in self.claimed}
 
     def settle(self) -> None:
         """Build the targets again if a worker has changed."""
@@ -293,7 +317,8 @@ class Pool:
 
     def _choose_targets(self) -> None:
         self._is_stale = False
-        takers = [worker for worker in self.workers.values() if worker.state == "up"]
+        self._find_loops()
+        takers = [w for name, w in self.workers.items() if w.state == "up" and name not in self.loops]
         eligible = [worker for worker in takers if not worker.silent] or takers
         eligible, self.twins = _one_for_each_engine(eligible)
         self._size.count([worker.card for worker in eligible])
@@ -418,7 +443,10 @@ class Pool:
     def _why_refused(self, worker: Worker, request: RouteRequest) -> str:
         if worker.state != "up":
             return worker.state
-        twin = self.twins.get(WorkerId(worker.card.worker_id))
+        worker_id = WorkerId(worker.card.worker_id)
+        if (replica := self.loops.get(worker_id)) is not None:
+            return f"has the address of {replica}"
+        twin = self.twins.get(worker_id)
         if twin is not None:
             return f"is the same engine as {twin}"
         if worker.silent:

@@ -11,7 +11,7 @@ Pure: bytes and the time go in, bytes and requests come out. The shell in `kvrou
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvrouter.core.feeds.buffers import HeldBudget
@@ -19,6 +19,7 @@ from kvrouter.core.feeds.lease import DEFAULT_ROUNDS, Leases
 from kvrouter.core.feeds.reader import FeedReader
 from kvrouter.core.feeds.sinks import KvSink
 from kvrouter.core.fleet.following import Following
+from kvrouter.core.fleet.places import ReplicaPlaces
 from kvrouter.core.fleet.pool import NAMED_MOST, Pool, PoolSettings
 from kvrouter.core.fleet.pools import Pools
 from kvrouter.core.fleet.readiness import AWAITED_MOST, Readiness, ServedElsewhere, behind, sizes_of_elders
@@ -113,6 +114,7 @@ class Replica:
         self.routers = self.pools.routers
         self.peers: dict[RouterId, RouterBeat] = {}
         self._heard_since: dict[RouterId, int] = {}  # the round of each peer's first heartbeat
+        self._places = ReplicaPlaces()
         self.routing: RoutingChange | None = None
         """The change of routing that it follows, by an operator here or at a peer; the shell applies it."""
         self._worker_pools: dict[WorkerId, PoolId] = {}
@@ -185,13 +187,28 @@ class Replica:
         self._follow_worker(pool_id, worker_id, beat, now)
 
     def settle(self) -> None:
-        """Build the targets of the pools whose workers have changed."""
+        """Build the targets of the pools whose workers, or whose replicas' addresses, have changed."""
+        if self._places.changed(self.peers):
+            for router in self.routers.values():
+                router.pool.avoid(self._places.names)
         for router in self.routers.values():
             router.pool.settle()
             router.report_workers()
 
-    def router_heartbeat(self, router_id: RouterId, data: bytes, now: float) -> None:
-        """A replica's heartbeat. The replica's own, returned by the bus, is a round of the leases."""
+    def listen_at(self, urls: Iterable[str]) -> None:
+        """Where this replica listens: workers at these addresses are no targets."""
+        self._places.listen_at(urls)
+        self.settle()
+
+    def is_replica(self, router_id: str) -> bool:
+        """Whether this replica or a live peer has this id."""
+        return router_id == self.router_id or router_id in self.peers
+
+    def router_heartbeat(self, router_id: RouterId, data: bytes, now: float, *, settles: bool = True) -> None:
+        """A replica's heartbeat. The replica's own, returned by the bus, is a round of the leases.
+
+        `settles` False: as of `worker_heartbeat`.
+        """
         try:
             beat = decode_router_beat(data)
         except MalformedFrameError:
@@ -202,11 +219,16 @@ class Replica:
             return
         if beat.state == "leave":
             self._remove_router(router_id)
+            if settles:
+                self.settle()
             return
         if router_id not in self.peers and len(self.peers) >= PEERS_MOST:
             self.counters.members_refused += 1
             return
+        self._places.heard(self.peers.get(router_id), beat)
         self.peers[router_id] = beat
+        if settles:
+            self.settle()
         self._heard_since.setdefault(router_id, self._returned_round)
         self.routing = follow(self.routing, {router_id: beat}, [standing(self.routing)])
         self._note_unheard()
@@ -300,7 +322,13 @@ class Replica:
         self.not_ready(now)
 
     def heartbeat(
-        self, state: State, address: str, *, names_workers: bool = False, traffic: Traffic | None = None
+        self,
+        state: State,
+        address: str,
+        *,
+        names_workers: bool = False,
+        traffic: Traffic | None = None,
+        clients_url: str = "",
     ) -> RouterBeat:
         """The heartbeat of this replica. The answer to a hello also names its workers."""
         caches, bookings = self.feeds.heard()
@@ -319,6 +347,7 @@ class Replica:
             {router_id: bookings.get(router_id, UNFOLLOWED) for router_id in self.peers},
             caches,
             traffic,
+            clients_url,
         )
 
     def _serves(self) -> dict[str, int]:
@@ -367,6 +396,7 @@ class Replica:
             is_elder=self._is_elder,
         )
         router.unheard = self._unheard()
+        router.pool.avoid(self._places.names)
         return router
 
     def _is_elder(self) -> bool:
@@ -553,7 +583,7 @@ class Replica:
             router.drop_peer(source.router_id)
 
     def _remove_router(self, router_id: RouterId) -> None:
-        self.peers.pop(router_id, None)
+        self._places.heard(self.peers.pop(router_id, None), None)
         self._heard_since.pop(router_id, None)
         self._note_unheard()
         self._leases.forget(RouterSource(router_id))

@@ -26,6 +26,8 @@ class Worker:
     """Whether the token ids of chats that are computed here are its engine's; None: not compared."""
     shapes: dict[bytes, bool] = field(default_factory=dict)
     """The same of chats of each shape (tokens/id_comparison.py) that was compared."""
+    is_engine: bool = False
+    """Whether it has given a good answer that came from no router."""
     first_answers: FirstAnswers = field(default_factory=FirstAnswers)
     # Blocks that one rank can hold over all tiers; 0 if a tier's capacity is unknown. Computed once, because
     # each Stored of its feeds is compared with it.

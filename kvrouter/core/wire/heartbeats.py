@@ -220,6 +220,7 @@ class RouterBeat(Struct, frozen=True, array_like=True):
     hears: Annotated[dict[Identifier, Heard], Meta(max_length=1024)] | None = None
     caches: Heard | None = None
     traffic: Traffic | None = None
+    clients_url: Url = ""  # where it takes requests; `address` is its admin listener
 
 
 encode = msgspec.msgpack.Encoder().encode
@@ -258,8 +259,9 @@ def decode_router_beat(data: bytes) -> RouterBeat:
         raise MalformedFrameError(f"not a router heartbeat: {error}") from None
     if beat.version != VERSION:
         raise MalformedFrameError(f"router heartbeat of version {beat.version}, this is {VERSION}")
-    if beat.address and (trouble := url_error(beat.address)):
-        raise MalformedFrameError(f"router heartbeat: {trouble}")
+    for url in filter(None, (beat.address, beat.clients_url)):
+        if trouble := url_error(url):
+            raise MalformedFrameError(f"router heartbeat: {trouble}")
     return beat
 
 
