@@ -22,6 +22,7 @@ NOT_SHOWN = {
     "kvrouter_process_scraped",
     "kvrouter_remote_tokenizations_total",
     "kvrouter_removed_fields_total",
+    "kvrouter_routing_refused",
     "kvrouter_spans_total",
     "kvrouter_token_ids_sent_total",
     # sizes within fixed bounds
