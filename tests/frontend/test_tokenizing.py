@@ -629,7 +629,7 @@ async def test_rejected_prompt_is_asked_once(fleet_of: FleetOf, monkeypatch: pyt
 
 async def test_slow_engine(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request waits a bounded time for its tokens; after three times none waits."""
-    monkeypatch.setattr(engine_blocks, "REQUEST_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(engine_blocks, "REQUEST_TIMEOUT_S", 0.3)
     monkeypatch.setattr(EngineBlocks, "look", AsyncMock())
     flags = ("--tokenizer", "remote", "--router-mode", "kv")
     gate = asyncio.Event()
