@@ -95,12 +95,13 @@ class Work(Struct, frozen=True):
     """Its token ids, for engines that may get them."""
 
 
-class SentIds(Struct, frozen=True):
+class SentIds(Struct):
     """Token ids that a chat may be sent with."""
 
     field: bytes
     """As the body has them."""
-    sendable: Sendable
+    sendable: Sendable | None
+    """None: the chat has been answered, and no further attempt needs them."""
     context_tokens: int
     """What they and the asked output take of a context."""
 
@@ -108,7 +109,11 @@ class SentIds(Struct, frozen=True):
         """Whether they are what its engine would compute, and it would not reject the chat for its length."""
         if worker is None or 0 < worker.card.max_model_len <= self.context_tokens:
             return False
-        return self.sendable.may_go_to(worker)
+        return self.sendable is not None and self.sendable.may_go_to(worker)
+
+    def release(self) -> None:
+        """Free the memory: a long answer would hold it as long as it streams."""
+        self.field, self.sendable = b"", None
 
 
 class _Read(Struct, frozen=True):

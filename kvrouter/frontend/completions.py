@@ -473,6 +473,8 @@ class Completions:
         work, now = running.work, self._now()
         ttft_s = work.router.first_byte(running.placement.key, now)
         running.first_at = now
+        if work.ids is not None:
+            work.ids.release()
         self._metrics.first_byte.observe(now - work.received_at, running.model)
         if ttft_s is not None:
             running.counts.first_byte_s += ttft_s

@@ -37,7 +37,6 @@ from kvrouter.tokens.prefix_tokens import Encoded
 from kvrouter.tokens.prompt import (
     ChatPrompt,
     Prompt,
-    PromptEncoder,
     TextPrompt,
     TokenIds,
     TokenPrompt,
@@ -238,7 +237,10 @@ class TokenChecks:
             (ids,) = await encoder.encode(chat) or [[]]
             return ids
 
-        check.options = await learn_options(here, partial(self._engines.served_ids, url))
+        options = await learn_options(here, partial(self._engines.served_ids, url))
+        if options != check.options:
+            check.options = options
+            _forget_engines(pool)
 
     async def _compare_next_engine(self, pool: Pool, check: PoolCheck, now: float) -> None:
         """Compare one of the engines that would take ids of chats and were not compared yet."""
@@ -296,21 +298,16 @@ class TokenChecks:
         encoder = self._encoders.of(pool)
         if ids != engine_ids and prompt in PROBES[kind] and await encoder.settle(prompt, engine_ids):
             ids = engine_ids
-            self._forget_engines(encoder)
+            for router in self._replica.routers.values():
+                if self._encoders.of(router.pool) is encoder:
+                    _forget_engines(router.pool)
         found = find_difference(ids, engine_ids, encoder.decode, is_chat=kind == "chat")
         if found is not None and isinstance(prompt, ChatPrompt):
             shape = shape_of(prompt)
-            if any(worker.shapes.get(shape) for worker in pool.workers.values()):
+            if any(worker.shapes.get(shape) for worker in pool.workers.values() if worker.card.url == url):
                 pool.distrust_ids()
         check.engine = url
         return self._note(pool, check, found, kind)
-
-    def _forget_engines(self, encoder: PromptEncoder) -> None:
-        """It prints chats in another way now: no engine gets its ids before it was compared again."""
-        for router in self._replica.routers.values():
-            if self._encoders.of(router.pool) is encoder:
-                for worker in router.pool.workers.values():
-                    router.pool.compared_ids(worker, are_equal=None)
 
     def _note(self, pool: Pool, check: PoolCheck, found: Difference | None, prompt: str) -> bool:
         if found is None:
@@ -330,6 +327,7 @@ class TokenChecks:
             _log_difference(pool, check, found)
         if self._dropped(pool, check.compared().difference):
             del self.pools[pool.id]
+            _forget_engines(pool)
         return False
 
     def view(self) -> dict[str, Any]:
@@ -347,6 +345,12 @@ class TokenChecks:
 
 def _may_get_ids(worker: Worker) -> bool:
     return worker.card.takes_token_ids and worker.has_equal_ids is None
+
+
+def _forget_engines(pool: Pool) -> None:
+    """Chats are printed in another way now: no engine gets ids before it was compared again."""
+    for worker in pool.workers.values():
+        pool.compared_ids(worker, are_equal=None)
 
 
 def engine_url(pool: Pool, model: str | None) -> str | None:

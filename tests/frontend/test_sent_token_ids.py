@@ -16,7 +16,7 @@ from kvrouter.frontend.bodies import edits, lax
 from kvrouter.tokens.prompt import ChatPrompt, PromptEncoder, TextPrompt
 from kvrouter.tokens.tiny import build_tiny_model
 from tests.frontend.fleet import POOL, Fleet, FleetOf
-from tests.frontend.workers import Received, Script, Wire, answer, until
+from tests.frontend.workers import SSE_HEAD, Received, Script, Wire, answer, chunk, event, until
 
 TEXT = "It was the best of times, it was the worst of times. " * 12
 MESSAGES = [{"role": "user", "content": TEXT}]
@@ -60,6 +60,9 @@ def engine(model: Path, wrong: Callable[[Any], bool] = lambda _: False, *, fails
             await wire.send(answer(json.dumps({"tokens": ids}).encode()))
         elif body.get("return_token_ids"):
             await wire.send(answer(json.dumps({"prompt_token_ids": ids, "choices": []}).encode()))
+        elif body.get("stream"):
+            await wire.send(SSE_HEAD, chunk(event("a")))
+            await wire.until_left()
         else:
             await wire.send(answer(status=500 if fails else 200))
 
@@ -156,7 +159,9 @@ async def test_off(fleet_of: FleetOf, model: Path, off: tuple[str, ...]) -> None
         assert not pool_of(fleet).sends_token_ids
 
 
-async def test_only_to_engines_that_were_compared(fleet_of: FleetOf, model: Path) -> None:
+async def test_only_to_engines_that_were_compared(
+    fleet_of: FleetOf, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An engine with other ids gets none, and is named; the other one still gets them."""
     scripts = (engine(model), engine(model, lambda _: True))
     async with fleet_of(*flags(model), scripts=scripts, takes_token_ids=True) as fleet:
@@ -172,6 +177,14 @@ async def test_only_to_engines_that_were_compared(fleet_of: FleetOf, model: Path
             "token ids of chats are not those" in str(each["problems"]) for each in found
         ]
         assert 1 == len(fleet.logged("tokens.engine_differs"))
+
+        monkeypatch.setattr(token_checks, "ONE_IN", 1)
+        checks = fleet.frontend.tokens.checks
+        assert checks is not None
+        before = checks.pools[POOL].different
+        while checks.pools[POOL].different == before:  # a sample is compared with either engine
+            await fleet.ask(CHAT, path=PATH)
+        assert pool_of(fleet).sends_token_ids, "what differs at one engine says nothing of the other"
 
 
 @pytest.mark.parametrize(
@@ -198,6 +211,20 @@ async def test_engine_that_is_away(fleet_of: FleetOf, model: Path) -> None:
         await until_compared(fleet)
 
         assert (False, True) == (was_trusted, pool.sends_token_ids)
+
+
+async def test_streams_hold_no_ids(fleet_of: FleetOf, model: Path) -> None:
+    """Once an answer has begun, the ids of its prompt are freed: no other attempt can need them."""
+    async with fleet_of(*flags(model), scripts=(engine(model),), takes_token_ids=True) as fleet:
+        await until_compared(fleet)
+        async with fleet.connected() as client:
+            client.send(CHAT | {"max_tokens": 7, "stream": True}, path=PATH)
+            await client.read_until(event("a"))
+            (running,) = fleet.frontend.completions._running.values()
+
+            assert [await ids_of(model)] == sent_ids(fleet)
+            assert running.work.ids is not None
+            assert (b"", None) == (running.work.ids.field, running.work.ids.sendable)
 
 
 async def test_shapes(fleet_of: FleetOf, model: Path) -> None:
