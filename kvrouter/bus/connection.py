@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import random
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ import nats.errors
 import structlog
 from nats.aio.client import Client, Srv
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 
 from kvrouter.bus.addresses import host_of
 from kvrouter.bus.options import NatsOptions
@@ -79,9 +80,8 @@ class Bus:
         self._client: NatsClient | None = None
         self._client_closed = asyncio.Event()
         self._discovered: list[str] = []
-        self._subjects: list[str] = []
-        # By subject. A subject stays subscribed without receivers: a process has only a few subjects.
-        self._receivers: dict[str, list[OnMessage]] = {}
+        self._receivers: dict[str, list[OnMessage]] = {}  # by subject
+        self._subscriptions: dict[str, Subscription] = {}  # of the present client
         self._connect_callbacks: list[Callable[[], None]] = []
         self._outbox: deque[tuple[str, bytes, str]] = deque()
         self._outbox_bytes = 0
@@ -150,10 +150,8 @@ class Bus:
         """Call `on_message` for each message, also after reconnects."""
         is_new = subject not in self._receivers
         self._receivers.setdefault(subject, []).append(on_message)
-        if is_new:
-            self._subjects.append(subject)
-            if self._client is not None and not self._client.is_closed:
-                await self._subscribe_client(self._client, subject)
+        if is_new and self._client is not None and not self._client.is_closed:
+            await self._subscribe_client(self._client, subject)
 
     async def flush(self, timeout_s: float) -> None:
         """Wait for the server's answer to a ping. Raises an Exception without one."""
@@ -167,17 +165,29 @@ class Bus:
         if self.connected:
             callback()
 
-    @contextlib.contextmanager
-    def part(self) -> Iterator[BusPart]:
+    @contextlib.asynccontextmanager
+    async def part(self) -> AsyncIterator[BusPart]:
         """The same connection for a part of the process. Its subscriptions end with the block."""
         part = BusPart(self)
         try:
             yield part
         finally:
-            for subject, on_message in part.subscriptions:
-                self._receivers[subject].remove(on_message)
             for callback in part.callbacks:
                 self._connect_callbacks.remove(callback)
+            for subject, on_message in part.subscriptions:
+                self._receivers[subject].remove(on_message)
+            for subject in {subject for subject, _ in part.subscriptions}:
+                await self._leave_subject(subject)
+
+    async def _leave_subject(self, subject: str) -> None:
+        """Unsubscribe, if nobody in this process receives it any more."""
+        if self._receivers.get(subject) != []:
+            return
+        del self._receivers[subject]
+        subscription = self._subscriptions.pop(subject, None)
+        if self._client is not None and subscription is not None:
+            with contextlib.suppress(nats.errors.Error):  # of a closed connection: nothing is subscribed
+                await self._client.unsubscribe_plain(subscription)
 
     async def _look_forever(self) -> None:
         """Say what is awaited while NATS is away, also if no attempt to connect comes to an end."""
@@ -230,8 +240,10 @@ class Bus:
         self._client_closed.clear()
         try:
             await self._connect(client)
-            for subject in self._subjects:  # may grow during the loop
-                await self._subscribe_client(client, subject)
+            self._subscriptions = {}
+            # some may come and go during the loop
+            while missing := [each for each in self._receivers if each not in self._subscriptions]:
+                await self._subscribe_client(client, missing[0])
             self._client = client
             await client.flush()
         except BaseException:
@@ -265,7 +277,7 @@ class Bus:
             for on_message in receivers:
                 on_message(subject, data, reply)
 
-        await client.subscribe_plain(
+        self._subscriptions[subject] = await client.subscribe_plain(
             subject, deliver, pending_msgs_limit=PENDING_MESSAGES, pending_bytes_limit=PENDING_BYTES
         )
 
@@ -403,19 +415,24 @@ class NatsClient(Client):
 
     async def subscribe_plain(
         self, subject: str, on_message: OnMessage, *, pending_msgs_limit: int, pending_bytes_limit: int
-    ) -> None:
+    ) -> Subscription:
         """Call `on_message` for each message, in order. The limits hold only for messages that are queued."""
 
         async def deliver(message: Msg) -> None:
             on_message(message.subject, message.data, message.reply)
 
         self._plain[deliver] = on_message
-        await self.subscribe(
+        return await self.subscribe(
             subject,
             cb=deliver,
             pending_msgs_limit=pending_msgs_limit,
             pending_bytes_limit=pending_bytes_limit,
         )
+
+    async def unsubscribe_plain(self, subscription: Subscription) -> None:
+        """Get no more messages of it. Raises nats.errors.Error if the connection has closed."""
+        self._plain.pop(subscription._cb, None)
+        await subscription.unsubscribe()
 
     async def _connect_to_server(self, s: Srv) -> None:
         left, self._transport = self._transport, None

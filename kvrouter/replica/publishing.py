@@ -102,8 +102,8 @@ class Publishing:
         self._replica.next_round(now)
         for pool_id, router in self._replica.routers.items():
             self._publish(pool_id, router.check_frames(now))
-        if self._replica.wants_hello():
-            self._bus.publish(self._subjects.hello, b"")
+        if (hello := self._replica.hello()) is not None:
+            self._bus.publish(self._subjects.hello, hello)
         self._publish_heartbeat()
 
     def hello(self) -> None:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from typing import TypeAlias
 
 import structlog
 
@@ -32,7 +34,7 @@ from kvrouter.worker.engines.metrics import RankLoad, Scrape
 from kvrouter.worker.metrics_port import AgentView, MetricsOf, RankView
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.polled_events import PolledEvents
-from kvrouter.worker.pool_choice import choose_pool
+from kvrouter.worker.pool_choice import Rejoining, choose_pool, pool_name
 from kvrouter.worker.publisher import KvPublisher, ReplayAnswers
 from kvrouter.worker.rank import EngineRank, RankEvents
 from kvrouter.worker.zmq.sockets import EngineEvents, EventEndpoints
@@ -47,20 +49,48 @@ MODELS_EVERY_S = 5.0
 SETTLE_S = 2.0
 
 
+# Opens the events of each rank. They wait there until the engine is known.
+OpenEvents: TypeAlias = Callable[[], AbstractAsyncContextManager[Sequence[RankEvents]]]
+
+
 async def serve(
     options: AgentOptions, stop: asyncio.Event, duty: Duty | None = None, metrics: MetricsOf | None = None
 ) -> None:
     """Run an agent until `stop` is set, or `duty` is done. Raises KvRouterError."""
-    async with contextlib.AsyncExitStack() as stack:
-        events = [await stack.enter_async_context(EngineEvents.open(each)) for each in options.endpoints]
-        bus = await stack.enter_async_context(open_bus(options.nats, name=f"worker {options.worker_id}"))
-        await serve_engine(options, bus, events, duty or Duty(stop), metrics or MetricsOf())
+
+    @contextlib.asynccontextmanager
+    async def open_events() -> AsyncIterator[list[EngineEvents]]:
+        async with contextlib.AsyncExitStack() as stack:
+            yield [await stack.enter_async_context(EngineEvents.open(each)) for each in options.endpoints]
+
+    async with open_bus(options.nats, name=f"worker {options.worker_id}") as bus:
+        await serve_engine(options, bus, open_events, duty or Duty(stop), metrics or MetricsOf())
 
 
 async def serve_engine(
-    options: AgentOptions, bus: Bus, events: Sequence[RankEvents], duty: Duty, metrics: MetricsOf
+    options: AgentOptions, bus: Bus, open_events: OpenEvents, duty: Duty, metrics: MetricsOf
 ) -> None:
-    """Run an agent on an open bus and open event sockets, in which events wait until the engine is known."""
+    """Run an agent on an open bus, again from its start each time that the worker moves to another pool."""
+    may_move = options.model is None
+    while True:
+        async with open_events() as events:
+            pool = await _serve_in_pool(options, bus, events, duty, metrics, may_move=may_move)
+        if pool is None:
+            return
+        options = replace(options, model=pool)
+        duty.dismiss()
+
+
+async def _serve_in_pool(
+    options: AgentOptions,
+    bus: Bus,
+    events: Sequence[RankEvents],
+    duty: Duty,
+    metrics: MetricsOf,
+    *,
+    may_move: bool,
+) -> str | None:
+    """Run an agent in the given pool, or in the one that fits. Returns the pool to which it has to move."""
     started_us = time.time_ns() // 1000
     async with contextlib.AsyncExitStack() as stack:
         engine = await stack.enter_async_context(
@@ -68,26 +98,36 @@ async def serve_engine(
         )
         facts = await learn_patiently(engine, options, duty.leave)
         if facts is None:
-            return
+            return None
         found = with_discovered(options, facts)
         # The engine may report more ranks than the flags have endpoints.
         for each, settled in zip(events, found.endpoints, strict=False):
             each.learn_replay(settled.replay)
         reported = found.endpoints[len(events) :]
         more = [await _open_events(stack, engine, each) for each in reported]
-        options, events = found, [*events, *more]
+        events = [*events, *more]
         file = None
         if options.state_file is not None:
             owner = f"{options.namespace}/{options.worker_id}"
             file = stack.enter_context(StateFile.open(options.state_file, owner))
         former = file.read() if file is not None else None
-        with bus.part() as listening:
-            options = replace(options, model=await choose_pool(options, listening, facts, duty.leave))
-        part = stack.enter_context(bus.part())
-        agent = Agent(options, part, engine, facts, events, duty=duty, started_us=started_us, former=former)
+        async with bus.part() as listening:
+            options = replace(found, model=await choose_pool(found, listening, facts, duty.leave))
+        part = await stack.enter_async_context(bus.part())
+        agent = Agent(
+            options,
+            part,
+            engine,
+            facts,
+            events,
+            duty=duty,
+            started_us=started_us,
+            former=former,
+            rejoining=Rejoining(bus, options, pool_name(options, facts)) if may_move else None,
+        )
         metrics.bus = bus
         with metrics.including(agent):
-            await agent.run(file)
+            return await agent.run(file)
 
 
 async def _open_events(
@@ -113,8 +153,9 @@ class Agent:
         duty: Duty,
         started_us: int,
         former: AgentState | None = None,
+        rejoining: Rejoining | None = None,
     ) -> None:
-        """`former` is the saved state of the agent's former process."""
+        """`former`: the saved state of the agent's former process. `rejoining`: None in a given pool."""
         self._options = options
         self._bus = bus
         self._engine = engine
@@ -124,7 +165,7 @@ class Agent:
         # the former one even if the clock was set back: replicas ignore a lower incarnation.
         self._incarnation = max(started_us, former.header.incarnation + 1 if former else 0)
         self._subjects = Subjects(options.namespace)
-        self._pool_model = options.model or facts.models.served_names[0]
+        self._pool_model = pool_name(options, facts)
         self._ranks = [self._rank(number, former) for number in range(len(events))]
         self._is_answering = asyncio.Event()
         self._is_down = False
@@ -132,6 +173,8 @@ class Agent:
         self._trouble = ""
         self._answers = ReplayAnswers(bus, [rank.publisher for rank in self._ranks])
         self._duty = duty
+        self._rejoining = rejoining
+        self._moves_to: str | None = None
         self._loads: Mapping[int, RankLoad] = facts.scrape.loads
         self._logged_lacks: set[str] = set()
         where = {
@@ -139,11 +182,20 @@ class Agent:
             "replay": shown([each.replay for each in options.endpoints]),
         }
         self._announcer = Announcer(
-            bus, self._subjects, self._card(), self._incarnation, self._rank_beats, facts=where
+            bus,
+            self._subjects,
+            self._card(),
+            self._incarnation,
+            self._rank_beats,
+            facts=where,
+            on_shared_names=rejoining.tell if rejoining is not None else lambda _: None,
         )
 
-    async def run(self, file: StateFile | None = None) -> None:
-        """Serve until the duty is done, then publish `leave` and save the state. Raises TakenOverError."""
+    async def run(self, file: StateFile | None = None) -> str | None:
+        """Serve until the duty is done, then publish `leave` and save the state. Raises TakenOverError.
+
+        Returns the pool to which the worker has to move, if that is why it left.
+        """
         self._log_lacks()
         self._duty.attend(self._announce_state)
         self._announce_state()
@@ -159,12 +211,13 @@ class Agent:
             for events, rank in zip(self._events, self._ranks, strict=True):
                 loops += [rank.follow(events), rank.read_again(events), rank.send(self._is_answering)]
             tasks = [group.create_task(loop) for loop in loops]
-            reason = await self._duty.until_done(self._serve_out())
+            reason = await self._duty.until_done(self._serve_out(), self._find_pool())
             log.info("worker.leaving", worker=self._options.worker_id, reason=reason)
             self._announcer.leave()  # no await before the cancellations: no heartbeat may follow it
             for task in tasks:
                 task.cancel()
         await self._save_state(file)  # not after an error: a successor may own the file by now
+        return self._moves_to
 
     async def _serve_out(self) -> str:
         """Wait for SIGTERM, then drain until --drain-timeout-s. Returns the reason to leave."""
@@ -177,6 +230,13 @@ class Agent:
                 return await until_drained(self._engine, lambda: self._is_down)
         except TimeoutError:
             return f"--drain-timeout-s {self._options.drain_timeout_s:g} has passed"
+
+    async def _find_pool(self) -> str:
+        """Wait until the worker belongs to another pool. Returns the reason to leave."""
+        if self._rejoining is None:
+            return await asyncio.Future()
+        self._moves_to = await self._rejoining.until_better(lambda: self._facts)
+        return f"joins pool {self._moves_to}"
 
     async def _announce(self) -> None:
         """Send heartbeats and answer replays, once the history is known: an earlier answer would be empty."""
@@ -361,11 +421,14 @@ class Agent:
             self._announcer.update(self._card())
 
     def _check_model(self, models: Models) -> None:
-        pool = self._pool_model
-        has_gone = pool in self._facts.models.served_names and pool not in models.served_names
-        if has_gone or (self._options.model is None and models.served_names[0] != pool):
+        pool, before, now = self._pool_model, self._facts.models.served_names, models.served_names
+        has_gone = pool in before and pool not in now
+        has_other_first = self._options.model is None and now[0] != pool
+        # it joined a pool whose name is none of its own
+        has_changed = self._rejoining is not None and pool not in before and now != before
+        if has_gone or has_other_first or has_changed:
             raise EngineError(
-                f"the engine served {pool!r} and now serves {models.served_names[0]!r}: start the agent again"
+                f"the engine served {before[0]!r} and now serves {now[0]!r}: start the agent again"
             )
 
     def _check_ranks(self, facts: EngineFacts) -> None:

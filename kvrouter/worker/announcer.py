@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from kvrouter.core.wire.heartbeats import (
     State,
     WorkerBeat,
     card_trouble,
+    decode_hello,
     decode_worker_beat,
     encode,
 )
@@ -61,7 +62,9 @@ class BusLike(Protocol):
 
 
 class Announcer:
-    """Publishes one worker's heartbeats. It calls `rank_beats` for each of them. `worker.up` logs `facts`.
+    """Publishes one worker's heartbeats. It calls `rank_beats` for each of them.
+
+    `worker.up` logs `facts`. `on_shared_names` gets the names that several pools serve, of a hello with some.
 
     Each heartbeat is decoded before it is sent: a frontend would ignore a malformed one without a trace, and
     the worker would look silent. Raises ConfigError for a card that frontends would reject.
@@ -76,6 +79,7 @@ class Announcer:
         rank_beats: Callable[[], list[RankBeat]],
         *,
         facts: Mapping[str, str] = MappingProxyType({}),
+        on_shared_names: Callable[[Sequence[str]], None] = lambda _: None,
     ) -> None:
         if trouble := card_trouble(card):
             raise ConfigError(f"worker {card.worker_id!r} cannot be announced: {trouble}")
@@ -88,6 +92,7 @@ class Announcer:
         self._subject = subjects.live_worker(WorkerId(card.worker_id))
         self._rank_beats = rank_beats
         self._facts = facts
+        self._on_shared_names = on_shared_names
         self._card_sent_at = float("-inf")
         self._is_announced = False
         self._hurry = asyncio.Event()
@@ -105,7 +110,7 @@ class Announcer:
 
     async def subscribe(self) -> None:
         """Subscribe to hellos, and to heartbeats of another agent with the same worker id."""
-        await self._bus.subscribe(self._subjects.hello, lambda *_: self.hurry())
+        await self._bus.subscribe(self._subjects.hello, self._on_hello)
         await self._bus.subscribe(self._subject, self._on_own_subject)
         self._bus.on_connect(self.hurry)
 
@@ -143,6 +148,11 @@ class Announcer:
             self._is_announced = True
             card = self.card
             log.info("worker.up", worker=card.worker_id, model=card.model, ranks=card.ranks, **self._facts)
+
+    def _on_hello(self, _subject: str, payload: bytes, _reply: str) -> None:
+        self.hurry()
+        if names := decode_hello(payload).shared_names:
+            self._on_shared_names(names)
 
     def leave(self) -> None:
         """Announce that the worker leaves."""

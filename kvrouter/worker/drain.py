@@ -65,15 +65,15 @@ class Duty:
         self.is_paused = not self.is_paused
         self._notify()
 
-    async def until_done(self, serving_out: Coroutine[None, None, str]) -> str:
-        """Wait until `leave` is set or `serving_out` ends; returns the reason."""
-        over, leave = asyncio.create_task(serving_out), asyncio.create_task(self.leave.wait())
+    async def until_done(self, *endings: Coroutine[None, None, str]) -> str:
+        """Wait until `leave` is set or one of `endings` returns the reason; returns the reason."""
+        over, leave = [asyncio.create_task(each) for each in endings], asyncio.create_task(self.leave.wait())
         try:
-            await asyncio.wait([over, leave], return_when=asyncio.FIRST_COMPLETED)
-            return over.result() if over.done() else "leaving at once on request"
+            await asyncio.wait([*over, leave], return_when=asyncio.FIRST_COMPLETED)
+            return next((each.result() for each in over if each.done()), "leaving at once on request")
         finally:
-            over.cancel()
-            leave.cancel()
+            for task in (*over, leave):
+                task.cancel()
 
     def _notify(self) -> None:
         if self._on_change is not None:

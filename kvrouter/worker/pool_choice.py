@@ -1,27 +1,35 @@
-"""Which pool a worker joins, if its engine has several names (`--served-model-name new old`).
+"""Which pool a worker joins, if several could serve its engine's names (`--served-model-name new old`).
 
-Its first name makes a pool of its own. In a rolling rename that would split a fleet: the engines that are
-renamed still serve the old name, with equal tokens. So an agent first listens, and joins the pool of live
-workers that is called by another of its names, if both engines make the same token ids of the same prompts:
+Its first name makes a pool of its own. In a rolling rename that would split a fleet: old and new engines
+serve a name together, with equal tokens. So the agent joins the pool of live workers that serve one of its
+names, if both engines make the same token ids of the same prompts:
 
-    card of a live worker ──its pool is one of the names──> PROBES to both engines ──same ids──> that pool
+    card of a live worker ──serves one of the names──> PROBES to both engines ──same ids──> its pool
 
-If one of the two cannot be asked, equal model directories count instead. `--model` overrides all this.
+If one of the two cannot be asked, equal model directories count instead. Of several pools the one with most
+workers is joined, of equal ones the first by name: agents that look at the same fleet choose the same pool.
+`--model` overrides all this.
 
-Cards come with a worker's first heartbeat and every CARD_EVERY_S; agents may not send hellos.
+An agent whose engine has several names looks before its first heartbeat. All agents look again when a replica
+tells them in a hello that several pools serve one of their names (`Rejoining`):
+
+    [k]  [k-v2, k]   the second joins pool k        [k-v2]   makes pool k-v2; told of k-v2, it joins pool k
+
+Cards come with a worker's first heartbeat, with a hello, and every CARD_EVERY_S.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import structlog
 
-from kvrouter.bus import BusPart, Subjects
+from kvrouter.bus import Bus, BusPart, Subjects
 from kvrouter.core.wire.heartbeats import Card, decode_worker_beat
 from kvrouter.core.wire.ids import WorkerId
 from kvrouter.errors import MalformedFrameError
@@ -38,10 +46,18 @@ log = structlog.get_logger()
 # Longer than an agent that starts at the same time waits before its first heartbeat (agent.py, SETTLE_S).
 LISTEN_S = 3.5
 _LOOK_EVERY_S = 0.05
+# After the hello of a replica. It is answered with cards, and another replica's hello follows within 1 s.
+LISTEN_AGAIN_S = 1.5
+# Between two looks of one agent. They follow hellos, and anyone who may publish those could send many.
+LOOK_AGAIN_S = 10.0
 # Of all comparisons with one pool: five prompts to each engine, which serves the chats with one token.
 COMPARE_S = 10.0
 # Members of a pool that are tried until one can be asked.
 _MOST_ASKED = 3
+# Pools that are compared in one look, those with most workers first.
+_MOST_POOLS = 8
+# Cards of a fleet. The rest is not looked at.
+_MOST_HEARD = 10_000
 
 _SAME_IDS = "an engine of this pool makes the same token ids"
 _SAME_DIRECTORY = (
@@ -49,31 +65,56 @@ _SAME_DIRECTORY = (
 )
 
 
-def pool_of(names: Sequence[str], cards: Iterable[Card], why: Mapping[str, str]) -> str:
-    """The name of the pool: that of most live workers, of those that `why` allows; else the first name."""
-    pools = Counter(card.model for card in cards if card.model == names[0] or why.get(card.model))
-    return max(names, key=lambda name: (pools[name], -names.index(name)))
+def pool_of(own: str, cards: Iterable[Card], why: Mapping[str, str]) -> str:
+    """The name of the pool: `own`, or one that `why` allows, if it has more live workers.
+
+    Of pools with equally many workers the first by name.
+    """
+    pools = Counter(card.model for card in cards if card.model == own or why.get(card.model))
+    return min({own, *pools}, key=lambda pool: (-pools[pool], pool))
 
 
-async def choose_pool(
-    options: AgentOptions, bus: BusPart, facts: EngineFacts, leave: asyncio.Event
-) -> str | None:
-    """The name of the pool, if it is given or is not the engine's first name; else None."""
-    names = facts.models.served_names
-    if options.model is not None or len(names) < 2:
-        return options.model
-    heard: dict[str, Card | None] = {}
+class _Fleet:
+    """The cards of workers, as they are heard."""
 
-    def note(subject: str, payload: bytes, _reply: str) -> None:
+    def __init__(self, ignored: str = "") -> None:
+        """`ignored`: the worker whose heartbeats do not count."""
+        self._ignored = ignored
+        self._cards: dict[str, Card | None] = {}
+
+    def note(self, subject: str, payload: bytes, _reply: str) -> None:
+        """Take a heartbeat."""
         worker = subject.rpartition(".")[2]
         try:
             beat = decode_worker_beat(payload, WorkerId(worker))
         except MalformedFrameError:
             return
-        if worker != options.worker_id:
-            heard[worker] = beat.card or heard.get(worker)
+        if worker != self._ignored and (worker in self._cards or len(self._cards) < _MOST_HEARD):
+            self._cards[worker] = beat.card or self._cards.get(worker)
 
-    await bus.subscribe(Subjects(options.namespace).live_worker(WorkerId("*")), note)
+    def wait_s(self, least_s: float) -> float:
+        """How long to listen: so long, or until each worker that was heard has sent its card."""
+        return least_s if all(self._cards.values()) else CARD_EVERY_S + 1.0
+
+    def cards(self) -> list[Card]:
+        """Those that are known, by worker id."""
+        return [card for _, card in sorted(self._cards.items()) if card is not None]
+
+
+def pool_name(options: AgentOptions, facts: EngineFacts) -> str:
+    """The name of the pool that the options give, or else the engine's first name."""
+    return options.model or facts.models.served_names[0]
+
+
+async def choose_pool(
+    options: AgentOptions, bus: BusPart, facts: EngineFacts, leave: asyncio.Event
+) -> str | None:
+    """The name of the pool at the start, if it is given or is not the engine's first name; else None."""
+    names = facts.models.served_names
+    if options.model is not None or len(names) < 2:
+        return options.model
+    fleet = _Fleet(options.worker_id)
+    await bus.subscribe(_every_worker(options), fleet.note)
     connected = asyncio.Event()
     bus.on_connect(connected.set)
     now = asyncio.get_running_loop().time
@@ -82,19 +123,68 @@ async def choose_pool(
     while pool == names[0] and not leave.is_set():
         if not connected.is_set():
             began = now()
-        elif now() >= began + (LISTEN_S if all(heard.values()) else CARD_EVERY_S + 1.0):
+        elif now() >= began + fleet.wait_s(LISTEN_S):
             break
         await asyncio.sleep(_LOOK_EVERY_S)
-        cards = [heard[worker] for worker in sorted(heard)]
-        known = [card for card in cards if card is not None]
-        for name in names[1:]:
-            members = [card for card in known if card.model == name]
-            if members and name not in why:
-                why[name] = await why_equal(options, facts, members)
-        pool = pool_of(names, known, why)
-    if pool == names[0]:
-        return None
-    log.info("worker.joins_pool", worker=options.worker_id, pool=pool, names=names, reason=why[pool])
+        pool = await _best(options, facts, pool, fleet.cards(), why)
+    return None if pool == names[0] else pool
+
+
+class Rejoining:
+    """Looks again which pool is the right one, when a replica tells of a name that several pools serve."""
+
+    def __init__(self, bus: Bus, options: AgentOptions, pool: str) -> None:
+        self._bus = bus
+        self._options = options
+        self._pool = pool
+        self._told: set[str] = set()
+        self._is_told = asyncio.Event()
+
+    def tell(self, shared_names: Iterable[str]) -> None:
+        """Several pools serve these names."""
+        self._told.update(shared_names)
+        self._is_told.set()
+
+    async def until_better(self, facts: Callable[[], EngineFacts]) -> str:
+        """Wait until there is a better pool than its own; returns the name."""
+        while True:
+            await self._is_told.wait()
+            self._is_told.clear()
+            told, self._told = self._told, set()
+            if told & {*facts().models.served_names}:
+                pool = await self._look(facts())
+                if pool != self._pool:
+                    return pool
+                await asyncio.sleep(LOOK_AGAIN_S)
+
+    async def _look(self, facts: EngineFacts) -> str:
+        fleet = _Fleet()
+        async with self._bus.part() as listening:
+            await listening.subscribe(_every_worker(self._options), fleet.note)
+            await asyncio.sleep(LISTEN_AGAIN_S)
+            await asyncio.sleep(fleet.wait_s(LISTEN_AGAIN_S) - LISTEN_AGAIN_S)
+        return await _best(self._options, facts, self._pool, fleet.cards(), {})
+
+
+def _every_worker(options: AgentOptions) -> str:
+    return Subjects(options.namespace).live_worker(WorkerId("*"))
+
+
+async def _best(
+    options: AgentOptions, facts: EngineFacts, own: str, cards: Sequence[Card], why: dict[str, str]
+) -> str:
+    """The best pool of these workers. Notes in `why` which pools may be joined, and asks each pool once."""
+    names = {*facts.models.served_names}
+    sharing = [card for card in cards if names & {*card.base_names()}]
+    for pool, _ in Counter(card.model for card in sharing).most_common(_MOST_POOLS):
+        if pool not in {own, *why}:
+            members = [card for card in sharing if card.model == pool]
+            why[pool] = await why_equal(options, facts, members)
+    pool = pool_of(own, cards, why)
+    if pool != own:
+        log.info(
+            "worker.joins_pool", worker=options.worker_id, pool=pool, names=sorted(names), reason=why[pool]
+        )
     return pool
 
 
@@ -110,7 +200,7 @@ async def why_equal(options: AgentOptions, facts: EngineFacts, members: Sequence
             "worker.other_tokens",
             worker=options.worker_id,
             pool=members[0].model,
-            effect="it serves this name, but other token ids: the engine makes a pool of its first name",
+            effect="its engines have a name of this engine, but other token ids: this one does not join it",
         )
     return _SAME_IDS if is_equal else ""
 
@@ -123,17 +213,24 @@ async def _compare(options: AgentOptions, facts: EngineFacts, members: Sequence[
     try:
         async with (
             asyncio.timeout(COMPARE_S),
-            EngineTokenizer.open(options.api_key, trusting(options.tls_ca)) as engines,
+            EngineTokenizer.open(options.api_key, trusting(options.tls_ca)) as own_engine,
+            EngineTokenizer.open("", trusting(options.tls_ca)) as others,
         ):
-            own = await _ids(engines, options.engine_url, facts.models.served_names[0])
+            own = await _ids(own_engine, options.engine_url, facts.models.served_names[0])
             for card in members[:_MOST_ASKED]:
+                engines = own_engine if _is_same_host(card.url, options.engine_url) else others
                 try:
-                    return own == await _ids(engines, card.url, card.model)
+                    return own == await _ids(engines, card.url, card.base_names()[0])
                 except EngineTokenizerError:
                     continue
     except (EngineTokenizerError, TimeoutError):
         pass
     return None
+
+
+def _is_same_host(url: str, own: str) -> bool:
+    """Whether the own engine's key may go there. Whoever may publish a card can name any URL in it."""
+    return urlsplit(url).hostname == urlsplit(own).hostname
 
 
 async def _ids(engines: EngineTokenizer, url: str, model: str) -> list[Sequence[int] | None]:

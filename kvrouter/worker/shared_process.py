@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 
 import structlog
 
@@ -77,8 +78,7 @@ async def _keep(
     """Run one engine's agent, and start it again after each error."""
     while not duty.leave.is_set():
         try:
-            async with _open_events(options, sockets) as events:
-                await serve_engine(options, bus, events, duty, metrics)
+            await serve_engine(options, bus, partial(_open_events, options, sockets), duty, metrics)
             return
         except Exception as error:  # any: one engine must not stop the agents of the others
             errors = leaves(error)
@@ -113,7 +113,7 @@ async def _until_silent(options: AgentOptions, bus: Bus, duty: Duty, retry_s: fl
     """Wait until the other agent has sent nothing for `retry_s` and for _SILENT_BEATS heartbeats."""
     received = asyncio.Event()
     subject = Subjects(options.namespace).live_worker(WorkerId(options.worker_id))
-    with bus.part() as part:
+    async with bus.part() as part:
         await part.subscribe(subject, lambda *_: received.set())
         received.set()
         clock = asyncio.get_running_loop().time

@@ -235,13 +235,13 @@ async def test_agent_without_the_latest_right(
     file.write_text(written.replace(others, ""))
     old = new_nats_server(file)
     old.start()
-    options = AgentOptions("http://127.0.0.1:9", "w1", NatsOptions((old.url,), nkey_file=users / "w1.nk"), NS)
+    nats = NatsOptions((old.url,), nkey_file=users / "w1.nk")
+    options = AgentOptions("http://127.0.0.1:9", "w1", nats, NS)
     facts = EngineFacts(Models(("k-v2", "k"), ()), "0.33.0", Scrape())
 
     with capture_logs() as logs:
-        async with Bus.open(NatsOptions((old.url,), nkey_file=users / "w1.nk"), name="w1") as bus:
-            with bus.part() as part:
-                assert await choose_pool(options, part, facts, asyncio.Event()) is None
+        async with Bus.open(nats, name="w1") as bus, bus.part() as part:
+            assert await choose_pool(options, part, facts, asyncio.Event()) is None
 
     (warning,) = [entry for entry in logs if entry["log_level"] == "warning"]
     assert "live.worker.*" in warning["error"]

@@ -57,5 +57,5 @@ async def test_local_host_of_a_bus(nats_url: str) -> None:
     async with Bus.open(NatsOptions((nats_url,)), name="test") as bus:
         before = bus.local_host
         await until(lambda: bus.connected)
-        with bus.part() as part:
+        async with bus.part() as part:
             assert ("", "127.0.0.1", "127.0.0.1") == (before, bus.local_host, part.local_host)

@@ -74,7 +74,7 @@ async def test_part(bus: Bus, subject: str) -> None:
     """The subscriptions of a part of the process end with it; others still receive the subject."""
     inbox, left = Inbox(), Inbox()
     await bus.subscribe(subject, inbox)
-    with bus.part() as part:
+    async with bus.part() as part:
         await part.subscribe(subject, left)
         part.publish(subject, b"1")
         await left.holds(1)
@@ -82,6 +82,24 @@ async def test_part(bus: Bus, subject: str) -> None:
     bus.publish(subject, b"2")
     await inbox.holds(2)
     assert [b"1"] == left.payloads
+
+
+async def test_subject_that_nobody_receives(bus: Bus, subject: str) -> None:
+    """The server sends a part's subjects no longer once it has ended; the next part receives them again."""
+    after = Inbox()
+    await bus.subscribe(subject, after)
+    for round_ in range(1, 4):
+        inbox = Inbox()
+        async with bus.part() as part:
+            await part.subscribe(f"{subject}.*", inbox)
+            bus.publish(f"{subject}.a", b"x")
+            await inbox.holds(1)
+        received = bus.counters.received
+        bus.publish(f"{subject}.a", b"x")
+        bus.publish(subject, b"after")
+        await after.holds(round_)
+
+        assert received + 1 == bus.counters.received
 
 
 async def test_too_large_a_message(bus: Bus, subject: str) -> None:

@@ -311,7 +311,7 @@ class SimReplica(Process):
     def _beat(self) -> None:
         self.replica.next_round(self.now())
         self._publish(lambda router: router.check_frames(self.now()))
-        if self.replica.wants_hello():
+        if self.replica.hello() is not None:
             self.line.publish(self._subjects.hello, b"")
         self._publish_heartbeat()
         self.after(HEARTBEAT_S, self._beat)

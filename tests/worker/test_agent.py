@@ -14,13 +14,14 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvrouter import long_wait
+from kvrouter.bus import Bus
 from kvrouter.core.wire.hashes import block_hashes, sequence_hashes
-from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat
+from kvrouter.core.wire.heartbeats import Card, Hello, RankBeat, WorkerBeat
 from kvrouter.core.wire.ids import WorkerId
 from kvrouter.core.wire.ops import VERSION, Cleared, ReplayRequest
 from kvrouter.core.wire.ops import encode as encode_op
 from kvrouter.version import __version__
-from kvrouter.worker import agent
+from kvrouter.worker import agent, pool_choice
 from kvrouter.worker import rank as rank_module
 from kvrouter.worker.agent import serve
 from kvrouter.worker.announcer import TakenOverError
@@ -29,6 +30,7 @@ from kvrouter.worker.engines.endpoints import NO_REPLAY
 from kvrouter.worker.engines.http import EngineError
 from kvrouter.worker.engines.vllm import CACHING_OFF, Event, VllmAdapter
 from kvrouter.worker.options import AgentOptions
+from kvrouter.worker.pool_choice import Rejoining
 from kvrouter.worker.zmq.sockets import EngineEvents, EventEndpoints
 from tests.worker.closed_sets import ClosedSets
 from tests.worker.fake_engine import EngineServer, EventSockets, pack, store
@@ -483,6 +485,50 @@ async def test_another_model_without_an_outage(scene: Scene, monkeypatch: pytest
             await scene.listener.beat(lambda beat: beat.state == "up")
             scene.engine.model = "other"
             await asyncio.wait([task])
+
+
+async def test_another_pool(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told that several pools serve its name, an agent leaves and joins the one of equal engines."""
+    monkeypatch.setattr(pool_choice, "LISTEN_AGAIN_S", 0.2)
+    old = Card(
+        worker_id="old",
+        url="http://127.0.0.1:9",
+        model="former",
+        served_names=("tiny", "former"),
+        block_size=2,
+        tokenizer="/m",
+    )
+    bus, subjects = scene.listener.bus, scene.listener.subjects
+    async with scene.agent():
+        await scene.listener.until_held({A})
+        own = await scene.listener.beat(lambda beat: beat.card is not None)
+        bus.publish(subjects.hello, encode_op(Hello(("other",))))
+        bus.publish(subjects.hello, encode_op(Hello(("tiny",))))
+        announcing = asyncio.create_task(_announce(bus, subjects.live_worker(WorkerId("old")), old))
+        left = await scene.listener.beat(lambda beat: beat.state == "leave")
+        moved = await scene.listener.beat(lambda beat: beat.card is not None)
+        announcing.cancel()
+
+    assert own.card is not None
+    assert moved.card is not None
+    assert ("tiny", "former") == (own.card.model, moved.card.model)
+    assert moved.incarnation > left.incarnation == own.incarnation
+    assert [1] == [rank.seq for rank in moved.ranks]
+
+
+async def _announce(bus: Bus, subject: str, card: Card) -> None:
+    while True:
+        bus.publish(subject, encode_op(WorkerBeat(VERSION, 1, "up", "former", [], 1, card)))
+        await asyncio.sleep(0.02)
+
+
+async def test_given_pool(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --model an agent stays in its pool, whatever a replica tells it."""
+    monkeypatch.setattr(Rejoining, "until_better", None)
+    async with scene.agent(replace(scene.options, model="tiny")):
+        await scene.listener.until_held({A})
+        scene.listener.bus.publish(scene.listener.subjects.hello, encode_op(Hello(("tiny",))))
+        await scene.listener.beat(lambda beat: beat.card is not None)
 
 
 async def test_namesake(scene: Scene) -> None:

@@ -45,30 +45,31 @@ def card(model: str, tokenizer: str = "/models/k", worker: str = "old", url: str
         (["k"], "k"),
         (["x"], "k-v2"),
         (["k-old", "k", "k"], "k"),
-        (["k-old", "k"], "k"),  # its own order decides
-        (["k", "k-v2"], "k-v2"),
+        (["k-old", "k"], "k"),  # the first by name
+        (["k", "k-v2"], "k"),
         (["k", "k", "k-v2"], "k"),
+        (["k", "k-v2", "k-v2"], "k-v2"),
     ],
 )
 def test_pool(models: list[str], pool: str) -> None:
-    """The pool of most live workers that is called by one of its names and may be joined."""
-    assert pool == pool_of(NAMES, map(card, models), WHY)
+    """The pool of most live workers that may be joined."""
+    assert pool == pool_of("k-v2", map(card, models), WHY)
 
 
 def test_pool_that_may_not_be_joined() -> None:
     """Workers with other tokens do not count, however many they are."""
-    assert "k-v2" == pool_of(NAMES, [card("k"), card("k")], {"k": ""})
+    assert "k-v2" == pool_of("k-v2", [card("k"), card("k")], {"k": ""})
 
 
 @given(st.lists(st.sampled_from([*NAMES, "x"])), st.randoms())
 def test_order_does_not_matter(models: list[str], random: object) -> None:
     """Agents that start together and hear the same workers choose the same pool."""
     cards = [card(model) for model in models]
-    chosen = pool_of(NAMES, cards, WHY)
+    chosen = pool_of("k-v2", cards, WHY)
     random.shuffle(cards)  # type: ignore[attr-defined]
 
     assert chosen in NAMES
-    assert chosen == pool_of(NAMES, cards, WHY)
+    assert chosen == pool_of("k-v2", cards, WHY)
 
 
 def facts(*names: str) -> EngineFacts:
@@ -165,6 +166,17 @@ async def test_equal_tokens(own: Answer, other: Answer, directory: str, may_join
         assert ({"k-v2"}, {"k"}) == (mine.models, theirs.models or {"k"})
 
 
+async def test_key_stays_with_the_own_host() -> None:
+    """Whoever may publish a card can name any URL in it: the key goes to engines on the own host only."""
+    async with Tokenizing.open(plain) as mine, Tokenizing.open(plain) as theirs:
+        options = AgentOptions(mine.url, "new", api_key="secret")
+        elsewhere = theirs.url.replace("127.0.0.1", "localhost")
+
+        assert await why_equal(options, facts(*NAMES), [card("k", url=elsewhere)])
+
+        assert ({"Bearer secret"}, {""}) == (mine.keys, theirs.keys)
+
+
 async def test_a_member_that_is_gone() -> None:
     """The next one is asked, within a bounded number."""
     async with Tokenizing.open(plain) as engine:
@@ -201,17 +213,16 @@ async def test_listening(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None
     def beat(of: Card | None) -> bytes:
         return encode(WorkerBeat(VERSION, 1, "up", "pool", [], 1, of))
 
-    async with Bus.open(NatsOptions((nats_url,)), name="test") as bus:
-        with bus.part() as part:
-            assert await choose_pool(options, part, facts("k"), asyncio.Event()) is None
-            assert "m" == await choose_pool(replace(options, model="m"), part, facts(*NAMES), asyncio.Event())
-            choosing = asyncio.create_task(choose_pool(options, part, facts(*NAMES), asyncio.Event()))
-            bus.publish(own, beat(card("k-old", worker="new")))  # a former life of its own does not count
-            bus.publish(subject, b"broken")
-            cards = itertools.chain([None, None], itertools.repeat(card("k")))
-            while not choosing.done():
-                bus.publish(subject, beat(next(cards)))
-                await asyncio.sleep(0.01)
+    async with Bus.open(NatsOptions((nats_url,)), name="test") as bus, bus.part() as part:
+        assert await choose_pool(options, part, facts("k"), asyncio.Event()) is None
+        assert "m" == await choose_pool(replace(options, model="m"), part, facts(*NAMES), asyncio.Event())
+        choosing = asyncio.create_task(choose_pool(options, part, facts(*NAMES), asyncio.Event()))
+        bus.publish(own, beat(card("k-old", worker="new")))  # a former life of its own does not count
+        bus.publish(subject, b"broken")
+        cards = itertools.chain([None, None], itertools.repeat(card("k")))
+        while not choosing.done():
+            bus.publish(subject, beat(next(cards)))
+            await asyncio.sleep(0.01)
 
     assert "k" == await choosing
 
@@ -222,7 +233,6 @@ async def test_leaving(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options = AgentOptions(engine_url=NOWHERE, worker_id="new", nats=nats_url, namespace="n")
     leave = asyncio.Event()
     leave.set()
-    async with Bus.open(NatsOptions((nats_url,)), name="test") as bus:
-        with bus.part() as part:
-            async with asyncio.timeout(20):
-                assert await choose_pool(options, part, facts(*NAMES), leave) is None
+    async with Bus.open(NatsOptions((nats_url,)), name="test") as bus, bus.part() as part:
+        async with asyncio.timeout(20):
+            assert await choose_pool(options, part, facts(*NAMES), leave) is None

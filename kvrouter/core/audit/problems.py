@@ -157,8 +157,9 @@ def name_conflicts(pools: Iterable[Pool]) -> dict[str, list[str]]:
             winner = pool_serving(name, by_id)
             if winner is not pool:
                 conflicts.setdefault(pool.id, []).append(
-                    f"{name!r} is also a name in pool {winner.id}, where all requests for it go: "
-                    "give the model or adapter another name in one of them"
+                    f"{name!r} is also a name in pool {winner.id}, where all requests for it go. "
+                    "If these engines are equal, their agents find one pool in a minute. Else their token "
+                    "ids differ, or --model keeps them apart: give one of them another name"
                 )
     return conflicts
 

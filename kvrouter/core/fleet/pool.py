@@ -115,6 +115,8 @@ class Pool:
         """All model names that clients may use; kept while the pool has no worker."""
         self.lora_names: frozenset[str] = frozenset()
         """The names that are LoRA adapters."""
+        self.servers: Counter[str] = Counter()
+        """How many workers serve each name of the base model; kept while the pool has no worker."""
         self.uneven_names: frozenset[str] = frozenset()
         """Names of the base model that some workers lack: engines that are renamed one by one."""
         self.max_model_len = 0
@@ -336,8 +338,8 @@ class Pool:
             cards = [worker.card for worker in self.workers.values()]
             self.names = frozenset(name for card in cards for name in card.names())
             self.lora_names = frozenset(name for card in cards for name in card.lora_names)
-            served = [frozenset(card.base_names()) for card in cards]
-            self.uneven_names = frozenset.union(*served) - frozenset.intersection(*served)
+            self.servers = Counter(name for card in cards for name in set(card.base_names()))
+            self.uneven_names = frozenset(name for name, count in self.servers.items() if count < len(cards))
             self.max_model_len = max(card.max_model_len for card in cards)
 
     def sweep(self, hashes: int) -> bool:

@@ -8,12 +8,14 @@ A dropped pool may begin again. Its feed then continues with the next seq, becau
 same.
 
 A model name is looked up among base models first, then among LoRA adapters. If several pools match, the one
-with the smallest id serves it. So all replicas choose the same pool, no matter which worker they saw first. A
-name that two pools serve is a mistake of the deployment, which the audit reports (core/audit/problems.py).
+with most workers of that name serves it, of equal ones the one with the smallest id. So all replicas choose
+the same pool, no matter which worker they saw first. The audit reports such a name (core/audit/problems.py),
+and agents whose engines make the same token ids join one of the pools (worker/pool_choice.py).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Set
 
 from kvrouter.core.feeds.lease import DEFAULT_ROUNDS
@@ -124,11 +126,18 @@ def pool_serving(model: str | None, pools: Iterable[Pool]) -> Pool:
     if len(found) == 1:
         return found[0]
     if found:
-        return min(found, key=lambda pool: (model in pool.lora_names, pool.id))
+        return min(found, key=lambda pool: (model in pool.lora_names, -pool.servers[str(model)], pool.id))
     served = listed({name for pool in serving for name in pool.names})
     if model is None:
         raise BadRequestError(f"`model` must be given, as several are served: {served}", param="model")
     raise UnknownModelError(f"The model `{model}` does not exist; served: {served}", param="model")
+
+
+def names_in_several(pools: Iterable[Pool]) -> dict[str, int]:
+    """Names of base models that more than one pool serves now, and how many workers serve each."""
+    live = [pool.servers for pool in pools if pool.workers]
+    counts = Counter(name for servers in live for name in servers)
+    return {name: sum(servers[name] for servers in live) for name, count in counts.items() if count > 1}
 
 
 def listed(names: Set[str]) -> str:

@@ -19,9 +19,10 @@ from kvrouter.core.feeds.lease import DEFAULT_ROUNDS, Leases
 from kvrouter.core.feeds.reader import FeedReader
 from kvrouter.core.feeds.sinks import KvSink
 from kvrouter.core.fleet.following import Following
+from kvrouter.core.fleet.hellos import Hellos
 from kvrouter.core.fleet.places import ReplicaPlaces
 from kvrouter.core.fleet.pool import NAMED_MOST, Pool, PoolSettings
-from kvrouter.core.fleet.pools import Pools
+from kvrouter.core.fleet.pools import Pools, names_in_several
 from kvrouter.core.fleet.readiness import AWAITED_MOST, Readiness, ServedElsewhere, behind, sizes_of_elders
 from kvrouter.core.fleet.router import Router, RouterRules
 from kvrouter.core.fleet.routing_changes import follow, median, refused
@@ -127,8 +128,7 @@ class Replica:
         self._chance = chance
         self._new_rules = new_rules
         self._round = self._returned_round = 0
-        self._lacks_card = False
-        self._hello_again_round = 0
+        self._hellos = Hellos(settings.lease_rounds)
         self._silent_removed_in = -1
 
     # Messages
@@ -163,9 +163,9 @@ class Replica:
             self._meet_awaited(worker_id)
             return
         if beat.card is None and (known is None or not known.knows_card_of(beat)):
-            self._lacks_card = True
+            self._hellos.lacks_card = True
         if self._readiness.is_waiting_for(worker_id):
-            self._leases.renew(AwaitedSource(worker_id), beat.interval_ms)  # `wants_hello` asks for its card
+            self._leases.renew(AwaitedSource(worker_id), beat.interval_ms)  # `hello` asks for its card
         if beat.card is None and self._worker(worker_id) is None:
             return  # without a card neither its URL nor its block size is known
         if not self._may_begin(pool_id, served=True) or not self._may_add(worker_id, beat):
@@ -360,16 +360,10 @@ class Replica:
         live = [name for pool in pools for name, worker in pool.workers.items() if not worker.silent]
         return [str(worker_id) for worker_id in live[:AWAITED_MOST]]
 
-    def wants_hello(self) -> bool:
-        """Whether to publish a hello in this round: the card of a live worker is missing.
-
-        Cards are published every 10 s only, and one may be lost. At most once per lease: all members answer.
-        """
-        if not self._lacks_card or self._round < self._hello_again_round:
-            return False
-        self._lacks_card = False
-        self._hello_again_round = self._round + self.settings.lease_rounds
-        return True
+    def hello(self) -> bytes | None:
+        """The hello to publish in this round, if one is due."""
+        shared = names_in_several(router.pool for router in self.routers.values())
+        return self._hellos.due(self._round, shared)
 
     def hello_sent(self, now: float) -> None:
         """A hello was published, maybe once more after a reconnect."""

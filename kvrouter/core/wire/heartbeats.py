@@ -40,6 +40,8 @@ from kvrouter.errors import MalformedFrameError
 State = Literal["up", "down", "draining", "leave"]
 
 _Names = Annotated[tuple[Line, ...], Meta(max_length=MOST_NAMES)]
+# Of a hello. The others follow when these are served by one pool.
+MOST_SHARED_NAMES = 64
 _Texts = Annotated[tuple[Text, ...], Meta(max_length=MOST_NAMES)]
 
 
@@ -128,6 +130,15 @@ class WorkerBeat(Struct, frozen=True, array_like=True):
     card_version: Number
     card: Card | None = None
     interval_ms: Amount | None = None  # between its heartbeats; None: not reported
+
+
+class Hello(Struct, frozen=True, array_like=True):
+    """What a hello may carry: names of models that several pools serve (see worker/pool_choice.py).
+
+    Without one, a hello has no payload. Replicas, and agents of older versions, do not look at it.
+    """
+
+    shared_names: Annotated[tuple[Line, ...], Meta(max_length=MOST_SHARED_NAMES)]
 
 
 class RoutingChange(Struct, frozen=True, array_like=True):
@@ -225,6 +236,7 @@ class RouterBeat(Struct, frozen=True, array_like=True):
 
 encode = msgspec.msgpack.Encoder().encode
 _decode_worker = msgspec.msgpack.Decoder(WorkerBeat).decode
+_decode_hello = msgspec.msgpack.Decoder(Hello).decode
 _decode_router = msgspec.msgpack.Decoder(RouterBeat).decode
 
 
@@ -239,6 +251,14 @@ def decode_worker_beat(data: bytes, worker_id: WorkerId) -> WorkerBeat:
     if trouble := _contradiction(beat, worker_id):
         raise MalformedFrameError(f"worker heartbeat: {trouble}")
     return beat
+
+
+def decode_hello(data: bytes) -> Hello:
+    """Read a hello. What is malformed is a hello without names."""
+    try:
+        return _decode_hello(data) if data else Hello(())
+    except UNREADABLE:
+        return Hello(())
 
 
 def card_trouble(card: Card) -> str:

@@ -349,5 +349,5 @@ def test_name_of_two_pools() -> None:
 
     assert {"a-llama", "b-qwen"} == set(conflicts)
     assert ["'qwen' is also a name in pool b-qwen"] == [text.split(",")[0] for text in conflicts["a-llama"]]
-    assert "give the model or adapter another name" in conflicts["b-qwen"][0]
+    assert "If these engines are equal" in conflicts["b-qwen"][0]
     assert {} == name_conflicts([llama])

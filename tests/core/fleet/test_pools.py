@@ -95,6 +95,18 @@ def test_same_answer_everywhere(pools: list[Pool]) -> None:
     assert ["a-llama", "b-qwen", "a-llama", "b-qwen"] == [pool_serving(name, pools).id for name in names]
 
 
+def test_name_of_several_pools() -> None:
+    """The pool with most workers of a name serves it: one engine with a pool of its own takes nothing."""
+    old, new = Pool(PoolId("k"), PoolSettings()), Pool(PoolId("a"), PoolSettings())
+    for number in range(3):
+        old.update(
+            WorkerId(f"o{number}"), worker_beat(card(f"o{number}", model="k", served_names=("k", "k-v2")))
+        )
+    new.update(WorkerId("n"), worker_beat(card("n", model="k-v2", served_names=("k-v2",))))
+
+    assert old is pool_serving("k-v2", [new, old])
+
+
 def test_no_name() -> None:
     """One pool needs no name; with several the error lists the names."""
     assert LLAMA is pool_serving(None, [LLAMA])
