@@ -95,12 +95,15 @@ def use_core(core: str | None) -> None:
 
 
 @contextlib.asynccontextmanager
-async def open_bus(options: NatsOptions | str, *, name: str) -> AsyncIterator[Bus]:
-    """The bus at these servers, or at the value of a --nats flag; starts the embedded server if requested."""
+async def open_bus(options: NatsOptions | str, *, name: str, user: str) -> AsyncIterator[Bus]:
+    """The bus at these servers, or at the value of a --nats flag; starts the embedded server if requested.
+
+    `user`: see Bus.open.
+    """
     if isinstance(options, str):
         options = NatsOptions(tuple(options.split(",")))
     async with contextlib.AsyncExitStack() as stack:
         if options.is_embedded:
-            url = await stack.enter_async_context(embedded_server())
+            url = await stack.enter_async_context(embedded_server(options))
             options = replace(options, servers=(url,))
-        yield await stack.enter_async_context(Bus.open(options, name=name))
+        yield await stack.enter_async_context(Bus.open(options, name=name, user=user))

@@ -107,6 +107,15 @@ def free_port() -> Callable[[], int]:
     return _free_port
 
 
+@pytest.fixture(scope="session", autouse=True)
+def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where embedded NATS servers keep their users: never among those of the person who runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        home = tmp_path_factory.mktemp("state")
+        patch.setenv("XDG_STATE_HOME", str(home))
+        yield home
+
+
 @pytest.fixture
 def new_nats_server() -> Iterator[Callable[..., NatsServer]]:
     """Makes servers that are not started yet, with or without a configuration file, and ends them."""

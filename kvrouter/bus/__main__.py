@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 from kvrouter.bus import accounts
 from kvrouter.bus.embedded import embedded_server
+from kvrouter.bus.options import NatsOptions
 from kvrouter.bus.settings import COMMAND, EmbeddedOptions
+from kvrouter.processes.signals import outlive
 from kvrouter.settings.read import Loaded, run
 from kvrouter.telemetry.logs import set_up_logs
 
@@ -24,15 +26,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(loaded: Loaded[EmbeddedOptions]) -> int:
     set_up_logs()
-    asyncio.run(_run(loaded.settings.url))
+    asyncio.run(_run(loaded.settings))
     return 0
 
 
-async def _run(url: str) -> None:
+async def _run(settings: EmbeddedOptions) -> None:
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    async with embedded_server(url):
+    outlive(signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
+    async with embedded_server(NatsOptions(is_open=settings.is_open), settings.url):
         await stopped.wait()
 
 

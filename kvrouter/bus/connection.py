@@ -19,6 +19,7 @@ import random
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import nats.errors
@@ -28,6 +29,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from kvrouter.bus.addresses import host_of
+from kvrouter.bus.local_users import LocalUser, is_here, signature
 from kvrouter.bus.options import NatsOptions
 from kvrouter.bus.outage import Outage
 
@@ -72,11 +74,12 @@ class BusCounters:
 class Bus:
     """One connection that reconnects by itself. Open it with `async with Bus.open(...)`."""
 
-    def __init__(self, options: NatsOptions, name: str) -> None:
+    def __init__(self, options: NatsOptions, name: str, user: str = "") -> None:
         self.counters = BusCounters()
         self._arguments = options.connect_arguments()
         self._name = name
-        self._outage = Outage(options.shown())
+        self._user = LocalUser(user) if user and not options.has_credentials else None
+        self._outage = Outage(options.shown(), self._user)
         self._client: NatsClient | None = None
         self._client_closed = asyncio.Event()
         self._discovered: list[str] = []
@@ -90,9 +93,12 @@ class Bus:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def open(cls, options: NatsOptions, *, name: str) -> AsyncIterator[Bus]:
-        """Connect in the background. The bus can be used at once; `connected` becomes true later."""
-        bus = cls(options, name)
+    async def open(cls, options: NatsOptions, *, name: str, user: str = "") -> AsyncIterator[Bus]:
+        """Connect in the background. The bus can be used at once; `connected` becomes true later.
+
+        `user`: who this client is on a server that kvrouter has started on this machine (local_users.py).
+        """
+        bus = cls(options, name, user)
         keeper = asyncio.create_task(bus._repeat(bus._use_one_client), name="nats keeper")
         sender = asyncio.create_task(bus._repeat(bus._send_next), name="nats sender")
         looker = asyncio.create_task(bus._look_forever(), name="nats looker")
@@ -114,6 +120,11 @@ class Bus:
         if self.connected or not self._outage.reason:
             return ""
         return f"{self._outage.reason}: {self._outage.remedy}"
+
+    @property
+    def is_rejected(self) -> bool:
+        """Whether the bus is not connected because NATS refuses its credentials, or wants some."""
+        return self._outage.is_rejected and not self.connected
 
     @property
     def last_error(self) -> str:
@@ -236,7 +247,7 @@ class Bus:
 
     async def _build_client(self) -> NatsClient:
         """Return a new client once it is connected and has all subscriptions."""
-        client = NatsClient()
+        client = NatsClient(self._user)
         self._client_closed.clear()
         try:
             await self._connect(client)
@@ -403,8 +414,9 @@ class NatsClient(Client):
     per attempt, until the garbage collector runs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, user: LocalUser | None = None) -> None:
         super().__init__()
+        self._user = user
         self._plain: dict[object, OnMessage] = {}
 
     @property
@@ -439,6 +451,26 @@ class NatsClient(Client):
         if left is not None:  # of a failed attempt: nats-py does not close it
             left.close()  # type: ignore[no-untyped-call]
         await super()._connect_to_server(s)
+
+    def _connect_command(self) -> bytes:
+        # the INFO of the server that is connected now was just read
+        if self._user is not None:
+            self._sign_as(self._user)
+        command: bytes = super()._connect_command()
+        return command
+
+    def _sign_as(self, user: LocalUser) -> None:
+        self._public_nkey, self._signature_cb = None, None
+        writer = getattr(self._transport, "_io_writer", None)
+        if writer is None or not self._server_info.get("auth_required"):
+            return
+        host, port = writer.get_extra_info("peername")[:2]
+        if not is_here(host, writer.get_extra_info("sockname")[0]):
+            return
+        pair = user.pair(port, self._server_info.get("server_name", ""))
+        if pair is not None:
+            self._public_nkey = pair.public_key.decode()
+            self._signature_cb = partial(signature, pair)
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
         subscription = self._subs.get(sid)

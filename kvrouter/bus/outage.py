@@ -13,6 +13,7 @@ import ssl
 import nats.errors
 import structlog
 
+from kvrouter.bus.local_users import REJECTED, LocalUser
 from kvrouter.long_wait import LongWait
 
 log = structlog.get_logger()
@@ -29,7 +30,6 @@ NO_SERVER = (
     "Connecting again until one answers"
 )
 NO_ANSWER = "no NATS server answers at this address: check --nats. Connecting again until one does"
-REJECTED = "NATS rejects these credentials; see the --nats-… flags in --help"
 NO_RIGHT = (
     "the server's file does not let this user do that: write it again (`kvrouter nats accounts` with the "
     "same directory and names), and send nats-server a SIGHUP"
@@ -51,11 +51,14 @@ _VAGUE = (
 class Outage:
     """The reason why NATS is away, and warnings of which each is logged once in LOG_EVERY_S."""
 
-    def __init__(self, servers: str) -> None:
+    def __init__(self, servers: str, user: LocalUser | None = None) -> None:
+        """`user`: who this client is on an embedded server; None: flags or URLs say who it is."""
         # Empty while NATS is connected.
         self.reason = ""
         self.remedy = NO_ANSWER
+        self.is_rejected = False
         self._servers = servers
+        self._user = user
         self._wait: LongWait | None = None
         self._specific_at = float("-inf")
         self._logged_at: dict[str, float] = {}
@@ -75,7 +78,8 @@ class Outage:
         if isinstance(error, _VAGUE) and now - self._specific_at < LOG_EVERY_S:
             return
         text = _text(error)
-        self.reason, self.remedy = text, _remedy(error, text)
+        self.is_rejected = "authorization" in text.lower()
+        self.reason, self.remedy = text, self._rejected() if self.is_rejected else _remedy(error, text)
         if not isinstance(error, _VAGUE):
             self._specific_at = now
         self.warn("nats.error", error=text, servers=self._servers, remedy=self.remedy)
@@ -84,8 +88,12 @@ class Outage:
         """The connection works: forget the reason. The next error counts as a new outage."""
         self.reason = ""
         self.remedy = NO_ANSWER
+        self.is_rejected = False
         self._wait = None
         self._specific_at = float("-inf")
+
+    def _rejected(self) -> str:
+        return (self._user and self._user.trouble) or REJECTED
 
     def warn(self, event: str, **facts: object) -> None:
         """Log a warning, unless the same event with the same error was logged less than 10 s ago.
@@ -104,8 +112,6 @@ class Outage:
 def _remedy(error: BaseException, text: str) -> str:
     if "permissions violation" in text.lower():
         return NO_RIGHT
-    if "authorization" in text.lower():
-        return REJECTED
     if isinstance(error, ConnectionRefusedError):
         return NO_SERVER
     if isinstance(error, socket.gaierror | TimeoutError | nats.errors.TimeoutError):

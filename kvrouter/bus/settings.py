@@ -24,6 +24,14 @@ class EmbeddedOptions(Settings):
         is_top=True,
         is_positional=True,
     )
+    is_open: bool = setting(
+        False, "without users: whoever reaches the port may publish everything", name="nats-open", is_top=True
+    )
 
 
-COMMAND = Command("nats", EmbeddedOptions, "The embedded NATS server on this machine, until stopped.")
+COMMAND = Command(
+    "nats",
+    EmbeddedOptions,
+    "The embedded NATS server on this machine, until stopped. Processes of the same Unix user on this\n"
+    "machine find its users by themselves.",
+)

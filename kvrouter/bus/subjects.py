@@ -33,6 +33,16 @@ class Subjects:
 
     def __init__(self, namespace: str) -> None:
         check_identifier("namespace", namespace)
+        self._name(namespace)
+
+    @classmethod
+    def of_every_namespace(cls) -> Subjects:
+        """For the rights of users: NATS's wildcard stands for the namespace."""
+        subjects = cls.__new__(cls)
+        subjects._name("*")
+        return subjects
+
+    def _name(self, namespace: str) -> None:
         self.namespace = namespace
         self._root = f"kvrouter.{namespace}"
         self.hello = f"{self._root}.hello"

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 import structlog
 
 from kvrouter.bus import NatsOptions, Subjects
+from kvrouter.bus.rights import FRONTEND
 from kvrouter.config import open_bus
 from kvrouter.core.fleet.replica import Replica, ReplicaSettings
 from kvrouter.core.fleet.router import RouterRules
@@ -59,7 +60,9 @@ async def joined(
 ) -> AsyncIterator[ReplicaLoop]:
     """The replica is a member of the namespace while inside, over its own connection."""
     async with contextlib.AsyncExitStack() as stack:
-        bus = await stack.enter_async_context(open_bus(nats, name=f"library-{replica.router_id}"))
+        bus = await stack.enter_async_context(
+            open_bus(nats, name=f"library-{replica.router_id}", user=FRONTEND)
+        )
         replica_loop = ReplicaLoop(replica, bus, Subjects(namespace), heartbeat_s=heartbeat_s)
         upkeep = PolicyUpkeep(replica)
         stack.callback(upkeep.close)

@@ -25,6 +25,7 @@ import zmq.asyncio
 from kvrouter.bounded_answers import UNPACKED, engine_connector
 from kvrouter.bus import Bus, NatsOptions, Subjects
 from kvrouter.bus.embedded import DEFAULT_URL
+from kvrouter.bus.rights import VERIFY
 from kvrouter.config import read_key
 from kvrouter.doctor import fleet_checks, machine, nats_servers, replica_checks
 from kvrouter.doctor.engines import Engines, check_engines
@@ -134,7 +135,7 @@ class Examination:
                 if not server.kind and len(urls) > 1:
                     hearing = nats_servers.hearing(self._nats, server, url, self._subjects)
                     await stack.enter_async_context(hearing)
-            opening = Bus.open(replace(self._nats, servers=tuple(usable)), name="doctor")
+            opening = Bus.open(replace(self._nats, servers=tuple(usable)), name="doctor", user=VERIFY)
             bus = await stack.enter_async_context(opening)
             first = next(server for server in self.servers if not server.kind or len(urls) == 1)
             if await nats_servers.connect(bus, first):

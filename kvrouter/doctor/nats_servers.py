@@ -17,16 +17,12 @@ import re
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated
-from urllib.parse import urlsplit
-
-import msgspec
-from msgspec import Meta, Struct
 
 from kvrouter.bus import Bus, NatsOptions, Subjects
 from kvrouter.bus.connection import LEAST_PAYLOAD_BYTES
+from kvrouter.bus.rights import VERIFY
+from kvrouter.bus.server_info import INFO_S, ServerInfo, read_info
 from kvrouter.core.wire.ids import RouterId, WorkerId
-from kvrouter.core.wire.ops import UNREADABLE
 from kvrouter.core.wire.senders import RouterSource, WorkerSource
 from kvrouter.doctor.findings import Finding, clean, listed
 from kvrouter.doctor.kinds import KINDS
@@ -34,27 +30,12 @@ from kvrouter.errors import KvRouterError
 from kvrouter.settings.declare import without_password
 
 CONNECT_S = 3.0
-INFO_S = 2.0
 ANSWER_S = 2.0
 MOST_SERVERS = 16
 MOST_HEARD = 20_000
 # Slower, and a heartbeat's load is older than its interval suggests.
 SLOW_S = 0.1
 LEAST_VERSION = (2, 10)
-_INFO_BYTES = 64 * 1024
-_NAMES = Annotated[str, Meta(max_length=256)]
-
-
-class ServerInfo(Struct, frozen=True):
-    """The part of a server's INFO that is looked at."""
-
-    server_id: _NAMES = ""
-    server_name: _NAMES = ""
-    version: _NAMES = ""
-    cluster: _NAMES = ""
-    max_payload: int = 0
-    tls_required: bool = False
-    auth_required: bool = False
 
 
 @dataclass(slots=True)
@@ -71,29 +52,6 @@ class Server:
     denied: str = ""
 
 
-_decode = msgspec.json.Decoder(ServerInfo).decode
-
-
-async def read_info(url: str) -> ServerInfo:
-    """The INFO line, with which every NATS server begins. Raises OSError, TimeoutError or KvRouterError."""
-    parts = urlsplit(url if "://" in url else f"nats://{url}")
-    async with asyncio.timeout(INFO_S):
-        reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 4222, limit=_INFO_BYTES)
-    try:
-        async with asyncio.timeout(INFO_S):
-            line = await reader.readline()
-    except (TimeoutError, ValueError):
-        raise KvRouterError("accepts connections, but sends no INFO line, as NATS does") from None
-    finally:
-        writer.transport.abort()
-    if not line.startswith(b"INFO "):
-        raise KvRouterError(f"sends {clean(line.decode('utf-8', 'replace'), 60)!r} instead of an INFO line")
-    try:
-        return _decode(line[5:])
-    except UNREADABLE as error:
-        raise KvRouterError(f"its INFO line cannot be read: {error}") from None
-
-
 async def meet(url: str) -> Server:
     """Read a server's INFO. Never raises."""
     server = Server(without_password(url))
@@ -106,7 +64,7 @@ async def meet(url: str) -> Server:
         is_slow = isinstance(error, TimeoutError)
         server.trouble = f"no answer within {INFO_S:g} s" if is_slow else _reason(error)
     except KvRouterError as error:
-        server.kind, server.trouble = "nats.not_nats", str(error)
+        server.kind, server.trouble = "nats.not_nats", clean(error)
     return server
 
 
@@ -164,7 +122,7 @@ async def hearing(options: NatsOptions, server: Server, url: str, subjects: Subj
             case _:
                 pass
 
-    async with Bus.open(replace(options, servers=(url,)), name="doctor") as bus:
+    async with Bus.open(replace(options, servers=(url,)), name="doctor", user=VERIFY) as bus:
         if not server.kind and await connect(bus, server):
             await measure(bus, server)
             await bus.subscribe(subjects.live_worker(WorkerId("*")), note)

@@ -154,7 +154,7 @@ async def _run(loaded: Loaded[FrontendOptions], output: Output) -> int:
         listener = stack.enter_context(listen(options.host, options.port))
         nats = []
         if options.nats.is_embedded:
-            nats = [f"--nats={await stack.enter_async_context(embedded_server())}"]
+            nats = [f"--nats={await stack.enter_async_context(embedded_server(options.nats))}"]
         siblings = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  (the stack closes it)
         log.info(
             "frontend.processes",

@@ -16,6 +16,7 @@ import structlog
 
 from kvrouter.bus import Bus, Subjects
 from kvrouter.bus.addresses import reachable, with_host
+from kvrouter.bus.rights import FRONTEND
 from kvrouter.config import open_bus
 from kvrouter.core.audit.findings import Audit
 from kvrouter.core.fleet.pool import NewIndex
@@ -225,7 +226,9 @@ async def _open_member(
         listeners = stack.enter_context(
             open_listeners(options.host, options.port, options.process, options.tls)
         )
-        bus = await stack.enter_async_context(open_bus(options.nats, name=f"frontend-{replica.router_id}"))
+        bus = await stack.enter_async_context(
+            open_bus(options.nats, name=f"frontend-{replica.router_id}", user=FRONTEND)
+        )
         replica_loop = ReplicaLoop(
             replica,
             bus,

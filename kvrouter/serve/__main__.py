@@ -57,7 +57,7 @@ async def _run(loaded: Loaded[ServeOptions], options: ServeOptions, output: Outp
         nats = ",".join(options.nats.servers)
         if options.nats.is_embedded:
             found = partial(_say_found, voice, options.frontend.namespace)
-            own = embedded_server(f"nats://127.0.0.1:{options.nats_port}", found)
+            own = embedded_server(options.nats, f"nats://127.0.0.1:{options.nats_port}", found)
             nats = await stack.enter_async_context(own)
         else:
             joins = f"NATS at {options.nats.shown()} (--nats): {_joins(options.frontend.namespace)}"

@@ -10,6 +10,7 @@ import zmq.asyncio
 
 from kvrouter.bus import NatsOptions, Subjects
 from kvrouter.bus.outage import NO_ANSWER
+from kvrouter.bus.rights import VERIFY
 from kvrouter.config import open_bus
 from kvrouter.verify.agents import Agents
 from kvrouter.verify.comparison import OwnersView, VerifyError
@@ -32,7 +33,7 @@ class Owners:
     @contextlib.asynccontextmanager
     async def open(cls, nats: NatsOptions, namespace: str, access: EngineAccess) -> AsyncIterator[Owners]:
         """Connect, and ask all agents for a heartbeat. Raises VerifyError if NATS does not answer."""
-        async with open_bus(nats, name="verify") as bus:
+        async with open_bus(nats, name="verify", user=VERIFY) as bus:
             connected = asyncio.Event()
             agents = Agents(bus, Subjects(namespace))
             await agents.begin()

@@ -19,6 +19,7 @@ from typing import TypeAlias
 import structlog
 
 from kvrouter.bus import Bus, BusPart, Subjects
+from kvrouter.bus.rights import AGENT
 from kvrouter.config import open_bus
 from kvrouter.core.wire.heartbeats import Card, RankBeat, State
 from kvrouter.core.wire.ids import WorkerId
@@ -63,7 +64,7 @@ async def serve(
         async with contextlib.AsyncExitStack() as stack:
             yield [await stack.enter_async_context(EngineEvents.open(each)) for each in options.endpoints]
 
-    async with open_bus(options.nats, name=f"worker {options.worker_id}") as bus:
+    async with open_bus(options.nats, name=f"worker {options.worker_id}", user=AGENT) as bus:
         await serve_engine(options, bus, open_events, duty or Duty(stop), metrics or MetricsOf())
 
 

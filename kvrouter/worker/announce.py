@@ -17,6 +17,7 @@ import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 from kvrouter.bus import Bus, Subjects
+from kvrouter.bus.rights import AGENT
 from kvrouter.config import open_bus
 from kvrouter.core.wire.heartbeats import Card, RankBeat
 from kvrouter.core.wire.ids import WorkerId
@@ -31,7 +32,7 @@ from kvrouter.worker.publisher import KvPublisher, ReplayAnswers
 @contextlib.asynccontextmanager
 async def connect(nats: str, *, name: str = "worker") -> AsyncIterator[Bus]:
     """A connection to NATS that reconnects by itself. `nats` has the form of the flag `--nats`."""
-    async with open_bus(nats, name=name) as bus:
+    async with open_bus(nats, name=name, user=AGENT) as bus:
         yield bus
 
 

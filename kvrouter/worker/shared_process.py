@@ -14,6 +14,7 @@ from functools import partial
 import structlog
 
 from kvrouter.bus import Bus, Subjects
+from kvrouter.bus.rights import AGENT
 from kvrouter.config import open_bus
 from kvrouter.core.wire.ids import WorkerId
 from kvrouter.errors import KvRouterError, leaves
@@ -46,7 +47,7 @@ async def serve_all(
 ) -> None:
     """Run the agents until their duties are done. Raises ConfigError."""
     async with contextlib.AsyncExitStack() as stack:
-        bus = await stack.enter_async_context(open_bus(engines.agents[0].nats, name="workers"))
+        bus = await stack.enter_async_context(open_bus(engines.agents[0].nats, name="workers", user=AGENT))
         sockets = {
             endpoint: await stack.enter_async_context(
                 SharedSocket.open(endpoint, topics, engines.topic_filter)

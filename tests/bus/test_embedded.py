@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from structlog.testing import capture_logs
 
 from kvrouter.bus import Bus, NatsOptions
 from kvrouter.bus.embedded import embedded_server, server_binary
+from kvrouter.bus.rights import VERIFY
 from kvrouter.errors import ConfigError
 
 
@@ -54,7 +56,7 @@ def test_no_binary(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_server_runs_while_inside(url: str) -> None:
     """The server answers inside the block, and has ended afterwards."""
-    async with embedded_server(url) as given:
+    async with embedded_server(NatsOptions(), url) as given:
         assert url == given
         assert await speaks_nats(url)
 
@@ -63,8 +65,8 @@ async def test_server_runs_while_inside(url: str) -> None:
 
 async def test_server_that_answers_is_used(url: str) -> None:
     """The second process at the same URL uses the first one's server, and does not end it."""
-    async with embedded_server(url):
-        async with embedded_server(url) as second:
+    async with embedded_server(NatsOptions(), url):
+        async with embedded_server(NatsOptions(), url) as second:
             assert url == second
         assert await speaks_nats(url)
 
@@ -72,12 +74,12 @@ async def test_server_that_answers_is_used(url: str) -> None:
 async def test_server_that_is_found_is_named(url: str) -> None:
     """A server that was already running is named: its other clients may be another fleet."""
     found: list[str] = []
-    async with embedded_server(url, found.append):
+    async with embedded_server(NatsOptions(), url, found.append):
         assert not found
-        async with embedded_server(url, found.append):
+        async with embedded_server(NatsOptions(), url, found.append):
             assert [url] == found
         with capture_logs() as logs:
-            async with embedded_server(url):
+            async with embedded_server(NatsOptions(), url):
                 pass
 
     assert [("nats.found", url)] == [(line["event"], line["url"]) for line in logs]
@@ -93,7 +95,7 @@ async def test_port_taken_by_another_program(free_port: Callable[[], int]) -> No
 
     async with await asyncio.start_server(greet, "127.0.0.1", port):
         with pytest.raises(ConfigError, match="is the port in use"):
-            async with embedded_server(f"nats://127.0.0.1:{port}"):
+            async with embedded_server(NatsOptions(), f"nats://127.0.0.1:{port}"):
                 pass
 
 
@@ -109,16 +111,39 @@ async def test_silent_program(free_port: Callable[[], int]) -> None:
 
     async with await asyncio.start_server(keep_quiet, "127.0.0.1", port):
         with pytest.raises(ConfigError, match="is the port in use"):
-            async with embedded_server(f"nats://127.0.0.1:{port}"):
+            async with embedded_server(NatsOptions(), f"nats://127.0.0.1:{port}"):
                 pass
         async with asyncio.timeout(5):
             await done.wait()
 
 
+async def test_command(url: str) -> None:
+    """`kvrouter nats` runs it until SIGTERM; signals that mean nothing end neither."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "kvrouter", "nats", url,
+        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(60):
+            while not await speaks_nats(url):  # noqa: ASYNC110  # another process has no event
+                await asyncio.sleep(0.02)
+            for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
+                process.send_signal(number)
+            process.terminate()
+            _, said = await process.communicate()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+
+    assert 0 == process.returncode
+    assert 3 == said.count(b"signal.ignored")
+    assert not await speaks_nats(url)
+
+
 async def test_port_0_is_rejected() -> None:
     """Port 0 is rejected: the other processes could not know the port."""
     with pytest.raises(ConfigError, match="port"):
-        async with embedded_server("nats://127.0.0.1:0"):
+        async with embedded_server(NatsOptions(), "nats://127.0.0.1:0"):
             pass
 
 
@@ -127,7 +152,10 @@ async def test_server_that_dies_is_started_again(free_port: Callable[[], int]) -
     port = free_port()
     url = f"nats://127.0.0.1:{port}"
     connections = asyncio.Queue[None]()
-    async with embedded_server(url), Bus.open(NatsOptions((url,)), name="test") as bus:
+    async with (
+        embedded_server(NatsOptions(), url),
+        Bus.open(NatsOptions((url,)), name="test", user=VERIFY) as bus,
+    ):
         bus.on_connect(lambda: connections.put_nowait(None))
         await connections.get()
         (server,) = _servers_on(port)

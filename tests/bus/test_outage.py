@@ -9,6 +9,7 @@ import nats.errors
 import pytest
 from structlog.testing import capture_logs
 
+from kvrouter.bus import local_users
 from kvrouter.bus import outage as outages
 from kvrouter.bus.outage import MOST_WARNINGS, NO_ANSWER, NO_SERVER, NO_TLS, OTHERWISE, Outage
 
@@ -62,7 +63,7 @@ async def test_another_address(error: Exception) -> None:
         (None, NO_ANSWER),
         (ConnectionRefusedError(111, "Connection refused"), NO_SERVER),
         (socket.gaierror(-2, "Name or service not known"), NO_ANSWER),
-        (REJECTED, outages.REJECTED),
+        (REJECTED, local_users.REJECTED),
         (nats.errors.Error('nats: permissions violation for subscription to "a.>"'), outages.NO_RIGHT),
         (ssl.SSLCertVerificationError(1, "self-signed certificate"), NO_TLS),
         (nats.errors.UnexpectedEOF(), OTHERWISE),

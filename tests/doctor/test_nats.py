@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from kvrouter.bus import NatsOptions, accounts
+from kvrouter.bus.server_info import ServerInfo, read_info
 from kvrouter.config import NamespaceOptions
 from kvrouter.doctor import examination, nats_servers
 from kvrouter.doctor.examination import examine
-from kvrouter.doctor.nats_servers import Server, ServerInfo, check_servers, read_info
+from kvrouter.doctor.nats_servers import Server, check_servers
 from kvrouter.doctor.settings import DoctorSettings
 from tests.conftest import NatsServer
 from tests.doctor.sick import codes, seen, sick_namespace

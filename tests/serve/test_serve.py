@@ -128,6 +128,9 @@ async def test_engine_that_comes_later(
     async with serving(*flags, f"--namespace=later-{port}") as served:
         await served.until_said(r"engine.awaited .*reason='/v1/models: connection refused'")
         assert f"NATS at {nats_url} (--nats): joins the fleet of namespace 'later-{port}'" in served.text()
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):  # they mean nothing, and end nothing
+            served.process.send_signal(number)
+        await served.until_said(r"signal\.ignored", 3)
         assert not served.children()
 
         async with running_mocker(MockerConfig(engine=FAST.engine, model_name="tiny", port=engine_port)):

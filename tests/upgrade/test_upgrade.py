@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from kvrouter.bus.server_info import read_info
 from kvrouter.settings.commands import command_named
 from kvrouter.tokens.tiny import build_tiny_model
 from kvrouter.verify import VerifyError, compare
@@ -25,6 +26,7 @@ from scripts.kit import deployment
 from scripts.kit.deployment import Deployment, Plan
 from scripts.kit.fleet import Fleet, Process, wait_until_ok
 from scripts.kit.http_client import Client
+from scripts.kit.ports import free_ports
 from scripts.kit.steady import SteadyLoad
 from scripts.kit.workload import load_requests
 
@@ -65,6 +67,26 @@ class MixedFleet(Fleet):
         return await super().start(name, command, env)
 
 
+async def start_embedded(fleet: MixedFleet, url: str, *flags: str) -> None:
+    """Start `kvrouter nats` of this version, in place of one that runs; returns when it answers."""
+    if "nats" in fleet.processes:
+        assert 0 == await fleet.processes["nats"].stop(10.0)
+    await fleet.start("nats", [*deployment.python("kvrouter"), "nats", url, *flags])
+    until_s = time.monotonic() + EQUAL_WITHIN_S
+    while True:
+        try:
+            await read_info(url)
+            return
+        except OSError:
+            assert time.monotonic() < until_s
+            await asyncio.sleep(0.05)
+
+
+async def is_guarded(url: str) -> bool:
+    """Whether NATS wants a user."""
+    return (await read_info(url)).auth_required
+
+
 async def until_equal(deployed: Deployment) -> None:
     """Return when both replicas see both workers, and hold the same blocks and bookings."""
     until_s, found = time.monotonic() + EQUAL_WITHIN_S, ["never compared"]
@@ -99,14 +121,19 @@ async def replace(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("first", ["frontend", "agent"])
 async def test_upgrade_and_rollback(previous: Path, tmp_path: Path, first: str) -> None:
-    """All processes to this version one by one, and back: no request fails, replicas agree at each step."""
+    """All processes to this version one by one, and back: no request fails, replicas agree at each step.
+
+    Then NATS gets its users, which the version before does not know: it is open while versions are mixed.
+    """
     build_tiny_model(tmp_path / "model")
     second = "agent" if first == "frontend" else "frontend"
     names = [f"{kind}-{number}" for kind in (first, second) for number in range(2)]
     client = Client()
     async with MixedFleet(tmp_path, previous) as fleet:
         fleet.old = {*names}
-        nats_url = await deployment.start_nats(fleet, client)
+        (nats_port,) = free_ports(1)
+        nats_url = f"nats://127.0.0.1:{nats_port}"
+        await start_embedded(fleet, nats_url, "--nats-open")
         plan = Plan("kv", tmp_path / "model", engines=2, namespace="upgrade")
         deployed = await deployment.deploy(fleet, client, plan, nats_url)
         urls = [replica.url for replica in deployed.replicas]
@@ -114,6 +141,11 @@ async def test_upgrade_and_rollback(previous: Path, tmp_path: Path, first: str) 
             for name in names:
                 fleet.old.discard(name)
                 await replace(fleet, client, load, deployed, name)
+            await start_embedded(fleet, nats_url)
+            assert await is_guarded(nats_url)
+            await until_equal(deployed)
+            await start_embedded(fleet, nats_url, "--nats-open")
+            await until_equal(deployed)
             for name in reversed(names):
                 fleet.old.add(name)
                 await replace(fleet, client, load, deployed, name)

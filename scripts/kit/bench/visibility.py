@@ -27,6 +27,7 @@ from typing import Any
 import uvloop
 
 from kvrouter.bus import Subjects
+from kvrouter.bus.rights import FRONTEND
 from kvrouter.config import open_bus
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.fleet.router import Router
@@ -104,7 +105,7 @@ async def _child(flags: argparse.Namespace) -> None:
     namespace = f"visible-{flags.replicas}"
     options = parse_options(["--router-replica-sync", "--namespace", namespace])
     replica = new_replica(options)
-    async with open_bus(flags.nats, name=f"visible-{flags.number}") as bus:
+    async with open_bus(flags.nats, name=f"visible-{flags.number}", user=FRONTEND) as bus:
         watcher = Watcher(replica)
         replica_loop = ReplicaLoop(replica, bus, Subjects(namespace), heartbeat_s=1.0, on_change=watcher.look)
         await replica_loop.subscribe()

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from kvrouter.bus import NatsOptions, Subjects
+from kvrouter.bus.rights import VERIFY
 from kvrouter.config import open_bus
 from kvrouter.tokens.tiny import build_tiny_model
 from kvrouter.verify import VerifyError, compare
@@ -170,7 +171,7 @@ async def open_stage(stack: AsyncExitStack, fleet: Fleet, plan: Plan, *, on_clus
     watches = {
         engine.url: await stack.enter_async_context(watching(engine.kv_events)) for engine in deployed.engines
     }
-    bus = await stack.enter_async_context(open_bus(options, name=plan.namespace))
+    bus = await stack.enter_async_context(open_bus(options, name=plan.namespace, user=VERIFY))
     requests = Requests(bus, Subjects(plan.namespace))
     await requests.begin()
     return Stage(fleet, client, plan, deployed, requests, watches, link)

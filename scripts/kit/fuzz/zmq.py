@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvrouter.bus import Subjects
+from kvrouter.bus.rights import VERIFY
 from kvrouter.config import open_bus
 from kvrouter.verify import VerifyError
 from kvrouter.verify.agents import Requests
@@ -152,7 +153,7 @@ async def _scene(fleet: Fleet, seed: int) -> AsyncIterator[Scene]:
         )  # fmt: skip
         async with asyncio.timeout(EQUAL_WITHIN_S):
             await asyncio.gather(vllm.until_subscribed(), sglang.until_subscribed())
-        bus = await stack.enter_async_context(open_bus(nats_url, name="fuzz"))
+        bus = await stack.enter_async_context(open_bus(nats_url, name="fuzz", user=VERIFY))
         requests = Requests(bus, Subjects(NAMESPACE))
         await requests.begin()
         yield Scene(agent, (vllm, sglang), requests)
