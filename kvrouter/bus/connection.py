@@ -28,6 +28,7 @@ from nats.aio.client import Client, Srv
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
+from kvrouter.bus import endings
 from kvrouter.bus.addresses import host_of
 from kvrouter.bus.local_users import LocalUser, is_here, signature
 from kvrouter.bus.options import NatsOptions
@@ -90,6 +91,11 @@ class Bus:
         self._outbox_bytes = 0
         self._outbox_filled = asyncio.Event()
         self._closing = False
+        self._keeper: asyncio.Task[None] | None = None
+        self._has_ended = False
+        # What still calls `leave`. The program's end does it until the last messages are sent.
+        self._leaves: list[Callable[[], None]] = []
+        self._ending = contextlib.ExitStack()
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -102,12 +108,15 @@ class Bus:
         keeper = asyncio.create_task(bus._repeat(bus._use_one_client), name="nats keeper")
         sender = asyncio.create_task(bus._repeat(bus._send_next), name="nats sender")
         looker = asyncio.create_task(bus._look_forever(), name="nats looker")
+        bus._keeper = keeper
         try:
             yield bus
         finally:
+            await _end(sender)
+            await bus._send_last()
+            bus._ending.close()
             bus._closing = True
-            await asyncio.gather(_end(keeper), _end(sender), _end(looker))
-            await bus._finish()
+            await asyncio.gather(_end(keeper), _end(looker))
 
     @property
     def connected(self) -> bool:
@@ -149,13 +158,41 @@ class Bus:
 
         `reply`: the subject for answers.
         """
-        if not self.connected or self._outbox_bytes + len(payload) > OUTBOX_BYTES:
+        if not (self.connected or self._is_cut) or self._outbox_bytes + len(payload) > OUTBOX_BYTES:
             self.counters.unsent += 1
             return False
         self._outbox.append((subject, payload, reply))
         self._outbox_bytes += len(payload)
-        self._outbox_filled.set()
+        if not self._has_ended:
+            self._outbox_filled.set()
         return True
+
+    @contextlib.contextmanager
+    def leaving(self, leave: Callable[[], None]) -> Iterator[None]:
+        """Call `leave`, which publishes, at the end of the block, or of the program: see endings.py."""
+        if not self._leaves:
+            self._ending.close()
+            self._ending.enter_context(endings.open_until(endings.Ending(self._end_program, self._send_anew)))
+        self._leaves.append(leave)
+        try:
+            yield
+        finally:
+            self._leaves.remove(leave)
+            leave()
+
+    def _end_program(self) -> None:
+        """Queue the last messages. The loop of this bus may be closed: nothing may wake its tasks."""
+        self._has_ended = True
+        for leave in self._leaves:
+            leave()
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether the connection ends before the bus: `asyncio.run` cancels all tasks at once."""
+        keeper = self._keeper
+        # done: a SystemExit of the program's signal handler is raised in whatever task runs at that moment
+        is_cut = keeper is not None and (keeper.cancelling() > 0 or keeper.done())
+        return self._has_ended or (is_cut and not self._closing)
 
     async def subscribe(self, subject: str, on_message: OnMessage) -> None:
         """Call `on_message` for each message, also after reconnects."""
@@ -317,15 +354,32 @@ class Bus:
             self.counters.unsent += 1
             self._outage.warn("nats.unsent", error=str(error) or type(error).__name__, subject=subject)
 
-    async def _finish(self) -> None:
-        """Send what is queued (a `leave`), then close."""
-        if self._client is None:
-            return
+    async def _send_last(self) -> None:
+        """Send what is queued (a `leave`), in bounded time."""
         with contextlib.suppress(Exception):  # an error of NATS must not turn an orderly end into a failure
-            async with asyncio.timeout(1.0):
-                await self._send_outbox()
-                await self._client.flush()
-        await discard(self._client)
+            async with asyncio.timeout(endings.MOST_S if self._is_cut else 1.0):
+                if self._is_cut:
+                    await self._send_anew()
+                elif self._client is not None:
+                    await self._send_outbox()
+                    await _flush(self._client)
+
+    async def _send_anew(self) -> None:
+        """Send what is queued over a connection that begins and ends here, on any loop."""
+        if not self._outbox:
+            return
+        client = NatsClient(self._user)
+        try:
+            await client.connect(
+                **self._arguments, name=self._name, error_cb=_ignore, allow_reconnect=False, connect_timeout=2
+            )
+            for message in self._outbox:
+                await client.publish(*message)
+            await _flush(client)
+            self._outbox.clear()  # only now: at the program's end this may be cut off, and is done again
+            self._outbox_bytes = 0
+        finally:
+            await discard(client)
 
     def _connected(self) -> None:
         self.counters.connections += 1
@@ -383,6 +437,16 @@ class BusPart:
     def on_connect(self, callback: Callable[[], None]) -> None:
         self.callbacks.append(callback)
         self._bus.on_connect(callback)
+
+
+async def _flush(client: NatsClient) -> None:
+    """Return when the server has what was published."""
+    for _ in range(2):  # nats-py (2.16) sends a PING before what it has queued: the second one follows it
+        await client.flush()
+
+
+async def _ignore(_error: Exception) -> None:
+    """For nats-py, which logs errors otherwise."""
 
 
 async def _end(task: asyncio.Task[None]) -> None:

@@ -68,7 +68,7 @@ async def joined(
         stack.callback(upkeep.close)
         await replica_loop.subscribe()
         await stack.enter_async_context(_running(replica_loop, upkeep))
-        stack.callback(replica_loop.publishing.leave)
+        stack.enter_context(bus.leaving(replica_loop.publishing.leave))
         yield replica_loop
 
 

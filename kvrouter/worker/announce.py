@@ -135,16 +135,17 @@ class Announcement:
         worker_id = WorkerId(self._publishers[0].worker_id)
         await self._announcer.subscribe()
         await self._nats.subscribe(self._subjects.kv_replay(worker_id), self._on_replay)
-        try:
+        with self._nats.leaving(self._leave):
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._announcer.run(heartbeat_s))]
                 tasks += [group.create_task(publisher.run()) for publisher in self._publishers]
                 yield
                 for task in tasks:
                     task.cancel()
-        finally:
-            self._is_open = False
-            self._announcer.leave()
+
+    def _leave(self) -> None:
+        self._is_open = False
+        self._announcer.leave()
 
     def _rank_beats(self) -> list[RankBeat]:
         return [

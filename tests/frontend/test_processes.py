@@ -302,6 +302,24 @@ async def test_second_signal(nats_url: str) -> None:
     assert all(b"ServiceUnavailableError" in rest for rest in rests)
 
 
+async def test_signals_without_use(nats_url: str) -> None:
+    """SIGUSR1, SIGUSR2 and SIGALRM end neither the parent nor a process; SIGUSR1 drains a process."""
+    async with running(nats_url, OK) as parent:
+        before = parent.children()
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
+            parent.process.send_signal(number)
+            os.kill(before[0], number)
+        served = routers(await many(parent.url, 20))
+
+        assert before == parent.children()
+        parent.process.send_signal(signal.SIGTERM)
+        code, said = await parent.ended()
+
+    assert served
+    assert 0 == code
+    assert 2 == said.count("signal=SIGUSR2")
+
+
 async def test_interrupt(nats_url: str) -> None:
     """Ctrl-C has no grace: with no request in flight all end at once."""
     async with running(nats_url, OK, "--drain-grace-s", "60") as parent:
