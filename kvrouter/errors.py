@@ -72,6 +72,12 @@ class UnsupportedCodingError(BadRequestError):
     status = 415
 
 
+class BodyTypeError(BadRequestError):
+    """The admin listener takes JSON: a page of another site may send forms and plain text unasked."""
+
+    status = 415
+
+
 class ExpectationError(BadRequestError):
     """The request expects (`Expect`) something else than 100-continue."""
 
@@ -90,6 +96,16 @@ class UnknownTargetError(BadRequestError):
 
     status = 404
     type = "NotFoundError"
+
+
+class UnknownResponseError(BadRequestError):
+    """`previous_response_id` names no response of this client. The form is vLLM's."""
+
+    status = 404
+    type = "invalid_request_error"
+
+    def __init__(self, response_id: str) -> None:
+        super().__init__(f"Response with id '{response_id}' not found.", param="previous_response_id")
 
 
 class UnknownDecisionError(BadRequestError):
@@ -127,6 +143,29 @@ class WrongAdminKeyError(KvRouterError):
 
     status = 401
     type = "AuthenticationError"
+    # Browsers ask for a password; Chromium would not if Bearer, which is also taken, were named too.
+    challenge = 'Basic realm="kvrouter"'
+
+
+class NoAdminKeyError(WrongAdminKeyError):
+    """The admin listener requires the operators' key of peers that are not on loopback."""
+
+    # the page asks for the key itself
+    challenge = 'Bearer realm="kvrouter"'
+
+
+class PeerNotAllowedError(KvRouterError):
+    """The admin listener has no key, so it serves peers on loopback only."""
+
+    status = 403
+    type = "PermissionDeniedError"
+
+
+class ForeignRequestError(KvRouterError):
+    """The request to the admin listener comes from a page of another site, or names a foreign host."""
+
+    status = 403
+    type = "PermissionDeniedError"
 
 
 class WrongMethodError(KvRouterError):

@@ -1,6 +1,7 @@
 """The page at `/`: static files of this package, with headers that let it load nothing else.
 
-It reads the routes for operators by relative URLs: it works below a path of a proxy, too.
+It reads the routes for operators by relative URLs: it works below a path of a proxy, too. The files show
+nothing of the fleet, so they are served without a key, and the page asks for it if a route needs one.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ _TYPES = {
     "index.html": "text/html",
     "page.css": "text/css",
     "page.js": "text/javascript",
+    "asking.js": "text/javascript",
     "table.js": "text/javascript",
     "fleet.js": "text/javascript",
     "traffic.js": "text/javascript",

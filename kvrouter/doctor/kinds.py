@@ -399,7 +399,8 @@ _ALL = (
         "replica.not_operators",
         "warning",
         "A replica does not show its state at this URL",
-        "give the URL of its admin listener (--admin-port, by default --port + 100), or --admin-key-file",
+        "give the URL of its admin listener (--admin-port, by default --port + 100), and --admin-key-file if "
+        "that is not on this machine's loopback",
         _OPERATORS,
     ),
     Kind(
@@ -523,9 +524,8 @@ _ALL = (
         "replica.admin_open",
         "warning",
         "An admin listener is open to the network, without a key",
-        "set --admin-host 127.0.0.1, and serve operators on --port with --admin-key-file; or let a "
-        "firewall admit "
-        "operators only, and accept this with --ignore replica.admin_open",
+        "update it: this version asks such peers for the key of --admin-key-file; until then set "
+        "--admin-host 127.0.0.1",
         _PORTS,
     ),
     Kind(

@@ -52,7 +52,7 @@ def check_replica(one: Replica, listener: Listener) -> Iterator[Finding]:
     if one.announced and one.health is not None and one.health.router_id != one.announced:
         seen = f"replica {one.health.router_id} answers, heartbeats name {one.announced}"
         yield Finding(KINDS["replica.shared_port"], about, seen)
-    if listener.peers and one.router_id not in {*listener.peers, *listener.left}:
+    if one.router_id and listener.peers and one.router_id not in {*listener.peers, *listener.left}:
         yield Finding(KINDS["replica.stranger"], about, f"no heartbeat of {one.router_id} was received")
     if one.ready is not None and one.ready.status == "draining":
         yield Finding(KINDS["replica.draining"], about, "it takes no new requests")

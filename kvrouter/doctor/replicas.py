@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvrouter.core.wire.ops import UNREADABLE
+from kvrouter.doctor.findings import clean
 from kvrouter.doctor.http import Fetched, authorized, fetch
 
 # /workers of 1,000 workers with their feeds has about 2 MB.
@@ -27,6 +28,8 @@ WORKERS_S = 10.0
 MOST_REPLICAS = 256
 MOST_MODELS = 8
 _MOST_COUNT = 2.0**53
+# What a replica answers whose key is needed.
+_NOT_LET_IN = (401, 403)
 AT_ONCE = 8
 _SERIES = (
     "process_open_fds",
@@ -199,6 +202,20 @@ def decoded(body: bytes, kind: type[T]) -> T | None:
         return None
 
 
+class _Wrong(msgspec.Struct):
+    message: str
+
+
+class _Error(msgspec.Struct):
+    error: _Wrong
+
+
+def _message(body: bytes) -> str:
+    """What an error of a replica says."""
+    said = decoded(body, _Error)
+    return clean(said.error.message, 200) if said is not None else "no reason"
+
+
 class Replicas:
     """Asks replicas over HTTP, each URL twice."""
 
@@ -244,6 +261,9 @@ class Replicas:
         one.skew_s, one.expires_s = fetched.skew_s, fetched.expires_s
         if not fetched.status:
             one.trouble, one.is_tls_trouble = fetched.trouble, fetched.is_tls_trouble
+            return
+        if fetched.status in _NOT_LET_IN:
+            one.workers_trouble = f"it answers {fetched.status}: {_message(fetched.body)}"
             return
         one.health = decoded(fetched.body, Health) if fetched.status == 200 else None
         if one.health is None:

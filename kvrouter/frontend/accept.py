@@ -6,6 +6,7 @@ body ──> parsed fields ──> pool ──> overrides ──> tokens, hashes
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -21,7 +22,7 @@ from kvrouter.core.fleet.router import Router
 from kvrouter.core.routing.cost import Prompt
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.routing.worker import Worker
-from kvrouter.errors import NotMendedError
+from kvrouter.errors import BadRequestError, NotMendedError, UnknownResponseError
 from kvrouter.frontend import passthrough
 from kvrouter.frontend.bodies import openai, responses
 from kvrouter.frontend.bodies.aliases import renamed, renamed_target
@@ -30,9 +31,11 @@ from kvrouter.frontend.bodies.edits import (
     Edit,
     apply,
     edits_of,
+    may_have_priority,
     removed_from,
     token_ids_field,
     with_request_id,
+    without_priority,
 )
 from kvrouter.frontend.bodies.large import LARGE_BYTES, LargeBody, in_slices
 from kvrouter.frontend.bodies.lax import PLAIN, in_utf8
@@ -41,10 +44,11 @@ from kvrouter.frontend.kept_responses import (
     KeptResponse,
     KeptResponses,
     NewResponse,
+    find_response,
     new_response_id,
-    session_of,
 )
 from kvrouter.frontend.notes import Notes
+from kvrouter.frontend.operators import Rights
 from kvrouter.frontend.overrides import (
     DIRECT,
     NO_OVERRIDES,
@@ -53,6 +57,7 @@ from kvrouter.frontend.overrides import (
     find_wanted,
     read_overrides,
 )
+from kvrouter.frontend.owners import owned, owner_of
 from kvrouter.frontend.prediction_checks import Traits
 from kvrouter.frontend.prompt_blocks import Naming, PromptWays, Sendable
 from kvrouter.relay.request import OVERRIDES, Request
@@ -91,6 +96,8 @@ class Work(Struct, frozen=True):
     """Whether to reply with the decision only, without sending the request."""
     reads_end: bool
     """Whether its policy is told how long the answer was."""
+    shows_worker: bool
+    """Whether its client may see which worker answers."""
     ids: SentIds | None
     """Its token ids, for engines that may get them."""
 
@@ -125,6 +132,7 @@ class _Read(Struct, frozen=True):
     router: Router
     before: KeptResponse | None
     """The response that it continues."""
+    is_json: bool
     rename: Edit | None
     """Replaces an alias by its model's own name."""
 
@@ -147,12 +155,25 @@ class Accept:
         self._until_timed = 1
 
     async def work(
-        self, request: Request, api: Api, request_id: str, received_at: float, notes: Notes | None = None
+        self,
+        request: Request,
+        api: Api,
+        request_id: str,
+        received_at: float,
+        rights: Rights | None,
+        *,
+        notes: Notes | None = None,
     ) -> Work:
-        """Read what routing needs from a request. Raises KvRouterError."""
+        """Read what routing needs from a request. Raises KvRouterError.
+
+        `rights`: of its client; None: all.
+        """
+        may_override = may_see = True
+        if rights is not None and (rights.are_limited or rights.key.is_set):
+            may_override, may_see = rights.of(request)
         read = await self._read(request, api, received_at)
         asked, router, before = read.asked, read.router, read.before
-        overrides = self._overrides(request, asked)
+        overrides = self._overrides(request, asked, may_override=may_override)
         wanted, mode = None, overrides.mode
         if overrides.target:
             wanted = find_wanted(overrides.target, request.headers, router.pool)
@@ -179,16 +200,16 @@ class Accept:
             overrides.session,
             overrides.bucket,
             wanted,
-            asked.priority if overrides.priority is None else overrides.priority,
+            _priority(asked, overrides, may_override=may_override),
             overrides.parent_session,
             mode,
             reads_cache=asked.reads_cache,
             served_name=asked.model if asked.model in router.pool.uneven_names else "",
             context_tokens=0 if router.pool.has_equal_contexts else _context_tokens(asked, prompts),
         )
-        sent, response = self._edited(request, read), None
+        sent, response = self._edited(request, read, may_override=may_override), None
         if isinstance(asked, responses.ResponseRequest):
-            sent, response = _with_id(sent, asked, before)
+            sent, response = _with_id(sent, asked, before, owner_of(request.headers))
         return Work(
             request_id,
             request,
@@ -203,6 +224,7 @@ class Accept:
             asked.engine_arguments is not UNSET,
             overrides.dry_run,
             policy.reads_ends,
+            may_see,
             await _sent_ids(asked, prompts, found_ids[0]) if found_ids else None,
         )
 
@@ -210,7 +232,8 @@ class Accept:
         """Parse the body. A response continues the chat of the one before it."""
         parse, before = api.parse, None
         body = await request.read() if request.body is None else request.body
-        if not body.startswith(PLAIN) and (parse is not None or passthrough.is_json(request)):
+        is_json = bool(body) and (parse is not None or passthrough.is_json(request))
+        if not body.startswith(PLAIN) and is_json:
             body = in_utf8(body) if len(body) <= LARGE_BYTES else await asyncio.to_thread(in_utf8, body)
         passed: Parse = partial(passthrough.parse, request)
         large = None
@@ -220,7 +243,8 @@ class Accept:
         asked, large = await _parsed(parse or passed, body, large)
         router = self._pools.router_for(self.aliases.get(asked.model or "", asked.model))
         if isinstance(asked, responses.ResponseRequest):
-            before = self._response_before(asked, router, now)
+            before = self._response_before(asked, router, owner_of(request.headers), now)
+            self._check_own_id(asked, router, owner_of(request.headers), now)
             if before is not None:
                 parse = partial(responses.parse, history=before.chat)
                 asked, large = await _parsed(parse, body, large)
@@ -229,13 +253,16 @@ class Accept:
         rename = None
         if asked.model and (model := self.aliases.get(asked.model)) is not None:
             asked, rename = _without_alias(request, asked, asked.model, model)
-        return _Read(body, large, asked, router, before, rename)
+        return _Read(body, large, asked, router, before, is_json, rename)
 
-    def _edited(self, request: Request, read: _Read) -> bytes:
+    def _edited(self, request: Request, read: _Read, *, may_override: bool) -> bytes:
         """The body that an engine gets. What the client sent and no engine gets is counted."""
-        if read.asked.is_plain and read.rename is None and not request.head.has_overrides:  # nearly always
+        is_plain = read.asked.is_plain and read.rename is None and not request.head.has_overrides
+        if is_plain and may_override:  # nearly always
             return read.body
         body, edits, removed = read.body, edits_of(read.asked), removed_from(read.asked)
+        if not may_override and read.is_json and may_have_priority(body):
+            edits.append(without_priority)
         if read.rename is not None:
             edits.append(read.rename)
         if edits:
@@ -247,23 +274,46 @@ class Accept:
         return body
 
     def _response_before(
-        self, asked: responses.ResponseRequest, router: Router, now: float
+        self, asked: responses.ResponseRequest, router: Router, owner: str, now: float
     ) -> KeptResponse | None:
-        """The response that a request continues, if it is known and its target is live."""
+        """The response that a request continues, if it is known and its target is live.
+
+        Raises UnknownResponseError if it is another client's.
+        """
         if asked.previous_id is None:
             return None
-        found = self.kept.find(asked.previous_id)
-        if found is None:
-            target = router.tables.sessions.target_of(session_of(asked.previous_id), now)
-            found = KeptResponse.elsewhere(target) if target is not None else None
+        target_of = partial(router.tables.sessions.target_of, now=now)
+        found = find_response(asked.previous_id, owner, self.kept, target_of)
         return found if found is not None and found.target in router.pool.targets else None
 
-    def _overrides(self, request: Request, asked: openai.CompletionRequest) -> Overrides:
+    def _check_own_id(self, asked: responses.ResponseRequest, router: Router, owner: str, now: float) -> None:
+        """Raise BadRequestError if the client chose an id that another client's response has."""
+        if asked.own_id is None or len(asked.own_id) > MOST_ID_CHARACTERS:
+            return
+        try:
+            find_response(asked.own_id, owner, self.kept, partial(router.tables.sessions.target_of, now=now))
+        except UnknownResponseError:
+            raise BadRequestError("`request_id`: choose another one", param="request_id") from None
+
+    def _overrides(
+        self, request: Request, asked: openai.CompletionRequest, *, may_override: bool
+    ) -> Overrides:
         names_none = self.dialect.headers.isdisjoint(request.headers)
         if names_none and asked.kvrouter is None and not asked.session_id and asked.nvext is None:
             return NO_OVERRIDES  # most requests
         nvext = asked.nvext.overrides() if asked.nvext is not None else {}
-        return read_overrides(request.headers, asked.kvrouter, asked.session_id, self.dialect, nvext)
+        ignored = None if may_override else self._count_ignored
+        found = read_overrides(
+            request.headers, asked.kvrouter, asked.session_id, self.dialect, nvext, ignored=ignored
+        )
+        owner = owner_of(request.headers) if found.session else ""
+        if not owner:
+            return found
+        session, parent = owned(found.session, owner), owned(found.parent_session, owner)
+        return dataclasses.replace(found, session=session, parent_session=parent)
+
+    def _count_ignored(self) -> None:
+        self._metrics.removed_fields.inc("overrides")
 
     async def _prompts(
         self,
@@ -311,14 +361,15 @@ async def _parsed(
 
 
 def _with_id(
-    body: bytes, asked: responses.ResponseRequest, before: KeptResponse | None
+    body: bytes, asked: responses.ResponseRequest, before: KeptResponse | None, owner: str
 ) -> tuple[bytes, NewResponse | None]:
     """The body with an id for its response, which is remembered if the engine may keep it."""
     if not asked.is_kept or len(asked.own_id or "") > MOST_ID_CHARACTERS:
         return body, None
-    response_id = asked.own_id or new_response_id()
+    response_id = asked.own_id or new_response_id(owner)
     chat = asked.prompt.messages if isinstance(asked.prompt, ChatPrompt) else None
-    new = NewResponse(response_id, chat, len(body) + (before.size_bytes if before is not None else 0))
+    size_bytes = len(body) + (before.size_bytes if before is not None else 0)
+    new = NewResponse(response_id, chat, size_bytes, owner)
     return body if asked.own_id is not None else with_request_id(body, response_id), new
 
 
@@ -343,6 +394,13 @@ def _context_tokens(asked: openai.CompletionRequest, prompts: tuple[Prompt, ...]
     """What the longest prompt and the asked output take of a context, estimated if tokens are not known."""
     longest = max([prompt.isl for prompt in prompts], default=0) or texts.estimated_isl(asked.prompt)
     return longest + max(1, asked.asked_output)
+
+
+def _priority(asked: openai.CompletionRequest, overrides: Overrides, *, may_override: bool) -> int:
+    """Lower goes first. All clients without the right to choose are equal."""
+    if not may_override:
+        return 0
+    return asked.priority if overrides.priority is None else overrides.priority
 
 
 def _caches(pool: Pool) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal
@@ -170,14 +170,18 @@ class Admin:
         """Metrics on the clients' port: of all processes on it, as the next scrape may reach another one."""
         return await self._metrics(request, whole=True)
 
+    async def all_metrics(self, names: Sequence[str]) -> bytes:
+        """Metrics of all processes on the port, as text, for --metrics-port."""
+        own, siblings = partial(exposition, self._registry, names=names), self._listeners.siblings
+        return await (siblings.metrics(own, names) if siblings is not None else own())
+
     async def metrics(self, request: Request) -> Answer:
         """Metrics of this process; with `processes=all` of all processes on its port."""
         return await self._metrics(request, whole=request.query.get("processes") == ["all"])
 
     async def _metrics(self, request: Request, *, whole: bool) -> Answer:
-        names, siblings = request.query.get("name[]", ()), self._listeners.siblings
-        own = partial(exposition, self._registry, names=names)
-        body = await (siblings.metrics(own, names) if whole and siblings is not None else own())
+        names = request.query.get("name[]", ())
+        body = await (self.all_metrics(names) if whole else exposition(self._registry, names=names))
         return Answer(200, body, {"content-type": CONTENT_TYPE_LATEST})
 
     async def workers(self, _request: Request) -> Answer:

@@ -1,6 +1,6 @@
 """The admin listener: the same routes as on the clients' port, served by aiohttp.
 
-web.Request ──> Request ──serve──> bytes of an answer ──> web.StreamResponse
+web.Request ──> Request ──AdminGate──> Routes ──serve──> bytes of an answer ──> web.StreamResponse
 """
 
 from __future__ import annotations
@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from urllib.parse import urlsplit
 
 from aiohttp import HttpVersion10, HttpVersion11, web
 
 from kvrouter.errors import BadRequestError, KvRouterError
 from kvrouter.frontend.engine_routes import error_answer
+from kvrouter.frontend.operators import AdminGate, check_type
 from kvrouter.relay.answer import Served
 from kvrouter.relay.begun import Begun
 from kvrouter.relay.codings import codings_of, too_large, unpack
@@ -27,9 +29,13 @@ _CONTINUE = "100-continue"
 
 
 def application(
-    routes: Routes, max_body_bytes: int, on_refused: Refused = lambda *_: None, root_path: str = ""
+    routes: Routes,
+    gate: AdminGate,
+    max_body_bytes: int,
+    on_refused: Refused = lambda *_: None,
+    root_path: str = "",
 ) -> web.Application:
-    """All requests are routed by `routes`."""
+    """All requests that `gate` lets in are routed by `routes`."""
     app = web.Application(client_max_size=max_body_bytes)
 
     async def serve(http: web.Request) -> web.StreamResponse:
@@ -37,7 +43,7 @@ def application(
         request = Request(_head(http, root_path), client, arriving=partial(_read, http))
         sending = asyncio.create_task(client.send_answer())
         try:
-            served = await _serve(routes, http, request, on_refused)
+            served = await _serve(routes, gate, http, request, on_refused)
             client.end()
             await sending
         finally:
@@ -51,10 +57,14 @@ def application(
     return app
 
 
-async def _serve(routes: Routes, http: web.Request, request: Request, on_refused: Refused) -> Served:
+async def _serve(
+    routes: Routes, gate: AdminGate, http: web.Request, request: Request, on_refused: Refused
+) -> Served:
     try:
         _check(http)
+        gate.check(request, hosts=_hosts(http), own_address=_own_address(http))
         serve = routes.find(request.head.method, request.head.path)
+        check_type(request, has_body=http.body_exists)
     except KvRouterError as error:
         request_id = request_id_of(request.headers)
         on_refused(request, request_id, error, request.client.address)
@@ -78,6 +88,18 @@ def _check(http: web.Request) -> None:
         raise unknown_version(http.version.major)
     if wrong := host_error(http.headers.getall("host", []), is_http_10=http.version <= HttpVersion10):
         raise BadRequestError(wrong)
+
+
+def _hosts(http: web.Request) -> list[str]:
+    """The hosts that a request names: in its header, and in its target if that is absolute."""
+    hosts = http.headers.getall("host", [])
+    in_target = "" if http.raw_path.startswith("/") else urlsplit(http.raw_path).netloc
+    return [*hosts, in_target] if in_target else hosts
+
+
+def _own_address(http: web.Request) -> str:
+    name = http.transport.get_extra_info("sockname") if http.transport is not None else None
+    return name[0] if name else ""
 
 
 def _head(http: web.Request, root_path: str) -> RequestHead:

@@ -38,9 +38,8 @@ from kvrouter.frontend.bodies.edits import with_field, with_report_mode
 from kvrouter.frontend.client_totals import ClientTotals, Totals
 from kvrouter.frontend.decision_views import DecisionViews
 from kvrouter.frontend.hung_engines import HungEngines, Probe, Running
-from kvrouter.frontend.kept_responses import session_of
 from kvrouter.frontend.notes import Notes
-from kvrouter.frontend.operators import Gate
+from kvrouter.frontend.operators import Rights
 from kvrouter.frontend.prediction_checks import check_answer
 from kvrouter.frontend.rules import record_outcome
 from kvrouter.frontend.state_metrics import target_samples
@@ -83,6 +82,8 @@ RELAY_TIMED_EVERY = 128
 _BUSY = frozenset({429, 503})
 # Paths that the label `route` of kvrouter_requests_total may have.
 ROUTES = engine_routes.PATHS
+# For a client that may not see which worker it had.
+_UNNAMED = "the worker failed; the log of the replica has the details"
 
 
 class Completions:
@@ -130,13 +131,13 @@ class Completions:
         """Use these for requests that begin from now on."""
         self._limits, self._retries = limits, retries
 
-    def add_routes(self, routes: Routes, gate: Gate) -> None:
-        """Add what is served here. `gate` decides who may ask for a dry run."""
+    def add_routes(self, routes: Routes, rights: Rights) -> None:
+        """Add what is served here. `rights`: of the port's clients."""
         # Without HEAD: a worker's answer to it has a length and no body, and would never end.
         for method, path, api in engine_routes.relayed():
-            routes.add(method, path, partial(self.serve, api, gate))
+            routes.add(method, path, partial(self.serve, api, rights))
 
-    async def serve(self, api: Api, gate: Gate, request: Request) -> Served:
+    async def serve(self, api: Api, rights: Rights, request: Request) -> Served:
         """Serve one request to its end. Every error becomes a body of the API.
 
         If the client disconnects, the task is cancelled, and the booking is freed on the way out.
@@ -151,9 +152,9 @@ class Completions:
             self._in_flight.begin(request)
             if request.head.hops:
                 check_hops(request.head.hops, self._replica.is_replica)
-            work = await self._accept.work(request, api, request_id, received_at, notes)
+            work = await self._accept.work(request, api, request_id, received_at, rights, notes=notes)
             if work.is_dry_run:
-                gate("a dry run", request.headers)
+                rights.gate("a dry run", request.headers)
                 served = self._reply(request, self._decisions.preview(work))
             else:
                 keeps_alive = self._limits.keep_alive_s and work.stream and api.streams
@@ -461,7 +462,8 @@ class Completions:
             worker.is_engine = not attempt.is_of_router
         if work.response is not None:
             self._accept.kept.keep(work.response, placement.target, responses.find_answer(attempt.tail))
-            work.router.bind(session_of(work.response.id), placement.target, self._now())
+            for session in work.response.sessions():
+                work.router.bind(session, placement.target, self._now())
             self._publishing.flush_soon()
         if work.traits is not None:
             usage, now = work.api.find_usage(attempt.tail), self._now()
@@ -541,7 +543,7 @@ class Completions:
             case TimedOut(silent_s):
                 raise WorkerSilentError(f"the worker sent no output for {silent_s:g} s")
             case Lost(reason) | Retried(reason):
-                raise WorkerDiedError(reason)
+                raise WorkerDiedError(reason if work.shows_worker else _UNNAMED)
             case None:
                 raise NoWorkersError("no worker was tried")
 
@@ -589,6 +591,8 @@ def _status_of(outcome: Outcome) -> int:
 
 
 def _response_headers(work: Work, placement: Placement, router_id: str) -> bytes:
+    if not work.shows_worker:
+        return f"x-request-id: {work.id}\r\nx-kvrouter-router: {router_id}\r\n".encode()
     lines = _target_lines(placement.target, router_id)
     blocks = placement.choice.overlap_blocks
     return f"x-request-id: {work.id}\r\n{lines}x-kvrouter-overlap-blocks: {blocks}\r\n".encode()

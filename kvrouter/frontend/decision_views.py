@@ -24,6 +24,7 @@ from kvrouter.core.routing.policy import Candidate, OverlapWeight, RouteRequest
 from kvrouter.core.routing.selection import Decision, Selection, Verdict
 from kvrouter.errors import BadRequestError, UnknownDecisionError
 from kvrouter.frontend.accept import Work
+from kvrouter.frontend.owners import name_of
 from kvrouter.frontend.views import json_answer
 from kvrouter.relay.answer import Answer, Lines
 from kvrouter.relay.request import Request
@@ -138,8 +139,8 @@ def _facts(request: RouteRequest, now: float, selection: Selection) -> dict[str,
         "mode": selection.mode,
         "isl": request.isl,
         "prompt_blocks": sum(len(prompt.hashes) for prompt in request.prompts),
-        "session": request.session,
-        "parent_session": request.parent_session,
+        "session": name_of(request.session),
+        "parent_session": name_of(request.parent_session),
         "overlap_weight": _given(request.overlap_weight, selection.policy.overlap_weight),
         "temperature": _given(request.temperature, selection.policy.temperature),
     }

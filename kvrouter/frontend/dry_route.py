@@ -47,7 +47,7 @@ class DryRoute:
         api = _api(await request.read())
         now = asyncio.get_running_loop().time()
         request_id = request_id_of(request.headers)
-        work = await self._accept.work(request, api, request_id, now)
+        work = await self._accept.work(request, api, request_id, now, None)
         return self._views.preview(work)
 
 

@@ -81,6 +81,8 @@ _GET = {
     PASSED_ON: ("/version", "/tokenizer_info", "/model_info", "/get_model_info"),
     OLLAMA: ("/api/tags",),
 }
+# Engines take the body of these as a form with a file.
+FORMS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations", "/v1/images/edits"})
 _POSTED = {path: api for api, paths in _POST.items() for path in paths}
 PASSED: Mapping[Route, Api] = MappingProxyType(
     {("POST", path): api for path, api in _POSTED.items()}

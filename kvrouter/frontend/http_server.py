@@ -4,8 +4,8 @@ clients' port ──> ClientConnection (relay/connection.py) ──┐
                                                            ├──> the same routes
 admin listener ──> aiohttp (admin_listener.py) ────────────┘
 
-Both ports have all routes. The gate of each (operators.py) decides who may use the routes that are for
-operators.
+Both ports have all routes. The gates (operators.py) decide who may use them: on the clients' port those that
+are for operators, on the admin listener all but the probes'.
 """
 
 from __future__ import annotations
@@ -27,7 +27,15 @@ from kvrouter.frontend.admin_listener import application
 from kvrouter.frontend.completions import Completions
 from kvrouter.frontend.engine_routes import error_answer, why_closed
 from kvrouter.frontend.openapi import OPENAPI_PATH, document
-from kvrouter.frontend.operators import Gate, has_operators_routes, open_gate
+from kvrouter.frontend.operators import (
+    AdminGate,
+    AdminKey,
+    Gate,
+    KeyGate,
+    Rights,
+    has_operators_routes,
+    open_gate,
+)
 from kvrouter.frontend.settings import FrontendOptions
 from kvrouter.frontend.sockets import BACKLOG, Listeners
 from kvrouter.frontend.views import View, answering, json_answer
@@ -71,21 +79,34 @@ class Site:
         self.completions = completions
         self.admin = admin
         self._for_operators = for_operators
+        self._options = options.clients
         self.max_body_bytes = options.max_body_bytes
         self.root_path = options.root_path
 
-    def routes(self, gate: Gate, metrics: View) -> Routes:
-        """All routes of a port, behind its gate."""
-        routes, admin, completions = Routes(why_closed), self.admin, self.completions
-        completions.add_routes(routes, gate)
-        for path, view in {
+    def for_clients(self, gate: KeyGate) -> Routes:
+        """The routes of the clients' port."""
+        metrics = self.admin.clients_metrics if "metrics" in self._options.expose else None
+        return self._routes(Rights(gate, gate.key, self._options), metrics)
+
+    def for_admin(self, key: AdminKey) -> Routes:
+        """The routes of the admin listener."""
+        return self._routes(Rights(open_gate, key), self.admin.metrics)
+
+    def _routes(self, rights: Rights, metrics: View | None) -> Routes:
+        """All routes of a port, behind its gate. `metrics`: None, if it does not show them."""
+        why = why_closed if metrics is not None else _without_metrics
+        routes, admin, completions, gate = Routes(why), self.admin, self.completions, rights.gate
+        completions.add_routes(routes, rights)
+        views: dict[str, View] = {
             "/v1/models": admin.models,
             MODEL_PATH: admin.model,
             "/live": admin.live,
             "/ready": admin.ready,
             "/health": admin.health,
-            "/metrics": metrics,
-        }.items():
+        }
+        if metrics is not None:
+            views["/metrics"] = metrics
+        for path, view in views.items():
             _add(routes, "GET", path, answering(view, open_gate, completions.refused))
         for method, path, view in self._for_operators:
             _add(routes, method, path, answering(view, gate, completions.refused))
@@ -114,6 +135,12 @@ class Site:
         return Answer(307, b"", {"location": f"{self.root_path.rpartition('/')[2]}/"})
 
 
+def _without_metrics(path: str) -> str:
+    if path == "/metrics":
+        return "not on this port: it is left out of --expose; see --metrics-port, or the admin listener"
+    return why_closed(path)
+
+
 def _add(routes: Routes, method: str, path: str, serve: Serve) -> None:
     routes.add(method, path, serve)
     if method == "GET":
@@ -122,11 +149,11 @@ def _add(routes: Routes, method: str, path: str, serve: Serve) -> None:
 
 @contextlib.asynccontextmanager
 async def _clients_port(
-    site: Site, sock: socket.socket, tls: ssl.SSLContext | None, gate: Gate
+    site: Site, sock: socket.socket, tls: ssl.SSLContext | None, gate: KeyGate
 ) -> AsyncIterator[tuple[asyncio.Server, Connections]]:
     """The clients' port. It does not accept connections yet."""
     connections = Connections(
-        site.routes(gate, site.admin.clients_metrics),
+        site.for_clients(gate),
         error_answer,
         max_body_bytes=site.max_body_bytes,
         arriving=ArrivingBytes(site.max_body_bytes),
@@ -144,12 +171,13 @@ async def _clients_port(
 
 @contextlib.asynccontextmanager
 async def _admin_listener(
-    site: Site, sock: socket.socket, tls: ssl.SSLContext | None
+    site: Site, sock: socket.socket, tls: ssl.SSLContext | None, gate: AdminGate
 ) -> AsyncIterator[asyncio.Server]:
     """The admin listener. It does not accept connections yet."""
     runner = web.AppRunner(
         application(
-            site.routes(open_gate, site.admin.metrics),
+            site.for_admin(gate.key),
+            gate,
             site.max_body_bytes,
             site.completions.refused,
             site.root_path,
@@ -187,7 +215,13 @@ async def _listen(
 
 @contextlib.asynccontextmanager
 async def http_server(
-    site: Site, listeners: Listeners, gate: Gate, *, hurried: asyncio.Event | None, options: FrontendOptions
+    site: Site,
+    listeners: Listeners,
+    gate: KeyGate,
+    admin_gate: AdminGate,
+    *,
+    hurried: asyncio.Event | None,
+    options: FrontendOptions,
 ) -> AsyncIterator[None]:
     """Serve on the listeners. On exit stop accepting, let running requests finish, cut off the rest.
 
@@ -197,7 +231,7 @@ async def http_server(
     admin = site.admin
     tls = listeners.certificate.context if listeners.certificate is not None else None
     async with (
-        _admin_listener(site, listeners.admin, tls) as admin_server,
+        _admin_listener(site, listeners.admin, tls, admin_gate) as admin_server,
         _clients_port(site, listeners.main, tls, gate) as (server, connections),
     ):
         await admin_server.start_serving()

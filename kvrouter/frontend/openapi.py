@@ -228,7 +228,8 @@ _ERRORS: dict[str, Schema] = {
 _KEY = "operators"
 _ABOUT = (
     "Not listed per route: 405 (with `allow`) for other methods of a path; 307 for a slash too many at its "
-    "end; 400, 408, 414, 417, 431 and 505 for invalid HTTP. Routes tagged `engines` pass on an engine's "
+    "end; 400, 408, 414, 417, 431 and 505 for invalid HTTP; on the admin listener 401 and 403 for those who "
+    "may not ask, and 415 for a body that is not JSON. Routes tagged `engines` pass on an engine's "
     "error with its status."
 )
 

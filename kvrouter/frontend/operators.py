@@ -1,29 +1,58 @@
-"""Which clients may use the routes for operators.
+"""Who may use the routes for operators: those that show or change a replica's state, and dry runs.
 
-    admin listener    every client that can connect (--admin-host)
-    clients' port     none; with --admin-key-file, clients that send `Authorization: Bearer KEY`, and browsers
-                      whose user has given KEY as the password
+    clients' port     no client; with --admin-key-file, clients that send `Authorization: Bearer KEY`, and
+                      browsers whose user has given KEY as the password (KeyGate)
+    admin listener    peers on loopback, and peers that send `Authorization: Bearer KEY` (AdminGate)
 
-Routes for operators show or change a replica's state, or reply with a decision (dry runs).
+A browser on an operator's machine is a peer on loopback, and so is every page that it shows. So the admin
+listener checks, before it routes, that a request does not come from a page of another site:
+
+    Sec-Fetch-Site, Origin    the browser says which site asks
+    Host                      a foreign name leads here if its owner changes its DNS (DNS rebinding)
+    content type              what pages may send unasked (forms, text/plain) is no JSON
+
+PROBES are free of all this: probes and scrapers have no key, and use any name. The page's own files are
+static and free of the key, which the page asks for.
 """
 
 from __future__ import annotations
 
 import base64
 import hmac
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import TypeAlias
+from urllib.parse import urlsplit
 
-from kvrouter.errors import OperatorsOnlyError, WrongAdminKeyError
+from kvrouter.dashboard.page import FILES_PATH, PAGE_PATH
+from kvrouter.errors import (
+    BodyTypeError,
+    ForeignRequestError,
+    NoAdminKeyError,
+    OperatorsOnlyError,
+    PeerNotAllowedError,
+    WrongAdminKeyError,
+)
+from kvrouter.frontend import engine_routes
+from kvrouter.frontend.settings import ClientsOptions
+from kvrouter.relay.request import Request
 
 Gate: TypeAlias = Callable[[str, Mapping[str, str]], None]
 """Gets what is requested and the request's headers. Raises KvRouterError to reject the request."""
 
-_READS = ("GET ", "HEAD ")
+PROBES = frozenset({"/live", "/ready", "/metrics"})
+"""Paths of the admin listener that anyone may read."""
+_READS = frozenset({"GET", "HEAD"})
+# A proxy on this host passes on what others send: its address is not theirs.
+_FORWARDED = frozenset({"forwarded", "x-forwarded-for", "x-real-ip"})
+# The types that a page may send to another site without asking it first (Fetch standard, CORS-safelisted).
+_FORM = "multipart/form-data"
+_UNASKED = frozenset({"text/plain", "application/x-www-form-urlencoded", _FORM})
+_HTTP_PORTS = {"http": 80, "https": 443}
 
 
 def open_gate(_requested: str, _headers: Mapping[str, str]) -> None:
-    """The gate of the admin listener: it lets every client in."""
+    """The gate of routes for all, and of the admin listener's: AdminGate has let the request in."""
 
 
 def has_operators_routes(gate: Gate) -> bool:
@@ -37,35 +66,218 @@ def has_operators_routes(gate: Gate) -> bool:
     return True
 
 
-class KeyGate:
-    """The gate of the clients' port. Without a key it rejects every client."""
+def lets_in(gate: Gate, headers: Mapping[str, str]) -> bool:
+    """Whether a request with these headers may use the routes for operators."""
+    try:
+        gate("", headers)
+    except (OperatorsOnlyError, WrongAdminKeyError):
+        return False
+    return True
+
+
+class AdminKey:
+    """The key of --admin-key-file, for both ports. None: there is no key."""
 
     def __init__(self, key: str | None) -> None:
         self._key = key
+        self.is_set = key is not None
 
     def change(self, key: str | None) -> bool:
         """Use this key from now on; returns whether it is another one."""
-        changed, self._key = key != self._key, key
+        changed, self._key, self.is_set = key != self._key, key, key is not None
         return changed
 
-    def __call__(self, requested: str, headers: Mapping[str, str]) -> None:
+    def is_in(self, headers: Mapping[str, str], *, as_password: bool = False) -> bool:
+        """Whether a request has it. `as_password`: Basic credentials are taken, too."""
         if self._key is None:
+            return False
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        scheme = scheme.lower()
+        if scheme == "basic" and as_password:
+            scheme, given = "bearer", _password(given)
+        # compare_digest: the time it takes does not reveal how much of the key is right
+        is_right = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), self._key.encode())
+        return is_right and scheme == "bearer"
+
+
+class Rights:
+    """What the clients of a port may do and see. Those that its gate lets in may do and see everything."""
+
+    def __init__(self, gate: Gate, key: AdminKey, options: ClientsOptions | None = None) -> None:
+        """`options`: None: all may do and see everything."""
+        self.gate = gate
+        self.key = key
+        """The operators', which no worker gets."""
+        self._shows_workers = options is None or "headers" in options.expose
+        self._obeys_clients = options is None or options.client_overrides == "on"
+        self.are_limited = not (self._shows_workers and self._obeys_clients)
+        """Whether some clients may not do or see everything."""
+
+    def of(self, request: Request) -> tuple[bool, bool]:
+        """Whether the client may override how it is routed, and see which worker answers.
+
+        From now on the request is without the operators' key, if it had it.
+        """
+        if self.key.is_in(request.headers, as_password=True):
+            request.head = request.head.without("authorization")
+        is_free = not self.are_limited or lets_in(self.gate, request.headers)
+        return is_free or self._obeys_clients, is_free or self._shows_workers
+
+
+class KeyGate:
+    """The gate of the clients' port. Without a key it rejects every client."""
+
+    def __init__(self, key: AdminKey) -> None:
+        self.key = key
+
+    def __call__(self, requested: str, headers: Mapping[str, str]) -> None:
+        if not self.key.is_set:
             raise OperatorsOnlyError(
                 f"{requested} is for operators and not served on this port: use the replica's admin "
                 "listener (--admin-port, by default --port + 100 on 127.0.0.1; logged at start as "
                 "frontend.listening)"
             )
-        scheme, _, given = headers.get("authorization", "").partition(" ")
         # A browser adds its password also to requests that another site makes it send: those may only read.
-        if scheme.lower() == "basic" and requested.startswith(_READS):
-            scheme, given = "bearer", _password(given)
-        # compare_digest: the time it takes does not reveal how much of the key is right
-        is_right = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), self._key.encode())
-        if scheme.lower() != "bearer" or not is_right:
+        if not self.key.is_in(headers, as_password=requested.partition(" ")[0] in _READS):
             raise WrongAdminKeyError(
                 f"{requested} is for operators: send `Authorization: Bearer KEY` with the key of "
                 "--admin-key-file, or use the admin listener (--admin-port)"
             )
+
+
+class AdminGate:
+    """Checks each request of the admin listener before it is routed, so a new route is checked as well.
+
+    `names`: hosts by which this listener is known, besides loopback and the address that was connected to.
+    """
+
+    def __init__(self, key: AdminKey, names: Iterable[str]) -> None:
+        self.key = key
+        self._names = frozenset(filter(None, map(_plain_host, names)))
+
+    def check(self, request: Request, *, hosts: Iterable[str], own_address: str) -> None:
+        """Raise KvRouterError to reject the request.
+
+        `hosts`: HOST or HOST:PORT, of the header and of an absolute target; `own_address`: the end of the
+        connection here.
+        """
+        method, path = request.head.method, request.head.route
+        if path in PROBES and method in _READS:
+            return
+        hosts = tuple(hosts)
+        self._check_host(hosts, own_address)
+        _check_site(request, hosts[0])
+        is_page = path in {"", PAGE_PATH} or path.startswith(FILES_PATH)
+        if not (is_page and method in _READS):
+            self._check_peer(request)
+
+    def _check_host(self, hosts: tuple[str, ...], own_address: str) -> None:
+        known = self._names | {_plain_host(own_address)}
+        for given in hosts or ("",):
+            host = _plain_host(_split(given)[0])
+            if not (host and (host in known or host == "localhost" or is_loopback(host))):
+                raise ForeignRequestError(
+                    f"host {given[:100]!r} is not a name of this admin listener: use its address, or allow "
+                    "the name with --admin-allowed-host NAME"
+                )
+
+    def _check_peer(self, request: Request) -> None:
+        is_forwarded = not _FORWARDED.isdisjoint(request.headers)
+        if (is_loopback(request.client.address) and not is_forwarded) or self.key.is_in(request.headers):
+            return
+        by = "a proxy's client" if is_forwarded else request.client.address
+        asked = f"{request.head.method} {request.head.route} by {by}"
+        if self.key.is_set:
+            raise NoAdminKeyError(
+                f"{asked}: send `Authorization: Bearer KEY` with the key of --admin-key-file; without it "
+                "only peers on loopback are served"
+            )
+        raise PeerNotAllowedError(
+            f"{asked}: without --admin-key-file only peers on loopback are served; give the replica "
+            "--admin-key-file FILE and send `Authorization: Bearer KEY`"
+        )
+
+
+def _check_site(request: Request, host: str) -> None:
+    """Reject what a page of another site makes a browser send. Other clients send neither header."""
+    fields = request.head.fields
+    sites = {value for name, value in fields if name == "sec-fetch-site"}
+    if not sites <= {"same-origin", "none"} and not _opens_page(request):
+        raise ForeignRequestError(
+            f"sec-fetch-site {', '.join(sorted(sites))[:100]!r}: a page of another site may not use the "
+            "admin listener"
+        )
+    for origin in (value for name, value in fields if name == "origin"):
+        if not _is_same(origin, host):
+            raise ForeignRequestError(
+                f"origin {origin[:100]!r} is not {host[:100]!r}: a page of another site may not use the "
+                "admin listener; a proxy in front must pass the host on as it is"
+            )
+
+
+def _opens_page(request: Request) -> bool:
+    """Whether a browser follows a link to the page: nothing but its user sees the answer."""
+    headers = request.headers
+    is_opened = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
+    return is_opened and request.head.method == "GET" and request.head.route == PAGE_PATH
+
+
+def _is_same(origin: str, host: str) -> bool:
+    """Whether a page of this origin was loaded from this host and port."""
+    try:
+        parts = urlsplit(origin)
+        its_port = parts.port
+    except ValueError:
+        return False
+    usual = _HTTP_PORTS.get(parts.scheme)
+    if usual is None or not parts.hostname or parts.path or parts.query or parts.username is not None:
+        return False
+    name, port = _split(host)
+    same_port = str(its_port or usual) == (port.lstrip("0") or str(usual))
+    return same_port and _plain_host(parts.hostname) == _plain_host(name)
+
+
+def check_type(request: Request, *, has_body: bool) -> None:
+    """Raise BodyTypeError for a body that a page may send to another site without asking it first."""
+    kind, path = request.content_type, request.head.route
+    is_sent = request.head.method not in _READS and (has_body or "content-type" in request.headers)
+    if not is_sent or kind == "application/json" or kind.endswith("+json"):
+        return
+    if path in engine_routes.PATHS:
+        is_form = kind == _FORM and path in engine_routes.FORMS
+        if is_form or kind not in _UNASKED:
+            return
+    raise BodyTypeError(
+        f"{request.head.method} {path}: content-type {kind[:100]!r}: send `content-type: application/json`"
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this is an address of this machine alone. Names are not resolved."""
+    address = _address(host)
+    return address is not None and address.is_loopback
+
+
+def _plain_host(host: str) -> str:
+    """A name in lower case without its last dot, or an address in its shortest form; empty: neither."""
+    host = host.removeprefix("[").removesuffix("]")
+    address = _address(host.removesuffix("."))
+    return str(address) if address is not None else host.removesuffix(".").lower()
+
+
+def _address(text: str) -> IPv4Address | IPv6Address | None:
+    try:
+        address = ip_address(text.partition("%")[0])
+    except ValueError:
+        return None
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return mapped or address
+
+
+def _split(authority: str) -> tuple[str, str]:
+    """Host and port of `HOST`, `HOST:PORT` or `[HOST]:PORT`, as `host_error` lets them through."""
+    name, colon, port = authority.rpartition(":")
+    return (name, port) if colon and (not port or port.isdecimal()) and "]" not in port else (authority, "")
 
 
 def _password(credentials: str) -> str:

@@ -9,7 +9,8 @@
     x-session-id               {"session": …}         the session's name; also `session_id`, agents' headers
 
 Headers win over the object, and it over `nvext` (bodies/nvext.py): gateways in front of kvrouter set headers.
-A wrong value is a 400.
+A wrong value is a 400. With --client-overrides off only the session, the bucket and a dry run are read, but
+for clients with the operators' key; the rest is ignored and counted.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ class Overrides:
 
 
 NO_OVERRIDES = Overrides()
+_POWERS = frozenset({"mode", "overlap_weight", "temperature", "target"})
 NO_NVEXT: Mapping[str, Any] = {}
 
 
@@ -111,8 +113,12 @@ def read_overrides(
     session_id: str | None,
     dialect: Dialect,
     nvext: Mapping[str, Any] = NO_NVEXT,
+    *,
+    ignored: Callable[[], None] | None = None,
 ) -> Overrides:
     """Read all settings; `nvext`: those of bodies/nvext.py.
+
+    `ignored`: called if the client sent some that it has no right to; None: it may send all.
 
     Raises BadRequestError, which names the field and its valid values.
     """
@@ -120,6 +126,11 @@ def read_overrides(
     of_nvext = {field: _Given(value, f"nvext.{field}", "`nvext`") for field, value in nvext.items()}
     # Headers last: they win.
     given = {**of_nvext, **_in_body(body or {}, places), **_in_headers(headers, places)}
+    priority = headers.get(PRIORITY_HEADER)
+    if ignored is not None:
+        if priority is not None or not _POWERS.isdisjoint(given):
+            ignored()
+        given, priority = {name: one for name, one in given.items() if name not in _POWERS}, None
     if session_id and "session" not in given:
         given["session"] = _Given(session_id, "session_id", "`session_id`")
     readers = _READERS | {"mode": lambda one: _mode(one, dialect)}
@@ -131,7 +142,7 @@ def read_overrides(
     overrides = Overrides(
         **found,
         bucket=valid_unicode(bucket)[:_MOST_BUCKET_CHARACTERS],
-        priority=_priority(headers.get(PRIORITY_HEADER)),
+        priority=_priority(priority),
     )
     _check_target(overrides, given, dialect)
     return overrides
@@ -145,8 +156,10 @@ def find_wanted(target: str, headers: Mapping[str, str], pool: Pool) -> Wanted:
     wanted = parse_wanted(target)
     worker = pool.workers.get(wanted.worker_id)
     if worker is None:
-        known = ", ".join(sorted(pool.workers)) or "none"
-        raise UnknownTargetError(f"no worker {wanted.worker_id!r} serves {pool.model!r}; known: {known}")
+        # no names: not every client may know them
+        raise UnknownTargetError(
+            f"no worker {wanted.worker_id!r} serves {pool.model!r}; /workers of the admin listener lists them"
+        )
     rank, given = wanted.rank, headers.get(RANK_HEADER)
     if given is not None and worker.card.rank_header:
         if not given.isascii() or not given.isdecimal() or rank not in {None, int(given)}:

@@ -20,7 +20,7 @@ from kvrouter.errors import BadRequestError, ConfigError
 from kvrouter.frontend.accept import Accept
 from kvrouter.frontend.admission_queue import WaitingRoom
 from kvrouter.frontend.completions import Completions
-from kvrouter.frontend.operators import KeyGate
+from kvrouter.frontend.operators import AdminKey
 from kvrouter.frontend.rules import Rules
 from kvrouter.frontend.settings import FrontendOptions
 from kvrouter.frontend.views import json_answer
@@ -65,7 +65,7 @@ class Running:
     accept: Accept
     completions: Completions
     waiting_room: WaitingRoom
-    gate: KeyGate
+    key: AdminKey
     engines: EngineTokenizer
     certificate: ServerCertificate | None
 
@@ -84,7 +84,7 @@ class Running:
         self.completions.access.change(new.access)
         if new.policy.scored != old.policy.scored:
             applied.setdefault("router-config", CHANGED)
-        if self.gate.change(fresh.admin_key):
+        if self.key.change(fresh.admin_key):
             applied.setdefault("admin-key-file", CHANGED)
         if self.engines.use_key(fresh.engine_api_key):
             applied.setdefault("engine-api-key-file", CHANGED)

@@ -41,7 +41,7 @@ from kvrouter.frontend.dry_route import DryRoute
 from kvrouter.frontend.http_server import Site, http_server, wait_for_any
 from kvrouter.frontend.hung_engines import probing
 from kvrouter.frontend.openapi import check_root_path
-from kvrouter.frontend.operators import KeyGate
+from kvrouter.frontend.operators import AdminGate, AdminKey, KeyGate, is_loopback
 from kvrouter.frontend.overrides import Dialect
 from kvrouter.frontend.reload import Reload, Running
 from kvrouter.frontend.routing_change import RoutingChanges
@@ -67,6 +67,7 @@ from kvrouter.telemetry.exposition import Registry
 from kvrouter.telemetry.garbage import Pauses, collect_and_freeze, thresholds_raised
 from kvrouter.telemetry.loop_lag import LoopLag
 from kvrouter.telemetry.metrics import QueueMetrics, RequestMetrics, StateCollector
+from kvrouter.telemetry.metrics_port import metrics_port
 from kvrouter.telemetry.tracing import open_tracing
 from kvrouter.tls import trusting
 from kvrouter.tokens.prompt import PromptEncoder
@@ -180,13 +181,17 @@ async def running_frontend(
         _left_at_the_end(member.replica_loop),  # entered last: it needs the tasks and the bus
     ):
         admin = _new_admin(options, registry, member, path.accept)
-        gate = KeyGate(options.process.admin_key)
-        reload = Reload(loaded, _changeable(member, path, gate)) if loaded is not None else None
+        key = AdminKey(options.process.admin_key)
+        gates = KeyGate(key), AdminGate(key, options.process.admin_names)
+        reload = Reload(loaded, _changeable(member, path, key)) if loaded is not None else None
         settings = (lambda: reload.configured.settings) if reload is not None else (lambda: options)
         registry.register(config_collector(COMMAND.declared(), settings))
         changes = _routing_changes(registry, member, reload) if reload is not None else None
         site = Site(path.completions, admin, _operators_routes(member, path, admin, reload, changes), options)
-        async with http_server(site, member.listeners, gate, hurried=hurried, options=options):
+        async with (
+            metrics_port(options.metrics, admin.all_metrics, is_shared=member.listeners.siblings is not None),
+            http_server(site, member.listeners, *gates, hurried=hurried, options=options),
+        ):
             _log_start(options, member)
             frontend = RunningFrontend(
                 member.listeners.url,
@@ -381,6 +386,14 @@ def _log_start(options: FrontendOptions, member: _Member) -> None:
     if isinstance(kv, Kv) and (flags := kv.flags_without_effect()):
         remedy = "weight auto does not use them; give --kv-overlap-score-weight a number"
         log.warning("frontend.flags_without_effect", flags=flags, remedy=remedy)
+    admin_host, _ = listeners.admin.getsockname()[:2]
+    if not options.process.admin_key and not is_loopback(admin_host):
+        log.warning(
+            "frontend.admin_without_key",
+            admin=listeners.admin_url,
+            effect="peers that are not on loopback get 403, but for /live, /ready and /metrics",
+            remedy="give --admin-key-file FILE",
+        )
     mode = options.policy.custom.name if options.policy.custom is not None else options.router_mode
     facts = {"mode": mode, **(_weight(kv) if isinstance(kv, Kv) else {}), "tokenizer": options.tokens.way}
     log.info(
@@ -399,14 +412,14 @@ def _weight(policy: Kv) -> dict[str, str]:
     return {"weight": "auto", "published_weight": "--kv-overlap-score-weight 1"}
 
 
-def _changeable(member: _Member, path: _RequestPath, gate: KeyGate) -> Running:
+def _changeable(member: _Member, path: _RequestPath, key: AdminKey) -> Running:
     return Running(
         member.replica,
         member.rules,
         path.accept,
         path.completions,
         member.waiting_room,
-        gate,
+        key,
         member.tokens.engines,
         member.listeners.certificate,
     )

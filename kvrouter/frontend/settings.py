@@ -22,12 +22,14 @@ from kvrouter.core.wire.values import url_error
 from kvrouter.errors import ConfigError
 from kvrouter.frontend.bodies.aliases import read_alias, resolved
 from kvrouter.frontend.dynamo_flags import DynamoOptions
+from kvrouter.frontend.overrides import DIRECT
 from kvrouter.policies import CUSTOM, SERVED_MODES, PolicySettings
 from kvrouter.policies.files import PolicyFiles
 from kvrouter.policies.two_stage import read_header_name
 from kvrouter.relay.exchange import Limits
 from kvrouter.settings.declare import MIB, Command, Settings, mib, read_mib, setting
 from kvrouter.settings.read import load
+from kvrouter.telemetry.metrics_port import MetricsPortOptions
 from kvrouter.tls import CertificateFiles, server_context, trusting
 from kvrouter.tokens.prefix_tokens import CacheSettings
 
@@ -39,6 +41,7 @@ ADMIN_OFFSET = 100
 FROM_PORT = -1
 """`admin_port` before it is worked out."""
 MOST_DECISIONS = 100_000
+EXPOSABLE = frozenset({"headers", "metrics"})
 _LIMITS = Limits()
 _ROOT_PATH = re.compile(r"(?:/(?!\.{1,2}(?:/|$))[\w.~-]{1,64}){1,8}", re.ASCII)
 
@@ -277,7 +280,17 @@ class ProcessOptions(Settings):
     )
     """Process i listens on this plus i; 0: on a free port."""
     admin_host: str = setting(
-        "127.0.0.1", "address of the admin listener; it requires no key", metavar="ADDRESS"
+        "127.0.0.1",
+        "address of the admin listener; peers that are not on loopback need the key of --admin-key-file",
+        metavar="ADDRESS",
+    )
+    admin_allowed_host: tuple[str, ...] = setting(
+        (),
+        "host name or address by which the admin listener may be asked, besides --admin-host, --advertise, "
+        "loopback and its own address; a request for any other host gets 403",
+        metavar="NAME",
+        read=_read_host,
+        is_repeated=True,
     )
     advertise: str | None = setting(
         None,
@@ -288,7 +301,8 @@ class ProcessOptions(Settings):
     )
     admin_key_file: Path | None = setting(
         None,
-        "serve the operators' routes on the clients' port to requests with the bearer key in this file",
+        "serve requests with the bearer key in this file: on the admin listener from any address, and the "
+        "operators' routes on the clients' port",
         reloadable=True,
     )
     number: int = setting(0, "", name="process-number", is_hidden=True)
@@ -309,8 +323,13 @@ class ProcessOptions(Settings):
 
     @property
     def admin_key(self) -> str | None:
-        """Opens the operators' routes on the clients' port."""
+        """Opens the admin listener to all addresses, and the operators' routes on the clients' port."""
         return read_key("--admin-key-file", self.admin_key_file)
+
+    @property
+    def admin_names(self) -> tuple[str, ...]:
+        """By which the admin listener may be asked."""
+        return (self.admin_host, self.advertise or "", *self.admin_allowed_host)
 
     @property
     def own_admin_port(self) -> int:
@@ -329,6 +348,40 @@ class ProcessOptions(Settings):
                 f"--admin-port {given}: there is no port {admin + last}; give a lower one, or 0"
             )
         return replace(self, admin_port=admin)
+
+
+def _read_exposed(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(filter(None, map(str.strip, text.lower().split(",")))))
+    if names == ("none",):
+        return ()
+    if not names or not EXPOSABLE.issuperset(names):
+        raise ValueError("must be headers, metrics, headers,metrics or none")
+    return names
+
+
+def _exposed_text(names: tuple[str, ...]) -> str:
+    return ",".join(names) or "none"
+
+
+@dataclass(frozen=True, slots=True)
+class ClientsOptions(Settings):
+    """What clients may see and do on --port. The operators' key lets its holder see and do all."""
+
+    heading = "Clients"
+
+    expose: tuple[str, ...] = setting(
+        tuple(sorted(EXPOSABLE)),
+        "what --port shows: headers that name the worker of an answer and its overlap, and /metrics; none: "
+        "neither",
+        metavar="headers,metrics|none",
+        read=_read_exposed,
+        text=_exposed_text,
+    )
+    client_overrides: Literal["on", "off"] = setting(
+        "on",
+        "off: requests cannot choose worker, mode, weights or priority; what they send of it is ignored and "
+        "counted in kvrouter_removed_fields_total",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -513,6 +566,8 @@ class FrontendOptions(CommonOptions):
         reloadable=True,
     )
     process: ProcessOptions = field(default_factory=ProcessOptions)
+    clients: ClientsOptions = field(default_factory=ClientsOptions)
+    metrics: MetricsPortOptions = field(default_factory=MetricsPortOptions)
     tls: TlsOptions = field(default_factory=TlsOptions)
     access: AccessOptions = field(default_factory=AccessOptions)
     traces: TraceOptions = field(default_factory=TraceOptions)
@@ -531,6 +586,11 @@ class FrontendOptions(CommonOptions):
             raise ConfigError(
                 f"--processes {self.process.processes} with --no-router-replica-sync: processes on one port "
                 "must share their bookings, else they overload workers; drop one of the two flags"
+            )
+        if self.router_mode == DIRECT and self.clients.client_overrides == "off":
+            raise ConfigError(
+                "--router-mode direct with --client-overrides off: no request could name its worker; give "
+                "another mode, or --client-overrides on"
             )
         policy, notes = self.policy_files.loaded(self.policy, self.router_mode)
         # 0: all priorities are equal, so requests are served in the order of their arrival

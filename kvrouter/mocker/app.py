@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from kvrouter.errors import BadRequestError, KvRouterError, UnknownModelError
+from kvrouter.errors import BadRequestError, KvRouterError, UnknownModelError, UnknownResponseError
 from kvrouter.frontend.bodies import messages, openai, responses
 from kvrouter.frontend.bodies.openai import CompletionRequest
 from kvrouter.mocker.bodies import (
@@ -64,16 +64,6 @@ _ANTHROPIC = "/v1/messages"
 MOST_RESPONSES = 1000
 
 _SSE_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8"}
-
-
-class UnknownResponseError(BadRequestError):
-    """`previous_response_id` names no response that is kept here."""
-
-    status = 404
-    type = "invalid_request_error"
-
-    def __init__(self, response_id: str) -> None:
-        super().__init__(f"Response with id '{response_id}' not found.", param="previous_response_id")
 
 
 class Service:

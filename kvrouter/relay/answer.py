@@ -8,7 +8,13 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from kvrouter.errors import KvRouterError, TrailingSlashError, UnsupportedCodingError, WrongMethodError
+from kvrouter.errors import (
+    KvRouterError,
+    TrailingSlashError,
+    UnsupportedCodingError,
+    WrongAdminKeyError,
+    WrongMethodError,
+)
 from kvrouter.relay.codings import ACCEPTED
 from kvrouter.relay.exchange import Rejected
 
@@ -68,9 +74,8 @@ def error_headers(error: KvRouterError, request_id: str) -> dict[str, str]:
     headers = {"x-request-id": request_id}
     if error.status == 503:
         headers["retry-after"] = str(error.retry_after_s)
-    if error.status == 401:
-        # Browsers ask for a password; Chromium would not if Bearer, which is also taken, were named too.
-        headers["www-authenticate"] = 'Basic realm="kvrouter"'
+    if isinstance(error, WrongAdminKeyError):
+        headers["www-authenticate"] = error.challenge
     if isinstance(error, UnsupportedCodingError):
         headers["accept-encoding"] = ACCEPTED
     if isinstance(error, WrongMethodError):

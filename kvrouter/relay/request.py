@@ -103,6 +103,10 @@ class RequestHead:
     def with_path(self, path: str) -> RequestHead:
         return RequestHead(self.method, path, self.fields, wants_keep_alive=self.wants_keep_alive)
 
+    def without(self, name: str) -> RequestHead:
+        fields = [field for field in self.fields if field[0] != name]
+        return RequestHead(self.method, self.path, fields, wants_keep_alive=self.wants_keep_alive)
+
     def for_worker(
         self,
         url: str,

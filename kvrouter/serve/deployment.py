@@ -152,8 +152,10 @@ class Deployment:
                 await self._all_known.wait()
         flags = self._discovered_flags()
         self._frontends = [
-            Child(f"frontend-{number}", [*self._frontend_command(*ports), *flags], self._output)
-            for number, ports in enumerate(self._ports, 1)
+            Child(f"frontend-{number}", [*self._frontend_command(*ports, metrics), *flags], self._output)
+            for number, (ports, metrics) in enumerate(
+                zip(self._ports, self._options.metrics_ports(), strict=True), 1
+            )
         ]
         async with asyncio.TaskGroup() as tasks:
             announcing = tasks.create_task(self._announce_ready(), name="ready")
@@ -170,14 +172,15 @@ class Deployment:
         await child.pause()
         await child.keep_running()
 
-    def _frontend_command(self, port: int, admin_port: int) -> list[str]:
+    def _frontend_command(self, port: int, admin_port: int, metrics_port: int) -> list[str]:
         sync = ["--router-replica-sync"] if self._options.replicas > 1 else []
         options = self._options
         # the last value of a flag counts: --no-router-replica-sync among `frontend_flags` replaces
         # `sync`, and this replica's ports replace --port and --admin-port.
         return [
             *_python("frontend"), *sync, *options.frontend_flags,
-            f"--port={port}", f"--admin-port={admin_port}", f"--nats={self._nats}",
+            f"--port={port}", f"--admin-port={admin_port}", f"--metrics-port={metrics_port}",
+            f"--nats={self._nats}",
         ]  # fmt: skip
 
     def _discovered_flags(self) -> list[str]:

@@ -59,7 +59,8 @@ class ServeOptions(Settings):
                 "--engine is missing: give the URL of each engine, as in --engine http://127.0.0.1:9000"
             )
         check_different(self.engines)
-        for flag, port in zip(("--port", "--admin-port"), self.ports()[-1], strict=True):
+        last = (*self.ports()[-1], self.metrics_ports()[-1])
+        for flag, port in zip(("--port", "--admin-port", "--metrics-port"), last, strict=True):
             if port > 65535:
                 first = port - self.replicas + 1
                 raise ConfigError(f"{flag} {first}: {self.replicas} replicas would need ports above 65535")
@@ -73,6 +74,11 @@ class ServeOptions(Settings):
         """The clients' port and the admin port of each replica; 0, a port chosen by the system, stays 0."""
         first, admin = self.frontend.port, self.frontend.process.admin_port
         return [(first and first + number, admin and admin + number) for number in range(self.replicas)]
+
+    def metrics_ports(self) -> list[int]:
+        """The port of --metrics-port of each replica; 0: it has none."""
+        first = self.frontend.metrics.port
+        return [first and first + number for number in range(self.replicas)]
 
     def agent_flags(self, engine: EngineSpec) -> list[str]:
         """The flags of an engine's agent except --nats."""

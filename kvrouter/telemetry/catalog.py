@@ -99,7 +99,7 @@ SECTIONS: dict[str, dict[str, Metric]] = {
             ("field",),
             "fields and headers of clients that no engine gets: `kv_transfer_params`, "
             "`ec_transfer_params`, `bootstrap_*`, `disagg_*`, `kv_cache_report_mode`, `x-override-*`; "
-            "one for each kind in a request",
+            "`overrides` with `--client-overrides off`; one for each kind in a request",
         ),
         "kvrouter_token_ids_sent_total": Metric(
             "counter",

@@ -32,11 +32,11 @@ EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 # owners requests every new frame of every agent.
 _LOOK_EVERY_S, _LOOK_AT_OWNERS_EVERY_S = 0.02, 0.1
 _ANSWER_TIMEOUT_S = 5.0
-# A clients' port answers 404 without operators' keys, and 401 with them.
-_NOT_FOR_CLIENTS = (401, 404)
+# A clients' port answers 404 without operators' keys, and 401 with them; an admin listener 401 or 403.
+NOT_FOR_CLIENTS = (401, 403, 404)
 WHERE_TO_ASK = (
     "give the URL of the replica's admin listener (--admin-port, by default its --port + 100), "
-    "or the operators' key with --admin-key-file"
+    "and the operators' key with --admin-key-file if it is not on this machine's loopback"
 )
 # Columns if the output is not a terminal: the usual 80 would break digests.
 _PIPE_WIDTH = 160
@@ -79,7 +79,7 @@ async def _look(http: aiohttp.ClientSession, url: str, tls_name: str | None) -> 
     try:
         async with http.get(f"{url}/workers", server_hostname=tls_name) as response:
             body = await response.read()
-            if response.status in _NOT_FOR_CLIENTS:
+            if response.status in NOT_FOR_CLIENTS:
                 raise VerifyError(f"{url}/workers answers {response.status}: {WHERE_TO_ASK}")
             if response.status != 200:
                 raise VerifyError(f"{url}/workers answers {response.status}")

@@ -19,7 +19,7 @@ from kvrouter.config import read_key
 from kvrouter.errors import KvRouterError
 from kvrouter.settings.read import Loaded, run
 from kvrouter.tls import trusting
-from kvrouter.verify.command import DIFFERENT, EQUAL, UNUSABLE, WHERE_TO_ASK
+from kvrouter.verify.command import DIFFERENT, EQUAL, NOT_FOR_CLIENTS, UNUSABLE, WHERE_TO_ASK
 from kvrouter.verify.comparison import VerifyError
 from kvrouter.verify.index_settings import COMMAND, IndexSettings
 from kvrouter.verify.settings import ReplicaAccess
@@ -27,7 +27,6 @@ from kvrouter.verify.settings import ReplicaAccess
 # While events arrive, two replicas are never read at the same frame: what differs is looked at again.
 _LOOK_EVERY_S = 0.2
 _ANSWER_TIMEOUT_S = 30.0
-_NOT_FOR_CLIENTS = (401, 404)
 _NO_WORKER = "the replica knows no such worker"
 # Blocks of a target that diff names.
 _NAMED = 5
@@ -75,7 +74,7 @@ class ReplicaIndex:
         """The lines of an answer. Raises VerifyError."""
         try:
             async with self._http.get(f"{self.url}{path}", server_hostname=self._tls_name) as response:
-                if response.status in _NOT_FOR_CLIENTS:
+                if response.status in NOT_FOR_CLIENTS:
                     why = _NO_WORKER if b"/workers lists them" in await response.read() else WHERE_TO_ASK
                     raise VerifyError(f"{self.url}{path} answers {response.status}: {why}")
                 if response.status != 200:

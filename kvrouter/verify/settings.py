@@ -29,7 +29,9 @@ class ReplicaAccess(Settings):
     heading = "Replicas"
 
     admin_key_file: Path | None = setting(
-        None, "operators' key, to use the clients' ports instead", is_top=True
+        None,
+        "operators' key: for replicas that are not on this machine's loopback, or at their clients' ports",
+        is_top=True,
     )
     tls_ca: Path | None = setting(
         None, "trusted authorities for https://, added to the system's", is_top=True

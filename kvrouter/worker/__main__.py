@@ -24,7 +24,7 @@ from kvrouter.telemetry.logs import set_up_logs
 from kvrouter.worker.agent import serve
 from kvrouter.worker.drain import Duty
 from kvrouter.worker.engines_file import EngineList, read_engines
-from kvrouter.worker.metrics_port import MetricsOf, metrics_port
+from kvrouter.worker.metrics_port import MetricsOf, agents_metrics
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.settings import COMMAND, WorkerSettings
 from kvrouter.worker.shared_process import serve_all
@@ -65,8 +65,7 @@ def _service(agents: AgentOptions | EngineList, metrics: MetricsOf) -> tuple[Seq
 
 
 async def _run(agents: AgentOptions | EngineList, loaded: Loaded[WorkerSettings]) -> None:
-    at = loaded.settings.metrics
-    async with metrics_port(at.host, at.port) as metrics:
+    async with agents_metrics(loaded.settings.metrics) as metrics:
         await _serve(agents, loaded, metrics)
 
 

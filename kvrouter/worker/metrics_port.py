@@ -1,4 +1,4 @@
-"""`--metrics-port`: the agents of this process as Prometheus metrics, on a port of their own."""
+"""The agents of this process as Prometheus metrics, for `--metrics-port`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from aiohttp import web
 from msgspec import Struct
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvrouter.bus import Bus
 from kvrouter.core.wire.heartbeats import RankBeat, State
-from kvrouter.errors import ConfigError
 from kvrouter.telemetry.build import register_build
 from kvrouter.telemetry.exposition import Registry, exposition
 from kvrouter.telemetry.metrics import Sample, StateCollector
+from kvrouter.telemetry.metrics_port import MetricsPortOptions, metrics_port
 
 
 class RankView(Struct, frozen=True):
@@ -102,28 +100,10 @@ def _rank_samples(rank: RankView, labels: dict[str, str]) -> Iterator[Sample]:
 
 
 @contextlib.asynccontextmanager
-async def metrics_port(host: str, port: int) -> AsyncIterator[MetricsOf]:
-    """Serve GET /metrics while inside; port 0: nothing is served. Raises ConfigError."""
-    shown = MetricsOf()
-    if not port:
-        yield shown
-        return
-    registry = Registry()
+async def agents_metrics(at: MetricsPortOptions) -> AsyncIterator[MetricsOf]:
+    """Serve the metrics while inside, if there is a port. Raises ConfigError."""
+    shown, registry = MetricsOf(), Registry()
     register_build(registry)
     registry.register(StateCollector(shown.samples))
-
-    async def metrics(_request: web.Request) -> web.Response:
-        return web.Response(body=await exposition(registry), headers={"content-type": CONTENT_TYPE_LATEST})
-
-    app = web.Application()
-    app.router.add_get("/metrics", metrics)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    try:
-        try:
-            await web.TCPSite(runner, host, port).start()
-        except OSError as error:
-            raise ConfigError(f"--metrics-port: cannot listen on {host}:{port}: {error.strerror}") from None
+    async with metrics_port(at, lambda names: exposition(registry, names=names)):
         yield shown
-    finally:
-        await runner.cleanup()

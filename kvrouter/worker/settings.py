@@ -12,6 +12,7 @@ from kvrouter.config import CommonOptions, read_identifier, read_key
 from kvrouter.errors import ConfigError
 from kvrouter.settings.declare import Command, Settings, setting
 from kvrouter.settings.read import load
+from kvrouter.telemetry.metrics_port import MetricsPortOptions
 from kvrouter.tls import trusting
 from kvrouter.worker.options import (
     AgentOptions,
@@ -135,27 +136,11 @@ class CardSettings(Settings):
 
 
 @dataclass(frozen=True, slots=True)
-class MetricsSettings(Settings):
-    heading = "Operators"
-
-    port: int = setting(
-        0,
-        "serve the agent's own metrics at /metrics on this port, without a key; 0: not served",
-        name="metrics-port",
-        metavar="PORT",
-        least=0,
-        most=65535,
-        is_top=True,
-    )
-    host: str = setting("127.0.0.1", "address of --metrics-port", name="metrics-host", metavar="ADDRESS")
-
-
-@dataclass(frozen=True, slots=True)
 class WorkerSettings(CommonOptions):
     engine: EngineSettings = field(default_factory=EngineSettings)
     events: EventSettings = field(default_factory=EventSettings)
     card: CardSettings = field(default_factory=CardSettings)
-    metrics: MetricsSettings = field(default_factory=MetricsSettings)
+    metrics: MetricsPortOptions = field(default_factory=MetricsPortOptions)
 
     def agent(self, topic: str | None = None) -> AgentOptions:
         """The options of one engine's agent. `topic`: instead of --kv-topic. Raises ConfigError."""

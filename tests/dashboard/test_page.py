@@ -22,7 +22,7 @@ async def test_page_and_its_files(fleet_of: FleetOf) -> None:
             modules += {f"dashboard/{name.decode()}" for name in imported} - set(modules)
 
         assert ["uplot.css", "page.css", "uplot.js", "page.js"] == [path.partition("/")[2] for path in paths]
-        assert 7 == len(modules)
+        assert 8 == len(modules)
         for path, answer in {"index.html": page, **loaded}.items():
             kind = {"html": "html", "css": "css", "js": "javascript"}[path.rpartition(".")[2]]
             assert (200, f"text/{kind}; charset=utf-8") == (answer.status, answer.header("content-type"))

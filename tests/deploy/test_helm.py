@@ -21,6 +21,7 @@ from scripts.kit.manifests import CHART, MANIFESTS, examples, render, values_of,
 
 SERVICE_MONITOR = Path(__file__).with_name("servicemonitor.schema.json")
 EXAMPLES = examples()
+FRONTEND = "kvrouter-frontend"
 
 
 def helm() -> None:
@@ -189,3 +190,33 @@ def test_defaults_have_a_schema() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
 
     assert set(yaml.safe_load((CHART / "values.yaml").read_text())) == set(schema["properties"]) - {"global"}
+
+
+def test_operators_key() -> None:
+    """The key of a secret opens the admin listener, and its port, to other addresses."""
+    helm()
+    values = values_of("one-host.yaml")
+    keyed = render(values | {"frontend": {**values.get("frontend", {}), "adminKeySecret": "operators"}})
+    found = {one["kind"]: one for one in yaml.safe_load_all(keyed) if one["metadata"]["name"] == FRONTEND}
+
+    pod = found["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert "--admin-key-file=/admin/key" in container["args"]
+    (volume,) = [one for one in pod["volumes"] if one["name"] == "admin"]
+    assert "operators" == volume["secret"]["secretName"]
+    rules = found["NetworkPolicy"]["spec"]["ingress"]
+    (admin,) = [one for one in rules if one["ports"][0]["port"] == "admin"]
+    assert "from" not in admin
+    assert "--admin-key-file=/admin/key" not in render(values)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_clients_see_no_metrics(name: str) -> None:
+    """They are on a port of their own, whose Service is not the clients'."""
+    for owner, container in containers(name):
+        if container["name"] == "frontend":
+            assert {"--expose=none", "--metrics-port=9100"} <= set(container["args"]), owner
+    (monitored,) = [
+        one for one in of_kind(name, "Service") if one["metadata"]["name"] == f"{FRONTEND}-metrics"
+    ]
+    assert [9100] == [port["port"] for port in monitored["spec"]["ports"]]

@@ -48,9 +48,12 @@ class Response:
 class Client:
     """One connection to a frontend."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str = "test"
+    ) -> None:
         self.reader = reader
         self.writer = writer
+        self.host = host
 
     def send(
         self,
@@ -60,9 +63,13 @@ class Client:
         version: str = "HTTP/1.1",
         method: str = "POST",
     ) -> None:
-        """Send a request. A body that is not bytes is encoded as JSON."""
+        """Send a request. A body that is not bytes is encoded as JSON, and named so."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        lines = [f"{method} {path} {version}", "host: test", f"content-length: {len(data)}", *headers]
+        if not isinstance(body, bytes) and not any(
+            one.lower().startswith("content-type:") for one in headers
+        ):
+            headers = (*headers, "content-type: application/json")
+        lines = [f"{method} {path} {version}", f"host: {self.host}", f"content-length: {len(data)}", *headers]
         self.writer.write("\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + data)
 
     async def ask(self, body: Any, *headers: str, path: str = "/v1/completions") -> Response:
@@ -72,7 +79,7 @@ class Client:
 
     async def get(self, path: str) -> Response:
         """GET."""
-        self.writer.write(f"GET {path} HTTP/1.1\r\nhost: test\r\n\r\n".encode())
+        self.writer.write(f"GET {path} HTTP/1.1\r\nhost: {self.host}\r\n\r\n".encode())
         return await self.response()
 
     async def response(self) -> Response:
@@ -138,7 +145,7 @@ async def connected(url: str, tls: ssl.SSLContext | None = None) -> AsyncIterato
     address = urlsplit(url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=2**20, ssl=tls)
     try:
-        yield Client(reader, writer)
+        yield Client(reader, writer, address.netloc)
     finally:
         writer.transport.abort()
 

@@ -177,7 +177,9 @@ async def running_fleet(
     common = ["--host", "127.0.0.1", "--port", "0", "--nats", nats, "--namespace", namespace]
     common += ["--lease-s", "60", "--drain-timeout-s", "5", "--router-mode", "round-robin"]
     # most tests count what workers receive, and a probe of /tokenize would be one more
-    common += ["--tokenizer", "local", *flags]
+    common += ["--tokenizer", "local"]
+    # the names in requests that tests write by hand
+    common += ["--admin-allowed-host", "test", "--admin-allowed-host", "t", *flags]
     async with contextlib.AsyncExitStack() as stack:
         trouble = stack.enter_context(no_trouble())
         bus = await stack.enter_async_context(Bus.open(NatsOptions((nats,)), name="test"))

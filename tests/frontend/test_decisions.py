@@ -108,7 +108,9 @@ async def test_kinds_of_route(fleet_of: FleetOf) -> None:
         ]
 
         assert ["w0/0"] * 4 == [(await fleet.ask(body, path="/v1/route")).json["winner"] for body in good]
-        assert [400, 400, 400, 400, 404] == [(await fleet.ask(body, path="/v1/route")).status for body in bad]
+        as_json = "content-type: application/json"
+        answers = [await fleet.ask(body, as_json, path="/v1/route") for body in bad]
+        assert [400, 400, 400, 400, 404] == [answer.status for answer in answers]
 
 
 async def test_removed_targets_and_reasons(fleet_of: FleetOf) -> None:

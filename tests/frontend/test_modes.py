@@ -68,7 +68,7 @@ async def test_direct_errors(fleet_of: FleetOf) -> None:
 
         assert [400, 400, 404, 503] == [one.status for one in (missing, senseless, unknown, draining)]
         assert "x-kvrouter-target: <worker_id>" in missing.json["error"]["message"]
-        assert "known: w0, w1" in unknown.json["error"]["message"]
+        assert "/workers of the admin listener" in unknown.json["error"]["message"]
         assert "w1 takes no requests now" in draining.json["error"]["message"]
         assert "1" == draining.header("retry-after")
         assert [] == fleet.requests

@@ -56,7 +56,12 @@ async def test_each_port_describes_its_routes(fleet_of: FleetOf) -> None:
             if method == "GET" and "{" not in path and not path.endswith("/stream"):  # which has no end
                 status = (await get(fleet.frontend.admin_url, path)).status
                 assert str(status) in found[method, path]["responses"], path
-        assert 400 == (await ask(fleet.frontend.admin_url, b"{", path="/routing")).status
+        assert (
+            400
+            == (
+                await ask(fleet.frontend.admin_url, b"{", "content-type: application/json", path="/routing")
+            ).status
+        )
         assert found[("GET", "/fleet")]["responses"]["200"]["content"]["application/json"]["schema"] == {
             "$ref": "#/components/schemas/Fleet"
         }

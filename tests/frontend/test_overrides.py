@@ -106,7 +106,7 @@ def test_wanted_target() -> None:
 @pytest.mark.parametrize(
     ("target", "headers", "status", "told"),
     [
-        ("w9", {}, 404, "known: w1"),
+        ("w9", {}, 404, "no worker 'w9' serves"),
         ("w1/4", {}, 404, "last one is 3"),
         ("w1", {"x-data-parallel-rank": "4"}, 404, "last one is 3"),
         ("w1", {"x-data-parallel-rank": "one"}, 400, "'one' is not a rank"),

@@ -77,7 +77,7 @@ async def test_thresholds_at_run_time(fleet_of: FleetOf) -> None:
 async def test_wrong_thresholds(fleet_of: FleetOf, body: object, status: int) -> None:
     """A wrong body gets an error with the valid fields, and changes nothing."""
     async with fleet_of() as fleet:
-        response = await fleet.ask(body, path="/busy_threshold")
+        response = await fleet.ask(body, "content-type: application/json", path="/busy_threshold")
 
         assert status == response.status, response.body
         if status == 400:

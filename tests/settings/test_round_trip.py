@@ -18,10 +18,12 @@ from kvrouter.settings.declare import Declared
 # No newline and no surrogate: neither is in a flag that a person writes, nor in a text of TOML.
 TEXTS = st.text(st.characters(min_codepoint=32, max_codepoint=0x2FFF, exclude_characters="\x7f"), max_size=12)
 SAMPLES = {
+    "admin-allowed-host": ["a.example", "10.0.0.7", "[::1]"],
     "agent": ["w", "w=a+b-1"],
     "advertise": ("router-0", "10.0.0.5", "fd00::5"),
     "cache": ["0.5", "0.25,2"],
     "engine": ["http://a:1", "http://a:1,kv=tcp://a:2,replay=tcp://a:3,id=w,label.zone=b"],
+    "expose": ["none", "headers", "metrics,headers"],
     "fail": ["w3@60", "w1@0,w22@1.5"],
     "join": ["1", "0.5,2"],
     "ignore": ["nats.slow", "clock.skew"],

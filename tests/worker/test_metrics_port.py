@@ -10,8 +10,9 @@ import pytest
 
 from kvrouter.errors import ConfigError
 from kvrouter.telemetry.catalog import SECTIONS
+from kvrouter.telemetry.metrics_port import MetricsPortOptions
 from kvrouter.worker.agent import serve
-from kvrouter.worker.metrics_port import metrics_port
+from kvrouter.worker.metrics_port import agents_metrics
 from tests.frontend.clients import get
 from tests.worker.fake_engine import pack, store
 from tests.worker.test_agent import A, B, Scene, scene
@@ -22,7 +23,7 @@ __all__ = ["scene"]  # the fixture
 async def test_samples(scene: Scene, free_port: Callable[[], int]) -> None:
     """The metrics show engine, feed and bus; an agent that left has no series."""
     port, stop = free_port(), asyncio.Event()
-    async with metrics_port("127.0.0.1", port) as metrics:
+    async with agents_metrics(MetricsPortOptions(port)) as metrics:
         agent = asyncio.create_task(serve(scene.options, stop, metrics=metrics))
         await scene.events.send(pack(store(2, parent=1)))
         await scene.listener.until_held({A, B})
@@ -52,7 +53,7 @@ async def test_samples(scene: Scene, free_port: Callable[[], int]) -> None:
 async def test_port_in_use(free_port: Callable[[], int]) -> None:
     """A port that is in use is an error that names the flag; port 0 opens none."""
     port = free_port()
-    async with metrics_port("127.0.0.1", 0), metrics_port("127.0.0.1", port):
+    async with agents_metrics(MetricsPortOptions(0)), agents_metrics(MetricsPortOptions(port)):
         with pytest.raises(ConfigError, match=rf"--metrics-port: cannot listen on 127.0.0.1:{port}"):
-            async with metrics_port("127.0.0.1", port):
+            async with agents_metrics(MetricsPortOptions(port)):
                 pass

@@ -9,6 +9,7 @@
 import * as decisions from "./decisions.js";
 import * as fleet from "./fleet.js";
 import * as agreement from "./agreement.js";
+import { ask, follow as followEvents, onKey } from "./asking.js";
 import * as clients from "./clients.js";
 import { cell, find } from "./table.js";
 import * as traffic from "./traffic.js";
@@ -30,15 +31,21 @@ const isShown = (view) => !find(view).hidden;
 function connect() {
   disconnect();
   if (document.hidden) return;
-  stream = new EventSource("fleet/stream");
-  stream.addEventListener("history", ({ data }) => traffic.begin(JSON.parse(data)));
-  stream.addEventListener("message", ({ data }) => take(JSON.parse(data)));
-  stream.addEventListener("error", () => lost("no answer from the replica"));
+  const opened = (stream = new AbortController());
+  followEvents("fleet/stream", receive, opened.signal).catch((error) => {
+    // a stream that was replaced may end later
+    if (stream === opened) lost(error instanceof TypeError ? "no answer from the replica" : error.message);
+  });
   silence = setTimeout(() => lost("the replica is silent"), SILENT_MS);
 }
 
+function receive(name, data) {
+  if (name === "history") traffic.begin(JSON.parse(data));
+  else take(JSON.parse(data));
+}
+
 function disconnect() {
-  stream?.close();
+  stream?.abort();
   stream = null;
   clearTimeout(silence);
 }
@@ -46,10 +53,11 @@ function disconnect() {
 function lost(text) {
   report(text, "bad");
   disconnect();
-  silence = setTimeout(connect, AGAIN_MS);
+  if (find("key").hidden) silence = setTimeout(connect, AGAIN_MS);
 }
 
 function take(received) {
+  const began = performance.now();
   clearTimeout(silence);
   silence = setTimeout(() => lost("the replica is silent"), SILENT_MS);
   const { columns, rows } = received.targets;
@@ -58,6 +66,7 @@ function take(received) {
   traffic.remember(snapshot);
   fleet.remember(snapshot);
   draw();
+  document.dispatchEvent(new CustomEvent("drawn", { detail: performance.now() - began }));
 }
 
 function draw() {
@@ -76,13 +85,6 @@ function draw() {
 function report(text, kind) {
   find("status").textContent = text;
   find("status").className = kind;
-}
-
-async function ask(path) {
-  const response = await fetch(path, { signal: AbortSignal.timeout(5000) });
-  const body = await response.json();
-  if (!response.ok) throw new Error(body.error?.message ?? `status ${response.status}`);
-  return body;
 }
 
 function failed(error) {
@@ -197,5 +199,9 @@ window.addEventListener("popstate", follow);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAgain);
 document.addEventListener("visibilitychange", () => (document.hidden ? disconnect() : connect()));
 use(kept() in THEMES ? kept() : "auto");
+onKey(() => {
+  follow();
+  connect();
+});
 follow();
 connect();

@@ -2,6 +2,7 @@
 
     `kvrouter`, `nvext`                       the client's overrides: removed
     `cache_salt`                              that of `nvext`, if the body has none
+    `priority`                                removed with --client-overrides off
     what no client may send (lax.py)          removed, also inside `vllm_xargs`
     `vllm_xargs.kv_cache_report_mode`         set to "full" for a partial rank
     `kv_transfer_params.prompt_token_ids`     added: the ids of a chat that were computed here
@@ -73,6 +74,17 @@ def without_nvext(body: bytes, *, salt: str | None) -> bytes:
     if salt and bytes(fields.get("cache_salt", _NULL)) in {b"null", b'""'}:
         fields["cache_salt"] = Raw(msgspec.json.encode(salt))
     return msgspec.json.encode(fields)
+
+
+def may_have_priority(body: bytes) -> bool:
+    """Whether it may have a field `priority`, perhaps written with escapes."""
+    return b'"priority"' in body or b"\\u" in body
+
+
+def without_priority(body: bytes) -> bytes:
+    """The JSON body without the priority that engines read. Raises BadRequestError."""
+    fields = lax.fields_of(body)
+    return msgspec.json.encode(fields) if fields.pop("priority", None) is not None else body
 
 
 def removed_from(request: CompletionRequest) -> set[str]:

@@ -25,7 +25,7 @@ from rich.table import Table
 
 import kvrouter
 from kvrouter.frontend.engine_routes import error_answer
-from kvrouter.frontend.operators import open_gate
+from kvrouter.frontend.operators import AdminKey, Rights, open_gate
 from kvrouter.frontend.run import RunningFrontend, running_frontend
 from kvrouter.frontend.settings import parse_options
 from kvrouter.relay.connection import Connections
@@ -271,7 +271,7 @@ class _Clients:
     def __init__(self, frontend: RunningFrontend) -> None:
         self._loop = asyncio.get_running_loop()
         routes = Routes()
-        frontend.completions.add_routes(routes, open_gate)
+        frontend.completions.add_routes(routes, Rights(open_gate, AdminKey(None)))
         self._connections = Connections(
             routes,
             error_answer,

@@ -141,4 +141,4 @@ async def test_over_http(fleet_of: FleetOf) -> None:
         assert ["w2"] * 3 == fleet.requests
         assert BODY == fleet.workers[2].requests[0].json
         assert 404 == unknown.status
-        assert "known: w0, w1, w2" in unknown.json["error"]["message"]
+        assert "no worker '7' serves" in unknown.json["error"]["message"]

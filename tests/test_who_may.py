@@ -1,0 +1,195 @@
+"""Who may do what: every route of both listeners, for everyone who can send a request to it.
+
+A route without a row fails, and so does a row without a route. docs/reference/http.md has the same table.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import pytest
+
+from kvrouter.frontend import engine_routes, operators
+from tests.frontend.clients import Client, get
+from tests.frontend.fleet import Fleet, FleetOf
+
+KEY = "s3cret"
+DOCS = Path(__file__).parents[1] / "docs/reference/http.md"
+
+# By kind, method and path as /openapi.json has them. HEAD is answered as GET.
+HTTP: dict[str, set[tuple[str, str]]] = {
+    "probes": {("GET", "/live"), ("GET", "/ready"), ("GET", "/metrics")},
+    "the page": {("GET", "/"), ("GET", "/dashboard/{file}")},
+    "models, health": {
+        ("GET", "/v1/models"),
+        ("GET", "/v1/models/{model}"),
+        ("GET", "/health"),
+        ("GET", "/openapi.json"),
+    },
+    "engines": {(method, path) for method, path, _ in engine_routes.relayed()},
+    "operators, reading": {
+        ("GET", "/workers"),
+        ("GET", "/workers/{worker_id}/blocks"),
+        ("GET", "/fleet"),
+        ("GET", "/fleet/stream"),
+        ("GET", "/prefixes"),
+        ("GET", "/clients"),
+        ("GET", "/decisions"),
+        ("GET", "/decisions/{request_id}"),
+        ("GET", "/busy_threshold"),
+        ("GET", "/routing"),
+        ("POST", "/v1/route"),
+    },
+    "operators, changing": {
+        ("POST", "/busy_threshold"),
+        ("POST", "/config/reload"),
+        ("POST", "/routing"),
+    },
+}
+
+
+class Who(NamedTuple):
+    """Someone who sends a request. `origin`, `host`: {own} stands for the listener."""
+
+    name: str
+    port: str
+    peer: str = "127.0.0.1"
+    host: str = "{own}"
+    headers: tuple[str, ...] = ()
+    has_key: bool = False
+
+
+CLIENT = Who("client", "clients")
+KEYED_CLIENT = Who("client with the key", "clients", has_key=True)
+CROSS_SITE = Who(
+    "page of another site",
+    "admin",
+    headers=("origin: http://evil.example", "sec-fetch-site: cross-site", "sec-fetch-mode: no-cors"),
+)
+REBINDING = Who(
+    "page of a name that leads here",
+    "admin",
+    host="evil.example",
+    headers=("origin: http://evil.example", "sec-fetch-site: same-origin"),
+)
+OWN_PAGE = Who("own page", "admin", headers=("origin: http://{own}", "sec-fetch-site: same-origin"))
+LOOPBACK = Who("peer on loopback", "admin")
+REMOTE = Who("other peer", "admin", peer="127.0.0.2")
+KEYED_REMOTE = Who("other peer with the key", "admin", peer="127.0.0.2", has_key=True)
+EVERYONE = (CLIENT, KEYED_CLIENT, CROSS_SITE, REBINDING, OWN_PAGE, LOOPBACK, REMOTE, KEYED_REMOTE)
+
+_LOCAL = {OWN_PAGE, LOOPBACK, KEYED_REMOTE}
+MAY: dict[str, set[Who]] = {
+    "probes": set(EVERYONE),
+    "the page": {KEYED_CLIENT, REMOTE} | _LOCAL,
+    "models, health": {CLIENT, KEYED_CLIENT} | _LOCAL,
+    "engines": {CLIENT, KEYED_CLIENT} | _LOCAL,
+    "operators, reading": {KEYED_CLIENT} | _LOCAL,
+    "operators, changing": {KEYED_CLIENT} | _LOCAL,
+}
+
+
+def table() -> list[str]:
+    """The rows of the documentation."""
+    head = ["| routes |", "|---|"]
+    for who in EVERYONE:
+        port = "--port" if who.port == "clients" else "admin listener"
+        head[0] += f" {who.name} (`--port`) |" if port == "--port" else f" {who.name} |"
+        head[1] += "---|"
+    return head + [
+        f"| {kind} |" + "".join(f" {'yes' if who in MAY[kind] else 'no'} |" for who in EVERYONE)
+        for kind in HTTP
+    ]
+
+
+def test_documented() -> None:
+    """The documentation has this table."""
+    text = DOCS.read_text()
+
+    assert "\n".join(table()) in text, "\n".join(table())
+
+
+@pytest.fixture
+def remote_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """127.0.0.2 stands for the address of another machine."""
+    monkeypatch.setattr(operators, "is_loopback", lambda host: host == "127.0.0.1")
+
+
+@pytest.mark.parametrize("has_key", [True, False])
+@pytest.mark.usefixtures("remote_peers")
+async def test_every_route(fleet_of: FleetOf, tmp_path: Path, has_key: bool) -> None:
+    """Each route has a row; all for whom that says no get 401, 403, or on the clients' port 404."""
+    file = tmp_path / "key"
+    file.write_text(KEY)
+    async with fleet_of(*(("--admin-key-file", str(file)) if has_key else ())) as fleet:
+        before = await _state(fleet)
+        assert await _routes(fleet.frontend.admin_url) == set().union(*HTTP.values())
+        if has_key:
+            assert await _routes(fleet.url) == set().union(*HTTP.values())
+        wrong = []
+        for kind, routes in HTTP.items():
+            for method, path in sorted(routes):
+                for who in EVERYONE:
+                    may = who in MAY[kind] and (has_key or not who.has_key or _may_without(who, kind))
+                    status = await _status(fleet, who, method, path)
+                    if may == _is_refused(who, status, kind, has_key=has_key):
+                        wrong.append((who.name, method, path, status))
+
+        assert not wrong
+        assert before == await _state(fleet)
+
+
+def _may_without(who: Who, kind: str) -> bool:
+    """Whether someone whose key is that of no replica may do it all the same."""
+    return (CLIENT if who.port == "clients" else REMOTE) in MAY[kind]
+
+
+def _is_refused(who: Who, status: int, kind: str, *, has_key: bool) -> bool:
+    """Without a key the clients' port has no routes for operators, and the admin listener asks for none."""
+    if who.port == "clients":
+        return CLIENT not in MAY[kind] and status == (401 if has_key else 404)
+    return status in ({401, 403} if has_key else {403})
+
+
+async def _routes(url: str) -> set[tuple[str, str]]:
+    paths = (await get(url, "/openapi.json")).json["paths"]
+    return {(method.upper(), path) for path, methods in paths.items() for method in methods}
+
+
+async def _state(fleet: Fleet) -> Any:
+    """What the routes that change something would change."""
+    return [(await fleet.get(path)).json for path in ("/routing", "/busy_threshold")]
+
+
+async def _status(fleet: Fleet, who: Who, method: str, path: str) -> int:
+    """The status of one request; the answer may go on."""
+    url = fleet.url if who.port == "clients" else fleet.frontend.admin_url
+    own = urlsplit(url).netloc
+    headers = [line.replace("{own}", own) for line in who.headers]
+    if who.has_key:
+        headers.append(f"authorization: Bearer {KEY}")
+    async with _connected(url, who) as client:
+        client.host = who.host.replace("{own}", own)
+        target = path.replace("{model}", "m").replace("{worker_id}", "w0").replace("{request_id}", "x")
+        target = target.replace("{file}", "page.js")
+        if method != "GET":
+            headers.append("content-type: application/json")
+        body = b"" if method == "GET" else json.dumps({"model": "nobody's"}).encode()
+        client.send(body, *headers, path=target, method=method)
+        return int((await client.read_until(b"\r\n\r\n"))[9:12])
+
+
+@contextlib.asynccontextmanager
+async def _connected(url: str, who: Who) -> AsyncIterator[Client]:
+    at = urlsplit(url)
+    reader, writer = await asyncio.open_connection(at.hostname, at.port, local_addr=(who.peer, 0))
+    try:
+        yield Client(reader, writer)
+    finally:
+        writer.transport.abort()
