@@ -8,6 +8,8 @@ class KvRouterError(Exception):
 
     status = 500
     type = "InternalServerError"
+    # What programs tell errors apart by, where the status does not; empty: they have the status only.
+    code = ""
     # The Retry-After header of a 503.
     retry_after_s = 1
     # Whether part of the request's body was not read. Its connection must then be closed, as the rest of the
@@ -110,6 +112,13 @@ class UnknownResponseError(BadRequestError):
 
 class UnknownDecisionError(BadRequestError):
     """No decision is stored for this request."""
+
+    status = 404
+    type = "NotFoundError"
+
+
+class UnknownPromptError(BadRequestError):
+    """The prompt is not refused."""
 
     status = 404
     type = "NotFoundError"
@@ -238,6 +247,14 @@ class WorkerDiedError(KvRouterError):
 
     status = 502
     type = "BadGatewayError"
+
+
+class RequestEndsWorkersError(KvRouterError):
+    """Workers were lost with the request in hand, so it is sent to none any more."""
+
+    status = 502
+    type = "BadGatewayError"
+    code = "request_ends_workers"
 
 
 class WorkerRejectedError(KvRouterError):

@@ -38,6 +38,7 @@ from kvrouter.frontend.bodies.edits import with_field, with_report_mode
 from kvrouter.frontend.client_totals import ClientTotals, Totals
 from kvrouter.frontend.decision_views import DecisionViews
 from kvrouter.frontend.hung_engines import HungEngines, Probe, Running
+from kvrouter.frontend.lost_requests import Case, LostRequests
 from kvrouter.frontend.notes import Notes
 from kvrouter.frontend.operators import Rights
 from kvrouter.frontend.prediction_checks import check_answer
@@ -104,6 +105,7 @@ class Completions:
         access: AccessLog,
         limits: Limits,
         retries: int,
+        retries_after_death: int,
     ) -> None:
         self._in_flight = InFlight()
         self.idle = self._in_flight.idle
@@ -112,6 +114,14 @@ class Completions:
         self._now = self._loop.time
         self._running: dict[Attempt, Running] = {}
         self.hung_engines = HungEngines(self._running, replica.silent_workers, probe, self._now)
+        self.lost = LostRequests(
+            replica,
+            publishing,
+            probe,
+            metrics,
+            now=self._now,
+            retries_after_death=retries_after_death,
+        )
         self._replica = replica
         self._publishing = publishing
         self._audit = audit
@@ -127,9 +137,10 @@ class Completions:
         self._limits = limits
         self._retries = retries
 
-    def change(self, limits: Limits, retries: int) -> None:
+    def change(self, limits: Limits, retries: int, retries_after_death: int) -> None:
         """Use these for requests that begin from now on."""
         self._limits, self._retries = limits, retries
+        self.lost.retries_after_death = retries_after_death
 
     def add_routes(self, routes: Routes, rights: Rights) -> None:
         """Add what is served here. `rights`: of the port's clients."""
@@ -269,44 +280,81 @@ class Completions:
             finally:
                 if notes is not None:
                     notes.queued()
+        prompts = self.lost.prompts
+        case = await self.lost.case(work) if prompts.suspected or prompts.condemned else None
         for tries in range(self._retries + 1):
             if tries > 1:
                 await asyncio.sleep(RETRY_DELAY_S * 2**tries * random.random())
             try:
-                placement = self._place(work, failed, fallbacks, notes)
+                if case is None:
+                    placement = self._place(work, failed, fallbacks, notes)
+                else:
+                    placed_without = partial(self._place_without, work, failed, fallbacks, notes)
+                    placement = await self.lost.place(case, placed_without)
             except NoWorkersError:
                 if outcome is None:
                     raise
                 break  # no worker is left: the client gets the answer of the last one
             outcome = None  # stays None if this attempt is cancelled: `_end` then knows that the client left
-            metrics, target = self._metrics, placement.target
-            running = Running(
-                work,
-                placement,
-                failed if tries < self._retries else None,
-                metrics.models[work.router.pool.model],
-                metrics.targets.get(target) or metrics.new_target(target),
-                notes,
-            )
-            if work.route.prompts:
-                self._count_placed(running)
+            running = self._begin(work, placement, failed if tries < self._retries else None, notes)
             tried.append(running)
-            try:
-                outcome = await self._exchange(running)
-                if isinstance(outcome, Lost) and outcome.was_idle:
-                    # The worker closed an idle connection while the request went out. HTTP/1.1 allows it at
-                    # any time, so it does not count as a failure of the worker.
-                    outcome = None
-                    outcome = await self._exchange(running, fresh=True)
-            finally:
-                self._end(running, outcome)
+            outcome, case = await self._attempt(running, case)
             if isinstance(outcome, (Done, TimedOut)):
                 break
             # Exclude all ranks of the worker: they share its HTTP server.
             failed = failed.union(work.router.pool.targets_of(placement.target.worker_id))
             fallbacks = placement.fallbacks
-            self._log_failure(placement, outcome)
+            reason = self._log_failure(running, outcome)
+            if running.is_lost and case is not None:
+                await self.lost.settle(case, running, reason)
         return outcome
+
+    def _begin(
+        self, work: Work, placement: Placement, excluded: frozenset[Target] | None, notes: Notes | None
+    ) -> Running:
+        """A request that is sent to its worker now; `excluded` as Running has it."""
+        metrics, target = self._metrics, placement.target
+        running = Running(
+            work,
+            placement,
+            excluded,
+            metrics.models[work.router.pool.model],
+            metrics.targets.get(target) or metrics.new_target(target),
+            notes,
+            sent_at=self._now(),
+        )
+        if work.route.prompts:
+            self._count_placed(running)
+        return running
+
+    async def _attempt(self, running: Running, case: Case | None) -> tuple[Outcome, Case | None]:
+        """One worker's try. Returns the case of the request, which a loss begins."""
+        outcome: Outcome | None = None
+        try:
+            outcome = await self._exchange(running)
+            if isinstance(outcome, Lost) and outcome.was_idle:
+                # The worker closed an idle connection while the request went out. HTTP/1.1 allows it at
+                # any time, so it does not count as a failure of the worker.
+                outcome = None
+                outcome = await self._exchange(running, fresh=True)
+            # nearly all need no call
+            if not isinstance(outcome, Done) or outcome.failure or self.lost.prompts.suspected:
+                case = await self.lost.ended(case, running, outcome)
+            return outcome, case
+        finally:
+            if case is not None:
+                self.lost.end_trial(case)
+            self._end(running, outcome)
+
+    def _place_without(
+        self,
+        work: Work,
+        failed: frozenset[Target],
+        fallbacks: tuple[Target, ...],
+        notes: Notes | None,
+        avoided: frozenset[Target],
+    ) -> Placement:
+        return self._place(work, failed | avoided, fallbacks, notes)
 
     def _place(
         self, work: Work, failed: frozenset[Target], fallbacks: tuple[Target, ...], notes: Notes | None
@@ -386,7 +434,7 @@ class Completions:
             work.router.pool.unreachable(placement.target.worker_id)
             if notes is not None:
                 notes.answered(Lost(str(error)))
-            return Lost(str(error))
+            return Lost(str(error), is_cut=fresh)  # `fresh`: a connection has just broken with the request
         self._until_relay_timed -= 1
         new_attempt = Attempt
         if not self._until_relay_timed:
@@ -518,7 +566,8 @@ class Completions:
         for attempt in begun:
             attempt.cut_off(cut_off_error())
 
-    def _log_failure(self, placement: Placement, failure: Rejected | Lost | Retried) -> None:
+    def _log_failure(self, running: Running, failure: Rejected | Lost | Retried) -> str:
+        """Count and log an attempt that failed; returns what the log has as its detail."""
         match failure:
             case Rejected(status, body=body):
                 reason, detail = "retried" if status == UNKNOWN_MODEL else str(status), body[:200]
@@ -526,8 +575,16 @@ class Completions:
                 reason = "lost"
             case Retried(detail):
                 reason = "retried"
+        reason = "died" if running.is_lost else reason
         self._metrics.failed_attempts.inc(reason)
-        log.warning("worker.failed_request", worker=str(placement.target), reason=reason, detail=detail)
+        log.warning(
+            "worker.failed_request",
+            request=running.work.id,
+            worker=str(running.placement.target),
+            reason=reason,
+            detail=detail,
+        )
+        return str(detail)
 
     def _finish(self, work: Work, outcome: Outcome | None) -> Served:
         """Reply with the last outcome, unless the client has the worker's answer already."""

@@ -76,6 +76,9 @@ class Running(Struct):
     """0: its tokens are not known."""
     overlap_tokens: int = 0
     """Predicted to be cached."""
+    sent_at: float = 0.0
+    is_lost: bool = False
+    """Whether its worker was lost with it in hand."""
     first_at: float = 0.0
     """When its first data came; 0: not yet, or it is not streamed."""
 

@@ -25,6 +25,7 @@ from kvrouter.frontend.bodies.models import ModelEntry, ModelList
 from kvrouter.frontend.busy_threshold import AllThresholds, Thresholds
 from kvrouter.frontend.busy_threshold import Wanted as WantedThresholds
 from kvrouter.frontend.client_totals import ClientsView
+from kvrouter.frontend.deadly_prompts import PROMPT_PATH, PROMPTS_PATH, DeadlyPromptList, Pardoned
 from kvrouter.frontend.decision_views import DECISION_PATH
 from kvrouter.frontend.reload import Reloaded
 from kvrouter.frontend.routing_change import RoutingView
@@ -196,6 +197,18 @@ _ROUTES: dict[tuple[str, str], Described] = {
         {200: _JSON, 400: _JSON, 404: _JSON},
         body=WantedThresholds,
         answer=Thresholds,
+    ),
+    ("GET", PROMPTS_PATH): Described(
+        "The prompts with which workers were lost, and which all replicas refuse",
+        {200: _JSON},
+        answer=DeadlyPromptList,
+    ),
+    ("DELETE", PROMPTS_PATH): Described("Let all of them pass", {200: _JSON}, answer=Pardoned),
+    ("DELETE", PROMPT_PATH): Described(
+        "Let one of them pass",
+        {200: _JSON, 404: _JSON},
+        path=f"{PROMPT_PATH}{{hash}}",
+        answer=Pardoned,
     ),
     ("GET", "/routing"): Described(
         "How all replicas route, and who has changed it", {200: _JSON}, answer=RoutingView

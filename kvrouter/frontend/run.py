@@ -36,6 +36,7 @@ from kvrouter.frontend.admission_queue import WaitingRoom
 from kvrouter.frontend.background import audit_forever, evict_texts, report_progress, running
 from kvrouter.frontend.busy_threshold import BusyThresholds
 from kvrouter.frontend.completions import Completions
+from kvrouter.frontend.deadly_prompts import PROMPT_PATH, PROMPTS_PATH, DeadlyPromptViews
 from kvrouter.frontend.decision_views import DECISION_PATH, DecisionViews
 from kvrouter.frontend.dry_route import DryRoute
 from kvrouter.frontend.http_server import Site, http_server, wait_for_any
@@ -283,6 +284,7 @@ async def _open_request_path(
                 access=access,
                 limits=options.limits,
                 retries=options.retries,
+                retries_after_death=options.retries_after_death,
             )
             registry.register(StateCollector(completions.samples))
             yield _RequestPath(accept, views, completions)
@@ -305,6 +307,7 @@ async def _run_tasks(
             "policies": upkeep.run(),
             "texts": evict_texts(member.replica),
             "hung engines": completions.hung_engines.run(),
+            "lost requests": completions.lost.run(),
             "garbage": collect_and_freeze(),
         }
         if certificate is not None:
@@ -439,7 +442,9 @@ def new_replica(
     rules = rules or new_rules(options)
 
     settings = replace(options.replica, pool=replace(options.replica.pool, new_index=new_index))
-    return empty_replica(settings, rules.of_pool)
+    replica = empty_replica(settings, rules.of_pool)
+    replica.deadly.ttl_s = options.deadly_prompt_ttl_s
+    return replica
 
 
 def _dialect(options: FrontendOptions) -> Dialect:
@@ -464,6 +469,7 @@ def _operators_routes(
     """Method, path and view of each."""
     thresholds, views = BusyThresholds(member.replica, member.rules), path.views
     fleet, page = _fleet_view(member, admin), Page()
+    deadly = DeadlyPromptViews(member.replica, member.replica_loop.publishing)
     return [
         ("GET", "/workers", admin.workers),
         ("GET", "/fleet", fleet.view),
@@ -478,6 +484,9 @@ def _operators_routes(
         ("GET", DECISION_PATH, views.one),
         ("GET", "/busy_threshold", thresholds.show),
         ("POST", "/busy_threshold", thresholds.change),
+        ("GET", PROMPTS_PATH, deadly.show),
+        ("DELETE", PROMPTS_PATH, deadly.pardon_all),
+        ("DELETE", PROMPT_PATH, deadly.pardon),
         *([("POST", "/config/reload", reload.view)] if reload is not None else []),
         *([("GET", "/routing", changes.show)] if changes is not None else []),
         *([("POST", "/routing", changes.change)] if changes is not None else []),

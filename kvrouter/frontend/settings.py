@@ -16,6 +16,7 @@ from kvrouter.core.fleet.replica import ReplicaSettings
 from kvrouter.core.routing.admission import AdmissionSettings
 from kvrouter.core.routing.breaker import BreakerSettings
 from kvrouter.core.routing.filters import FilterSettings
+from kvrouter.core.tables.deadly_prompts import DEADLY_TTL_S
 from kvrouter.core.tables.sessions import DEFAULT_TTL_S
 from kvrouter.core.tables.text_index import TextIndexSettings
 from kvrouter.core.wire.values import url_error
@@ -506,6 +507,18 @@ class FrontendOptions(CommonOptions):
     )
     retries: int = setting(
         2, "other workers to try before the first byte of an answer", least=0, reloadable=True
+    )
+    retries_after_death: int = setting(
+        1,
+        "of these, other workers to try after one was lost with the request in hand; none after two of them",
+        least=0,
+        reloadable=True,
+    )
+    deadly_prompt_ttl_s: float = setting(
+        DEADLY_TTL_S,
+        "seconds for which all replicas refuse a prompt with which two workers were lost; 0: they do not",
+        least=0,
+        reloadable=True,
     )
     first_byte_timeout_s: float = setting(
         _LIMITS.first_byte_s,

@@ -49,6 +49,8 @@ def samples(replica: Replica, replica_loop: ReplicaLoop, audit: Audit, bus: Bus)
     # Copies of the tables: a scrape is written in slices, and members come and go in between.
     for router in list(replica.routers.values()):
         yield from _pool_samples(router.pool)
+        refused = replica.deadly.count(router.pool.id)
+        yield "kvrouter_deadly_prompts", {"pool": str(router.pool.id)}, refused
         yield from _booking_samples(router.pool, {replica.router_id, *replica.peers})
         yield from _speed_samples(router)
         yield from _reuse_samples(router)

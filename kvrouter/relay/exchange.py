@@ -115,6 +115,8 @@ class Done(Struct, frozen=True):
     needs_reset: bool = False
     # The worker is not to blame: no circuit opens because of it.
     spares_worker: bool = False
+    # The connection broke: the worker may be gone.
+    is_cut: bool = False
 
 
 class Rejected(Struct, frozen=True):
@@ -134,6 +136,10 @@ class Lost(Struct, frozen=True):
     # The connection had served before, and broke before a byte of this answer arrived: most likely the worker
     # closed it while the request was on its way.
     was_idle: bool = False
+    # The connection broke with the request at the worker: the worker may be gone.
+    is_cut: bool = False
+    # A part of an answer that is not streamed had arrived. (The head of a stream comes before its prefill.)
+    had_begun: bool = False
 
 
 class Retried(Struct, frozen=True):
@@ -406,9 +412,10 @@ class Attempt:
         if self.outcome.done():
             return
         if self._is_holding:
-            self._finish(Lost(reason, self._connection.is_stale))
+            had_begun = bool(self._held) and not self._is_stream
+            self._finish(Lost(reason, self._connection.is_stale, self._connection.is_cut, had_begun))
         elif not self._ends_already():
-            self._break_off(f"the worker broke off: {reason}")
+            self._break_off(f"the worker broke off: {reason}", is_cut=self._connection.is_cut)
 
     # Holding
 
@@ -633,7 +640,12 @@ class Attempt:
         self._connection.resume(self)
 
     def _break_off(
-        self, reason: str, error: KvRouterError | None = None, *, spares_worker: bool = False
+        self,
+        reason: str,
+        error: KvRouterError | None = None,
+        *,
+        spares_worker: bool = False,
+        is_cut: bool = False,
     ) -> None:
         """End an answer that has begun, with an error event where the framing allows one."""
         head, begun = self._head, self._begun
@@ -642,9 +654,7 @@ class Attempt:
         if takes_event:
             event = self._form.error_event(error or WorkerDiedError(reason))
             self._client.write(self._framed_end(head, event))
-        self._finish(
-            Done(head.status, False, reason, needs_reset=not takes_event, spares_worker=spares_worker)
-        )
+        self._finish(Done(head.status, False, reason, not takes_event, spares_worker, is_cut))
 
     def _ends_already(self) -> bool:
         """End a stream that lacks only the end of its body. False: the last event of its API is not there."""

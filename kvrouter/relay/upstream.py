@@ -100,6 +100,7 @@ class WorkerConnection(asyncio.Protocol):
         "_head",
         "_idle_since",
         "_interim_heads",
+        "_is_cut",
         "_keeps_alive",
         "_pool",
         "_receiver",
@@ -113,6 +114,7 @@ class WorkerConnection(asyncio.Protocol):
         self._has_served = False
         self._has_answered = False
         self._got_eof = False
+        self._is_cut = False
         self._pool = pool
         self._transport: asyncio.Transport | None = None
         self._receiver: Receiver | None = None
@@ -134,6 +136,11 @@ class WorkerConnection(asyncio.Protocol):
     def is_stale(self) -> bool:
         """Whether it served before, and has not answered the present request with a single byte."""
         return self._has_served and not self._has_answered
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the other side ended it after the present request was sent."""
+        return self._is_cut
 
     def send(self, data: bytes, receiver: Receiver, ask_by: float) -> None:
         """Send a request. All that follows goes to `receiver`; `watch` is first called at `ask_by`."""
@@ -209,6 +216,7 @@ class WorkerConnection(asyncio.Protocol):
         if exc is None and self._got_eof and isinstance(body, UntilCloseBody):
             self._finish()
         elif self._receiver is not None:
+            self._is_cut = True
             self._lose(str(exc) if exc else "closed the connection")
 
     def _begin(self, receiver: Receiver, data: bytes) -> None:

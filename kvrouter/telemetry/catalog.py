@@ -87,8 +87,18 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "kvrouter_failed_attempts_total": Metric(
             "counter",
             ("reason",),
-            "attempts that failed before their first output: by status, `lost`, or `retried` (moved "
-            "from an engine that hangs, or no longer has the model)",
+            "attempts that failed before their first output: by status, `lost`, `died` (the worker was lost "
+            "with the request in hand), or `retried` (moved from an engine that hangs, or no longer has the "
+            "model)",
+        ),
+        "kvrouter_deadly_prompts": Metric(
+            "gauge",
+            ("pool",),
+            "prompts that are refused, as workers were lost with them",
+            see="operations.md",
+        ),
+        "kvrouter_deadly_prompts_refused_total": Metric(
+            "counter", (), "requests that were refused for such a prompt"
         ),
         "kvrouter_cancelled_requests_total": Metric("counter", (), "requests whose client left"),
         "kvrouter_broken_streams_total": Metric(

@@ -16,6 +16,9 @@ METRICS = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 
 # Documented metrics that no panel shows, and why.
 NOT_SHOWN = {
+    # hardly ever: problem `deadly_prompt` and /deadly_prompts say more; the deaths are among failed attempts
+    "kvrouter_deadly_prompts",
+    "kvrouter_deadly_prompts_refused_total",
     # only with a feature that most fleets do not use
     "kvrouter_media_prompts_total",
     "kvrouter_policy_troubles_total",

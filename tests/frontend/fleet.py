@@ -27,7 +27,16 @@ from tests.frontend.workers import OK, FakeWorker, Script, until
 POOL = PoolId("m-12345678")
 BODY = {"model": "m", "prompt": list(range(64)), "max_tokens": 4}
 STREAM = {**BODY, "stream": True}
-FOR_OPERATORS = ("/clients", "/fleet", "/routing", "/workers", "/decisions", "/busy_threshold", "/v1/route")
+FOR_OPERATORS = (
+    "/clients",
+    "/deadly_prompts",
+    "/fleet",
+    "/routing",
+    "/workers",
+    "/decisions",
+    "/busy_threshold",
+    "/v1/route",
+)
 """Paths that `get` requests from the admin listener."""
 
 

@@ -146,7 +146,7 @@ async def test_all_fail(fleet_of: FleetOf) -> None:
 
 async def test_bounded_attempts(fleet_of: FleetOf) -> None:
     """`--retries 2`: at most three workers are tried."""
-    async with fleet_of("--retries", "2", scripts=(says_and_resets(),) * 6) as fleet:
+    async with fleet_of("--retries", "2", scripts=(says_and_closes(answer(b"")),) * 6) as fleet:
         response = await fleet.ask()
 
         assert 502 == response.status

@@ -25,7 +25,7 @@ def routes_of(section: str) -> set[Route]:
     for line in section.splitlines():
         method = ""
         for given, path in re.findall(
-            r"`(?:(GET|POST|PUT) )?(/[^`]*)`", line.split("|")[1] if "|" in line else ""
+            r"`(?:(GET|POST|PUT|DELETE) )?(/[^`]*)`", line.split("|")[1] if "|" in line else ""
         ):
             method = given or method
             found.add((method, nameless(path)))

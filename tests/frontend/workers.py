@@ -196,6 +196,14 @@ class FakeWorker:
     requests: list[Received] = field(default_factory=list)
     """The requests to its script: all but probes."""
     wires: list[Wire] = field(default_factory=list)
+    server: asyncio.Server | None = None
+
+    def die(self) -> None:
+        """End as a killed process does: reset every connection and refuse new ones."""
+        assert self.server is not None
+        self.server.close()
+        for wire in self.open_wires:
+            wire.reset()
 
     @property
     def open_wires(self) -> list[Wire]:
@@ -224,6 +232,7 @@ class FakeWorker:
     async def serving(self) -> AsyncIterator[FakeWorker]:
         """Listen while inside."""
         server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=2**26, ssl=self.tls)
+        self.server = server
         scheme = "http" if self.tls is None else "https"
         self.url = f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         try:

@@ -17,6 +17,7 @@ from kvrouter.core.audit.problems import (
     name_conflicts,
     problem_of_address,
     problem_of_answers,
+    problem_of_prompts,
     problems_of,
     problems_of_pool,
     problems_of_queue,
@@ -124,11 +125,11 @@ class Audit:
         return texts
 
     def degrading(self) -> list[str]:
-        """Sentences about workers that are up and serve nothing, or are not wanted."""
+        """Sentences about workers that are up and serve nothing or are unwanted, and about deadly prompts."""
         return [
-            f"{pool}: worker {worker} {found.problem.text}"
+            f"{pool}: {worker and f'worker {worker} '}{found.problem.text}"
             for (pool, worker, kind), found in self._known.items()
-            if kind in {"not_found", "address", "loop"}
+            if kind in {"not_found", "address", "loop", "deadly_prompt"}
         ]
 
     def is_firm(self, pool_id: PoolId, target: Target) -> bool:
@@ -148,6 +149,8 @@ class Audit:
         for pool in pools:
             for problem in problems_of_queue(pool) if self._has_queue else ():
                 yield Finding(pool.id, "", problem)
+            if (lost := problem_of_prompts(self._replica.deadly.entries(pool.id))) is not None:
+                yield Finding(pool.id, "", lost)
         for pool_id, known in compared.items():
             for problem in problems_of_pool(known):
                 yield Finding(pool_id, "", problem)

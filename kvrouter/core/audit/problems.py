@@ -9,13 +9,14 @@ predictions are reported only where neither the card nor the prompt lengths expl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from msgspec import Struct
 
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.pools import listed, pool_serving
 from kvrouter.core.routing.worker import Worker
+from kvrouter.core.tables.deadly_prompts import Deadly
 from kvrouter.core.tables.predictions import Kind, KindEvidence, WorkerRecord
 from kvrouter.core.wire.ids import WorkerId
 
@@ -107,6 +108,19 @@ def problems_of_queue(pool: Pool) -> list[Problem]:
             "agents --max-num-batched-tokens with the engine's value (vLLM does not report it)",
         )
     ]
+
+
+def problem_of_prompts(deadly: Sequence[Deadly]) -> Problem | None:
+    """Workers of a pool were lost with one request, the last one of those that are refused."""
+    if not deadly:
+        return None
+    last, more = deadly[-1], f", and {len(deadly) - 1} more requests" if len(deadly) > 1 else ""
+    return Problem(
+        "deadly_prompt",
+        f"{len(last.workers)} workers lost on one request ({', '.join(last.workers)}; prompt "
+        f"{last.prompt.hex()}{more}): it is refused until --deadly-prompt-ttl-s has passed. Look at the logs "
+        "of these engines; DELETE /deadly_prompts/HASH on an admin listener lets it pass",
+    )
 
 
 def problem_of_answers(worker: Worker) -> Problem | None:

@@ -19,11 +19,14 @@ from kvrouter.core.wire.ops import (
     Check,
     CheckResumable,
     Cleared,
+    DeadlyPrompt,
     FirstByte,
     Free,
+    LostWith,
     MarkPrefillCompleted,
     NotResumable,
     Op,
+    Pardon,
     PrefillSpeed,
     Progress,
     Removed,
@@ -192,8 +195,8 @@ class SyncSink:
     """Writes a peer's sync feed to the pool's bookings, as copies.
 
     A snapshot is loaded in place, because bookings do not depend on each other: equal ones stay, and at the
-    end bookings that the snapshot did not name are dropped. `booked`, `prefill_completed`, `assume` and
-    `learn` pass on the ops that change other tables.
+    end bookings that the snapshot did not name are dropped. `booked`, `prefill_completed`, `assume`,
+    `learn` and `hear_of_prompt` pass on the ops that change other tables.
     """
 
     def __init__(
@@ -207,6 +210,7 @@ class SyncSink:
         sessions: SessionTable | None = None,
         learn: Callable[[SentText, float], None] | None = None,
         speeds: PrefillSpeeds | None = None,
+        hear_of_prompt: Callable[[LostWith | DeadlyPrompt | Pardon, float], None] = lambda *_: None,
     ) -> None:
         self._active = active
         self._router_id = router_id
@@ -216,6 +220,7 @@ class SyncSink:
         self._sessions = sessions
         self._learn = learn
         self._speeds = speeds
+        self._hear_of_prompt = hear_of_prompt
         self._named: set[int] = set()
 
     def apply(self, op: Op, now: float) -> str:
@@ -243,6 +248,8 @@ class SyncSink:
             case Bind() if self._sessions is not None:
                 target = Target(WorkerId(op.worker_id), op.rank)
                 self._sessions.receive(op.session, target, now, op.ttl_ms / 1000, self._router_id)
+            case LostWith() | DeadlyPrompt() | Pardon():
+                self._hear_of_prompt(op, now)
         return ""
 
     def agrees(self, check: Check | CheckResumable) -> bool:

@@ -27,6 +27,7 @@ from kvrouter.core.fleet.readiness import AWAITED_MOST, Readiness, ServedElsewhe
 from kvrouter.core.fleet.router import Router, RouterRules
 from kvrouter.core.fleet.routing_changes import follow, median, refused
 from kvrouter.core.routing.worker import Worker
+from kvrouter.core.tables.deadly_prompts import DeadlyPrompts
 from kvrouter.core.wire.heartbeats import (
     Heard,
     RouterBeat,
@@ -111,6 +112,7 @@ class Replica:
         self.router_id = router_id
         self.incarnation = incarnation
         self.counters = ReplicaCounters()
+        self.deadly = DeadlyPrompts()
         self.pools = Pools(self._new_router, settings.lease_rounds)
         self.routers = self.pools.routers
         self.peers: dict[RouterId, RouterBeat] = {}
@@ -314,6 +316,7 @@ class Replica:
         self._round += 1
         for router in self.routers.values():
             router.pool.approx.expire(now)
+        self.deadly.expire(now)
         needed = self.feeds.pools_with_bookings().union(self._worker_pools.values())
         self.feeds.end_pools(self.pools.next_round(needed, now))
 
@@ -388,6 +391,7 @@ class Replica:
             synced=self.settings.synced,
             seq=seq,
             is_elder=self._is_elder,
+            deadly=self.deadly,
         )
         router.unheard = self._unheard()
         router.pool.avoid(self._places.names)

@@ -32,6 +32,7 @@ from kvrouter.core.routing.policy import Candidate, RouteRequest
 from kvrouter.core.routing.selection import Decision, Modes, Selection
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.bookings import Booking, UnseenBookings, add_request, booking_ops
+from kvrouter.core.tables.deadly_prompts import KEPT_S, Deadly, DeadlyPrompts
 from kvrouter.core.tables.early_ops import EarlyOps
 from kvrouter.core.tables.ghosts import Ghosts, Reuse
 from kvrouter.core.tables.predictions import PredictionTable
@@ -39,16 +40,19 @@ from kvrouter.core.tables.prefill_speeds import Calibration
 from kvrouter.core.tables.text_index import KeptTexts, sent_text
 from kvrouter.core.wire.hashes import hashes_of, pack_hashes
 from kvrouter.core.wire.heartbeats import Card
-from kvrouter.core.wire.ids import BookingKey, RouterId, Target, WorkerId
+from kvrouter.core.wire.ids import BookingKey, PromptHash, RouterId, Target, WorkerId
 from kvrouter.core.wire.ops import (
     MAX_BOOKING_HASHES,
     ApproxEntry,
     Bind,
     Check,
+    DeadlyPrompt,
     FirstByte,
     Free,
+    LostWith,
     MarkPrefillCompleted,
     Op,
+    Pardon,
     Progress,
     SentText,
 )
@@ -142,10 +146,12 @@ class Router:
         synced: bool,
         seq: int = 0,
         is_elder: Callable[[], bool] = lambda: True,
+        deadly: DeadlyPrompts | None = None,
     ) -> None:
         """`seq`: the last number of this pool's feed, if the pool was dropped before and begins again.
 
         `is_elder()`: whether this router's snapshots also contain what it has learnt from other replicas.
+        `deadly`: those of the replica; None: no prompt is refused.
         """
         self.pool = pool
         self.router_id = router_id
@@ -157,6 +163,7 @@ class Router:
             shared_s=SNAPSHOT_SHARED_S,
         )
         self.early = EarlyOps()
+        self.deadly = DeadlyPrompts(0.0) if deadly is None else deadly
         self._is_elder = is_elder
         self.predictions = PredictionTable()
         self.tables = rules.tables
@@ -607,6 +614,44 @@ class Router:
             entry = ApproxEntry(target.worker_id, target.rank, packed, ttl_ms, is_text=booking.is_text)
             self.early.hold(entry, now)
 
+    # Prompts that workers were lost with (core/tables/deadly_prompts.py)
+
+    def lost_with(
+        self, prompt: PromptHash, worker_id: WorkerId, *, sent_at: float, lost_at: float, now: float
+    ) -> None:
+        """A worker was lost with a request of this router in hand."""
+        self.deadly.lost(prompt, self.pool.id, worker_id, sent_at=sent_at, lost_at=lost_at, now=now)
+        if self.deadly.ttl_s:
+            sent_ms, lost_ms = round((now - sent_at) * 1000), round((now - lost_at) * 1000)
+            self._publish(LostWith(prompt, worker_id, max(0, sent_ms), max(0, lost_ms)))
+
+    def judge(self, prompt: PromptHash, worker_id: WorkerId, now: float) -> Deadly | None:
+        """Whether the prompt is to blame for the worker's death; all replicas then refuse it."""
+        found = self.deadly.judge(prompt, worker_id, now)
+        if found is not None:
+            self._publish(_deadly_op(found, now))
+        return found
+
+    def pardon(self, prompt: PromptHash, now: float) -> None:
+        """Let the prompt pass, here and at all replicas."""
+        self.deadly.pardon(prompt, self.pool.id, self.deadly.ttl_s, now)
+        self._publish(Pardon(prompt, round(self.deadly.ttl_s * 1000)))
+
+    def _hear_of_prompt(self, op: LostWith | DeadlyPrompt | Pardon, now: float) -> None:
+        """What a peer says of a prompt."""
+        prompt, pool_id = PromptHash(op.prompt), self.pool.id
+        match op:
+            # a worker that is not known here cannot be lost; an old loss proves nothing any more
+            case LostWith(_, worker_id, sent_ms, lost_ms):
+                if worker_id in self.pool.workers and lost_ms < KEPT_S * 1000:
+                    sent_at, lost_at = now - sent_ms / 1000, now - lost_ms / 1000
+                    worker = WorkerId(worker_id)
+                    self.deadly.lost(prompt, pool_id, worker, sent_at=sent_at, lost_at=lost_at, now=now)
+            case DeadlyPrompt(_, worker_ids, ttl_ms):
+                self.deadly.learn(prompt, pool_id, [*map(WorkerId, worker_ids)], ttl_ms / 1000, now)
+            case Pardon(_, ttl_ms):
+                self.deadly.pardon(prompt, pool_id, ttl_ms / 1000, now)
+
     # The sync feed, which peers follow
 
     def frames(self) -> list[bytes]:
@@ -635,7 +680,8 @@ class Router:
 
     def feed_seq(self) -> int:
         """The last number of the feed; 0 if a reader needs neither frames nor a snapshot."""
-        if self._synced and (self._has_learned or self.tables.sessions.has_received):
+        has_learned = self._has_learned or self.tables.sessions.has_received
+        if self._synced and (has_learned or self.deadly.condemned or self.deadly.pardoned):
             self.source.skip_first()
         return self.source.seq
 
@@ -652,6 +698,7 @@ class Router:
             sessions=self.tables.sessions,
             learn=self._learn_text,
             speeds=self.tables.speeds,
+            hear_of_prompt=self._hear_of_prompt,
         )
 
     def drop_peer(self, router_id: RouterId) -> None:
@@ -716,9 +763,17 @@ class Router:
         if is_elder:
             yield from self._learned_texts
         yield from self._own_texts
+        # all that is known, not only what was seen here: without it, a replica that joins loses workers
+        yield from (_deadly_op(one, now) for one in self.deadly.entries(self.pool.id))
+        for prompt, seconds in self.deadly.pardons(self.pool.id, now):
+            yield Pardon(prompt, math.ceil(seconds * 1000))
         # sessions come last, because losing them costs least: the next request binds a session again
         for session, target, seconds in self.tables.sessions.newest(now, SNAPSHOT_SESSIONS_MOST):
             yield Bind(session, target.worker_id, target.rank, int(seconds * 1000))
+
+
+def _deadly_op(one: Deadly, now: float) -> DeadlyPrompt:
+    return DeadlyPrompt(one.prompt, [*map(str, one.workers)], math.ceil(max(0.0, one.ends_at - now) * 1000))
 
 
 def _preferred(eligible: Candidates, prefer: tuple[Target, ...]) -> list[Candidate]:

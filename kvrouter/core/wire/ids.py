@@ -15,6 +15,9 @@ RouterId = NewType("RouterId", str)
 # of the workers of one base model, which share one block index and one table of bookings
 PoolId = NewType("PoolId", str)
 
+# of a whole prompt with its options, 16 bytes (frontend/bodies/prompt_hash.py)
+PromptHash = NewType("PromptHash", bytes)
+
 # both unsigned 64-bit; only a sequence hash names a block and everything before it
 BlockHash = NewType("BlockHash", int)
 SequenceHash = NewType("SequenceHash", int)

@@ -18,12 +18,14 @@ from msgspec import Meta, Raw, Struct
 from kvrouter.core.wire.values import (
     U64,
     Amount,
+    Identifier,
     Number,
     Rank,
     RequestId,
     Session,
     ShortText,
     Tier,
+    WholePrompt,
 )
 from kvrouter.errors import MalformedFrameError
 
@@ -180,6 +182,33 @@ class PrefillSpeed(Struct, frozen=True, array_like=True, tag=24):
     long_samples: Amount = 0
 
 
+class LostWith(Struct, frozen=True, array_like=True, tag=25):
+    """A worker was lost `lost_ms` ago with this prompt in hand, which was sent `sent_ms` ago.
+
+    Differences, since replicas' clocks are not compared.
+    """
+
+    prompt: WholePrompt
+    worker_id: Identifier
+    sent_ms: Amount
+    lost_ms: Amount
+
+
+class DeadlyPrompt(Struct, frozen=True, array_like=True, tag=26):
+    """The source refuses a prompt for another `ttl_ms`: these workers were lost with it."""
+
+    prompt: WholePrompt
+    worker_ids: Annotated[list[Identifier], Meta(max_length=8)]
+    ttl_ms: Amount
+
+
+class Pardon(Struct, frozen=True, array_like=True, tag=27):
+    """An operator lets a prompt pass. For `ttl_ms`, what replicas said of it before does not count."""
+
+    prompt: WholePrompt
+    ttl_ms: Amount
+
+
 Op: TypeAlias = (
     Stored
     | Removed
@@ -197,6 +226,9 @@ Op: TypeAlias = (
     | SentText
     | FirstByte
     | PrefillSpeed
+    | LostWith
+    | DeadlyPrompt
+    | Pardon
 )
 
 
@@ -274,7 +306,7 @@ _decode_raw_ops = msgspec.msgpack.Decoder(list[Raw]).decode
 _decode_code = msgspec.msgpack.Decoder(list[object]).decode
 _decode_request = msgspec.msgpack.Decoder(ReplayRequest).decode
 _decode_answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-_KNOWN_CODES = frozenset({1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23, 24})  # the tags of Op
+_KNOWN_CODES = frozenset({*range(1, 8), *range(16, 28)})  # the tags of Op
 _WITH_HASHES = (Stored, Removed, Resumable, NotResumable, AddRequest, ApproxEntry)
 # What msgspec raises for malformed bytes: besides its own error, for deep nesting and for text not in UTF-8.
 UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)

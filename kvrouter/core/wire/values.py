@@ -63,6 +63,9 @@ SettingText = Annotated[str, Meta(max_length=256, pattern=r"\A[^\x00-\x1f\x7f]*\
 Line = Annotated[str, Meta(max_length=1024, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
 # For operators; displayed only where it is escaped.
 Text = Annotated[str, Meta(max_length=MOST_TEXT_CHARACTERS)]
+# Of a whole prompt, by which replicas refuse it.
+PROMPT_HASH_BYTES = 16
+WholePrompt = Annotated[bytes, Meta(min_length=PROMPT_HASH_BYTES, max_length=PROMPT_HASH_BYTES)]
 RequestId = Annotated[str, Meta(max_length=MOST_ID_CHARACTERS)]
 Session = Annotated[str, Meta(max_length=1024)]
 # Added to every request to the worker: only X- headers, so that a card cannot set Host or Content-Length.

@@ -205,7 +205,7 @@ def error_details(error: KvRouterError) -> dict[str, Any]:
         "message": error_message(error),
         "type": error.type,
         "param": getattr(error, "param", None),
-        "code": error.status,
+        "code": error.code or error.status,
     }
 
 

@@ -129,7 +129,7 @@ def error_event(error: KvRouterError) -> bytes:
     """The last event of a stream: the fields of OpenAI's own, and `error`, by which its clients raise."""
     event = {
         "type": "error",
-        "code": str(error.status),
+        "code": error.code or str(error.status),
         "message": valid_unicode(str(error)),
         "param": None,
         "sequence_number": 0,

@@ -21,12 +21,15 @@ from kvrouter.core.wire.ops import (
     Check,
     CheckResumable,
     Cleared,
+    DeadlyPrompt,
     FirstByte,
     Frame,
     Free,
+    LostWith,
     MarkPrefillCompleted,
     NotResumable,
     Op,
+    Pardon,
     PrefillSpeed,
     Progress,
     Removed,
@@ -44,6 +47,7 @@ from kvrouter.core.wire.ops import (
 from kvrouter.errors import MalformedFrameError
 
 HASHES = pack_hashes([1, 2**64 - 1])
+PROMPT = bytes(range(16))
 OPS: list[Op] = [
     Stored(1, 2**64 - 1, HASHES),
     Stored(0, None, b""),
@@ -62,6 +66,9 @@ OPS: list[Op] = [
     SentText("w1", 0, "héllo"),
     FirstByte(7, 312_000),
     PrefillSpeed(300_000, 6_000, 20_000, 200, 250_000, 5_500, 90),
+    LostWith(PROMPT, "w1", 1200, 20),
+    DeadlyPrompt(PROMPT, ["w1", "w2"], 600_000),
+    Pardon(PROMPT, 600_000),
 ]
 REAL = [
     encode(Frame(VERSION, 1_700_000_000_000_000, 5, OPS)),
@@ -74,6 +81,8 @@ amounts = st.integers(0, 2**40)
 packed = st.lists(st.integers(0, 2**64 - 1), max_size=5).map(pack_hashes)
 tiers = st.integers(0, 2)
 names = st.text(max_size=10)
+worker_ids = st.from_regex(r"\A[A-Za-z0-9_-]{1,64}\Z")
+whole_prompts = st.binary(min_size=16, max_size=16)
 parents = st.one_of(st.none(), st.integers(0, 2**64 - 1))
 ops = st.one_of(
     st.builds(Stored, tiers, parents, packed),
@@ -92,6 +101,9 @@ ops = st.one_of(
     st.builds(SentText, names, tiers, names),
     st.builds(FirstByte, amounts, amounts),
     st.builds(PrefillSpeed, *[amounts] * 7),
+    st.builds(LostWith, whole_prompts, worker_ids, amounts, amounts),
+    st.builds(DeadlyPrompt, whole_prompts, st.lists(worker_ids, max_size=8), amounts),
+    st.builds(Pardon, whole_prompts, amounts),
 )
 
 
@@ -112,12 +124,30 @@ def test_frames_come_back(incarnation: int, seq: int, sent: list[Op]) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "raw",
+    [
+        [25, b"15 bytes, no 16", "w1", 1, 1],
+        [25, PROMPT, "w 1", 1, 1],
+        [25, PROMPT, "w1", -1, 1],
+        [26, PROMPT, ["w"] * 9, 1],
+        [26, PROMPT, ["a.b"], 1],
+        [26, PROMPT, ["w1"], 2**60],
+        [27, PROMPT * 2, 1],
+        [27, "text of 16 chars", 1],
+    ],
+)
+def test_malformed_words_about_prompts(raw: list[Any]) -> None:
+    """A hash of another length, a name that is no worker's, more workers than are named, endless times."""
+    assert decode_frame(frame_of(raw)).ops is None
+
+
 def test_the_wire_is_that_of_the_design() -> None:
     """`[version, incarnation, seq, ops]`, ops as `[code, …]` with the codes of the table."""
     version, incarnation, seq, raw = msgpack.unpackb(REAL[0])
 
     assert (1, 1_700_000_000_000_000, 5) == (version, incarnation, seq)
-    assert [1, 1, 2, 3, 4, 5, 6, 7, 16, 17, 19, 18, 20, 21, 22, 23, 24] == [op[0] for op in raw]
+    assert [1, 1, 2, 3, 4, 5, 6, 7, 16, 17, 19, 18, 20, 21, 22, 23, 24, 25, 26, 27] == [op[0] for op in raw]
     assert [1, 1, 2**64 - 1, b"\x01" + bytes(7) + b"\xff" * 8] == raw[0]
     assert [16, 7, "chatcmpl-é", "w1", 3, HASHES, 40, 1, 24, 5, False] == raw[8]
 
@@ -154,7 +184,7 @@ def test_a_speed_without_long_prompts_is_read() -> None:
     (op,) = decode_frame(frame_of([24, 300_000, 6_000, 20_000, 200])).ops or []
 
     assert PrefillSpeed(300_000, 6_000, 20_000, 200, 0, 0, 0) == op
-    assert [24, 300_000, 6_000, 20_000, 200] == msgpack.unpackb(encode(OPS[-1]))[:5]
+    assert [24, 300_000, 6_000, 20_000, 200] == msgpack.unpackb(encode(OPS[16]))[:5]
 
 
 def test_unknown_version_is_not_read() -> None:

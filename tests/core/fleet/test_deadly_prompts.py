@@ -1,0 +1,157 @@
+"""What replicas tell each other about prompts that ended workers."""
+
+from __future__ import annotations
+
+import msgpack
+
+from kvrouter.core.fleet.replica import Replica
+from kvrouter.core.tables.deadly_prompts import SETTLE_S
+from kvrouter.core.wire import ops as wire
+from kvrouter.core.wire.ids import PromptHash, RouterId, WorkerId
+from kvrouter.core.wire.ops import VERSION, DeadlyPrompt, Frame, LostWith, Pardon, decode_frame, encode
+from kvrouter.core.wire.senders import SyncSource
+from tests.core.fleet.test_replica_sync import carry, pair, recover
+from tests.core.replicas import ME, PEER, new_replica, receive_worker, rounds
+from tests.core.worlds import POOL, card
+
+KILLER = PromptHash(b"a deadly prompt.")
+W1, W2 = WorkerId("w1"), WorkerId("w2")
+
+
+def lose(replica: Replica, worker: WorkerId, *others: Replica, sent_at: float) -> None:
+    """A worker is lost a second after the killer was sent, and the replica tells the others."""
+    lost_at = sent_at + 1.0
+    replica.router(POOL).lost_with(KILLER, worker, sent_at=sent_at, lost_at=lost_at, now=lost_at)
+    carry(replica, *others, now=lost_at)
+
+
+def refusing(*replicas: Replica, at: float = 20.0) -> list[bool]:
+    """Which of them refuse the killer."""
+    return [replica.deadly.refused(KILLER, at) is not None for replica in replicas]
+
+
+def deadly_pair() -> tuple[Replica, Replica]:
+    """Two replicas of which each has lost a worker with the killer in hand."""
+    first, second = pair()
+    lose(first, W1, second, sent_at=1.0)
+    lose(second, W2, first, sent_at=10.0)
+    assert second.router(POOL).judge(KILLER, W2, 11.0 + SETTLE_S)
+    carry(second, first, now=11.0 + SETTLE_S)
+    return first, second
+
+
+def test_losses_at_two_replicas() -> None:
+    """One loss at each of two replicas is two: both refuse the prompt."""
+    first, second = deadly_pair()
+
+    assert [True, True] == refusing(first, second)
+    assert [(W1, W2)] == [one.workers for one in first.deadly.entries(POOL)]
+
+
+def test_other_prompts_at_a_peer() -> None:
+    """A replica that sees one suspected prompt at a death knows of its peer's: then neither is to blame."""
+    first, second = pair()
+    other = PromptHash(b"another prompt..")
+    for worker, at in ((W1, 2.0), (W2, 11.0)):
+        for replica, peer, prompt in ((first, second, KILLER), (second, first, other)):
+            replica.router(POOL).lost_with(prompt, worker, sent_at=at - 1, lost_at=at, now=at)
+            carry(replica, peer, now=at)
+
+    assert first.router(POOL).judge(KILLER, W2, 11.5) is None
+    assert second.router(POOL).judge(other, W2, 11.5) is None
+
+
+def test_a_replica_that_joins() -> None:
+    """A replica that starts later learns what is refused, and what was pardoned."""
+    first, second = deadly_pair()
+    joiner = new_replica(RouterId("joiner"), incarnation=5000)
+    receive_worker(joiner, card("w1"))
+    rounds(first, 1, joiner)
+    recover(joiner, first)
+    assert [True] == refusing(joiner, at=1.0)
+
+    first.router(POOL).pardon(KILLER, 20.0)
+    carry(first, second, now=20.0)
+    late = new_replica(RouterId("late"), incarnation=6000)
+    receive_worker(late, card("w1"))
+    rounds(first, 1, late)
+    recover(late, first)
+    assert [False] == refusing(late, at=1.0)
+    assert late.deadly.pardons(POOL, 0.0)
+
+
+def test_pardon_everywhere() -> None:
+    """A pardon at one replica is one at all, and a peer's older word, repeated, does not undo it."""
+    first, second = deadly_pair()
+    first.router(POOL).pardon(KILLER, 13.0)
+    carry(first, second, now=13.0)
+    assert [False, False] == refusing(first, second)
+
+    second.router(POOL)._publish(DeadlyPrompt(KILLER, ["w1", "w2"], 600_000))
+    carry(second, first, now=14.0)
+    assert [False, False] == refusing(first, second)
+
+
+def test_forged_losses() -> None:
+    """A peer's loss counts only at a worker that is known here, and only if it is recent."""
+    first, second = pair()
+    router = second.router(POOL)
+    router._publish(LostWith(KILLER, "nobody", 1000, 0))
+    router._publish(LostWith(KILLER, "w1", 10**9, 10**9))
+    carry(second, first, now=5.0)
+
+    assert not first.deadly.suspects()
+    assert first.deadly.is_empty
+
+
+def test_own_words_do_not_return() -> None:
+    """A replica's own frames come back from NATS: the loss in them is not a second one."""
+    first, second = pair()
+    lose(first, W1, second, sent_at=1.0)
+
+    assert first.router(POOL).judge(KILLER, W1, 3.0) is None
+
+
+def test_nothing_is_published_unsynced() -> None:
+    """Without sync, prompts are refused all the same, by this replica alone."""
+    alone = new_replica(synced=False)
+    receive_worker(alone, card("w1"))
+    receive_worker(alone, card("w2"))
+    lose(alone, W1, sent_at=1.0)
+    lose(alone, W2, sent_at=10.0)
+
+    assert alone.router(POOL).judge(KILLER, W2, 12.0)
+    assert [] == alone.router(POOL).frames()
+    assert [True] == refusing(alone)
+
+
+def test_the_previous_version_ignores_it() -> None:
+    """A reader that knows codes up to 24 reads the other ops of the frame, and counts these."""
+    words: list[wire.Op] = [LostWith(KILLER, "w1", 1, 1), DeadlyPrompt(KILLER, ["w1"], 1), Pardon(KILLER, 1)]
+    data = encode(Frame(VERSION, 1, 1, [wire.Free(7), *words, wire.Free(8)]))
+    newer = msgpack.packb([
+        VERSION, 1, 1, [[op[0] + 200, *op[1:]] if op[0] > 24 else op for op in msgpack.unpackb(data)[3]]
+    ])  # fmt: skip
+
+    decoded = decode_frame(newer)
+
+    assert ([wire.Free(7), wire.Free(8)], 3) == (decoded.ops, decoded.unknown_ops)
+
+
+def test_the_pool_ends() -> None:
+    """What is refused outlasts the pool: its workers may come back."""
+    first, _ = deadly_pair()
+    first.pools.routers.pop(POOL)
+
+    assert [True] == refusing(first)
+    assert first.router(POOL).feed_seq()
+
+
+def test_the_feeds_stay_live() -> None:
+    """The new ops break no feed, nor the digests of bookings."""
+    first, second = deadly_pair()
+    for frame in first.router(POOL).check_frames(30.0):
+        second.sync_frame(SyncSource(POOL, ME), frame, 30.0)
+
+    assert "live" == second.readers[SyncSource(POOL, ME)].state.value
+    assert PEER in first.peers

@@ -1,0 +1,77 @@
+"""When two requests have the same prompt."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvrouter.core.wire.ids import PoolId
+from kvrouter.frontend.bodies.large import LARGE_BYTES
+from kvrouter.frontend.bodies.prompt_hash import hash_of, prompt_hash
+
+POOL, CHATS = PoolId("m-12345678"), "/v1/chat/completions"
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "temperature": 0.5}
+
+
+def of(body: Any, route: str = CHATS, pool: PoolId = POOL) -> bytes:
+    """The hash of a request."""
+    return hash_of(pool, route, body if isinstance(body, bytes) else json.dumps(body).encode())
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"stream": True, "stream_options": {"include_usage": True}},
+        {"user": "ada"},
+        {"metadata": {"try": "2"}},
+        {"request_id": "r2"},
+        {"priority": 3},
+        {"cache_salt": "s"},
+    ],
+)
+def test_what_no_engine_computes_with(more: dict[str, Any]) -> None:
+    """Who asks, and how the answer is sent, does not make another prompt; nor does the order of fields."""
+    assert of(CHAT) == of({**more, **dict(reversed(CHAT.items()))})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"messages": [{"role": "user", "content": "hi!"}]},
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "user", "content": ""}]},
+        {"temperature": 0.6},
+        {"seed": 1},
+        {"model": "adapter"},
+        {"structured_outputs": {"regex": "(a+)+"}},
+    ],
+)
+def test_another_prompt(change: dict[str, Any]) -> None:
+    """A longer chat, and any option that an engine computes with, is another prompt."""
+    assert of(CHAT) != of({**CHAT, **change})
+
+
+def test_where() -> None:
+    """The same body is another prompt on another route or for another pool."""
+    assert 3 == len({of(CHAT), of(CHAT, "/v1/completions"), of(CHAT, pool=PoolId("n-12345678"))})
+
+
+@pytest.mark.parametrize("body", [b"--form", b"[1]", b"{", b"\xff", b"[" * 5000])
+def test_other_bodies(body: bytes) -> None:
+    """What is no JSON object counts byte for byte."""
+    assert of(body) == of(body)
+    assert of(body) != of(body + b" ")
+
+
+def test_parts_do_not_run_together() -> None:
+    """Names and values are told apart by their lengths."""
+    assert of({"a": 12, "b": 3}) != of({"a": 1, "b": 23})
+
+
+async def test_a_large_body() -> None:
+    """A large body is hashed in a thread, with the same result; a request without one has no hash."""
+    body = json.dumps({"prompt": "x" * LARGE_BYTES}).encode()
+
+    assert of(body) == await prompt_hash(POOL, CHATS, body)
+    assert await prompt_hash(POOL, CHATS, b"") is None
