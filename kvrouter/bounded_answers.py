@@ -8,12 +8,16 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
+from collections.abc import Sequence
 from functools import partial
 from typing import cast
 
 import aiohttp
 from aiohttp.client_proto import ResponseHandler
 from yarl import URL
+
+from kvrouter.core.wire.addresses import Network
+from kvrouter.resolving import CheckedResolver
 
 # Of one answer. /metrics of vLLM with 64 data-parallel ranks has about 5 MB, 500,000 token ids have 3 MB.
 MOST_BYTES = 8 * 1024 * 1024
@@ -39,10 +43,19 @@ class _Handler(ResponseHandler):
 
 
 def engine_connector(
-    tls: ssl.SSLContext, *, limit: int = 100, force_close: bool = False
+    tls: ssl.SSLContext | bool,
+    *,
+    limit: int = 100,
+    force_close: bool = False,
+    networks: Sequence[Network] | None = None,
 ) -> aiohttp.TCPConnector:
-    """A connector for sessions with engines, with at most `limit` connections at once."""
-    connector = aiohttp.TCPConnector(ssl=tls, limit=limit, force_close=force_close)
+    """A connector for sessions with engines, with at most `limit` connections at once.
+
+    `networks`: those that names may lead to, () for all but what is never allowed (core/wire/addresses.py);
+    None: any, as an operator's own engine may have any address. `tls` False: certificates are not verified.
+    """
+    resolver = CheckedResolver(networks) if networks is not None else None
+    connector = aiohttp.TCPConnector(ssl=tls, limit=limit, force_close=force_close, resolver=resolver)
     handler = partial(_Handler, loop=asyncio.get_running_loop())
     connector._factory = cast("partial[ResponseHandler]", handler)  # aiohttp 3.14 has no public way
     return connector

@@ -288,6 +288,10 @@ class MalformedFrameError(KvRouterError):
     """Bytes from the bus or an engine that cannot be decoded."""
 
 
+class RefusedCardError(MalformedFrameError):
+    """A card that can be read, and contains what no worker may have. Its text names it."""
+
+
 def leaves(error: BaseException) -> list[BaseException]:
     """The errors inside the groups that task groups wrap around them."""
     if not isinstance(error, BaseExceptionGroup):

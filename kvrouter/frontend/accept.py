@@ -39,6 +39,7 @@ from kvrouter.frontend.bodies.edits import (
 )
 from kvrouter.frontend.bodies.large import LARGE_BYTES, LargeBody, in_slices
 from kvrouter.frontend.bodies.lax import PLAIN, in_utf8
+from kvrouter.frontend.first_worker import FirstWorker
 from kvrouter.frontend.kept_responses import (
     MOST_ID_CHARACTERS,
     KeptResponse,
@@ -145,8 +146,11 @@ class Accept:
         metrics: RequestMetrics,
         dialect: Dialect,
         aliases: Mapping[str, str] = MappingProxyType({}),
+        *,
+        wait_for_workers_s: float = 0.0,
     ) -> None:
         self._pools = pools
+        self._first_worker = FirstWorker(pools.has_names, wait_for_workers_s) if wait_for_workers_s else None
         self._blocks = blocks
         self._metrics = metrics
         self.dialect = dialect
@@ -171,6 +175,8 @@ class Accept:
         may_override = may_see = True
         if rights is not None and (rights.are_limited or rights.key.is_set):
             may_override, may_see = rights.of(request)
+        if self._first_worker is not None:
+            await self._first_worker.wait()
         read = await self._read(request, api, received_at)
         asked, router, before = read.asked, read.router, read.before
         overrides = self._overrides(request, asked, may_override=may_override)

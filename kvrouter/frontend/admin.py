@@ -32,6 +32,7 @@ from kvrouter.frontend.state_metrics import samples
 from kvrouter.frontend.views import TEXT, json_answer
 from kvrouter.relay.answer import Answer
 from kvrouter.relay.request import Request
+from kvrouter.replica.awaited import NO_WORKER
 from kvrouter.replica.loop import ReplicaLoop
 from kvrouter.telemetry.exposition import Registry, exposition
 from kvrouter.telemetry.metrics import StateCollector
@@ -39,6 +40,9 @@ from kvrouter.version import __version__
 
 # Up to this many feeds, /ready lists all; above it, only feeds that are behind: load balancers ask often.
 MOST_FEEDS = 100
+
+# Of one worker in /workers, and characters of each. Agents write a few, of two lines at most.
+MOST_NOTES, MOST_NOTE_CHARACTERS = 16, 500
 
 MODEL_PATH = "/v1/models/"
 
@@ -75,6 +79,7 @@ class Admin:
         aliases: Callable[[], Mapping[str, str]],
         listeners: Listeners,
         ready_timeout_s: float,
+        wait_for_workers_s: float,
     ) -> None:
         self._is_draining = False
         self._replica = replica
@@ -88,6 +93,7 @@ class Admin:
         self._aliases = aliases
         self._listeners = listeners
         self._ready_timeout_s = ready_timeout_s
+        self._wait_for_workers_s = wait_for_workers_s
         self._gave_up_waiting = False
         self._started_at = asyncio.get_running_loop().time()
         registry.register(StateCollector(lambda: samples(replica, replica_loop, audit, bus)))
@@ -101,36 +107,38 @@ class Admin:
         return Answer(200, b"ok\n", {"content-type": TEXT})
 
     async def ready(self, request: Request) -> Answer:
-        """503 until the first recovery is complete, while draining, and while only peers can serve a pool.
+        """503 until the first recovery is complete, while draining, and while only peers serve anything.
 
         Otherwise 200, degraded or not.
         """
         status, body = self._readiness()
+        body["router_id"] = self._replica.router_id
         return json_answer(body | self._feed_states("verbose" in request.query), status=status)
 
     def readiness(self) -> dict[str, Any]:
         """Status and reasons, as /ready has them."""
         return self._readiness()[1]
 
-    def is_ready(self) -> bool:
-        return self._readiness()[0] == 200
+    def may_open(self) -> bool:
+        """Whether to accept connections on a port that others accept, too: ready, or waited long enough."""
+        return self._readiness()[0] == 200 or self._has_waited()
+
+    def _has_waited(self) -> bool:
+        return asyncio.get_running_loop().time() - self._started_at > self._ready_timeout_s
 
     def _readiness(self) -> tuple[int, dict[str, Any]]:
         now = asyncio.get_running_loop().time()
         missing = self._replica.not_ready(now)
-        timed_out = bool(missing) and now - self._started_at > self._ready_timeout_s
         # Ready in part is better than never: a worker that died during the start must not block a rollout.
+        # Ready with nothing is worse: a wrong password or namespace would be rolled out pod after pod.
+        timed_out = bool(missing) and self._has_waited() and self._replica.has_met_worker
         if timed_out:
             self._gave_up_waiting = True
             self._replica.give_up_waiting()
         if self._is_draining:
             return 503, {"status": "draining"}
-        if missing and not timed_out:
-            outage = self._bus.outage_reason
-            return 503, {
-                "status": "starting",
-                "reasons": [*missing, *([f"NATS: {outage}"] if outage else [])],
-            }
+        if missing and not timed_out and not self._waits_for_first():
+            return 503, {"status": "starting", "reasons": [*missing, *self._why_no_worker()]}
         if unserved := self._replica.unserved():
             return 503, {"status": "unserved", "reasons": unserved}
         reasons = self._degraded()
@@ -138,6 +146,21 @@ class Admin:
             limit = f"--ready-timeout-s {self._ready_timeout_s:g} s"
             reasons.insert(0, f"not all workers and feeds are known, but {limit} passed")
         return 200, {"status": "degraded" if reasons else "ready", "reasons": reasons}
+
+    def _waits_for_first(self) -> bool:
+        """Whether requests wait here for the first worker (--wait-for-workers-s)."""
+        has_none = not self._replica.has_met_worker
+        return self._wait_for_workers_s > 0 and has_none and self._replica.has_greeted
+
+    def _why_no_worker(self) -> Iterator[str]:
+        """What is missing for a first worker: NATS, or an agent in the namespace."""
+        if self._bus.outage_reason:
+            yield f"NATS: {self._bus.outage_reason}"
+        elif self._bus.connected and not self._replica.has_met_worker:
+            peers = len(self._replica.peers)
+            heard = f"only {peers} other replicas are" if peers else "nobody is"
+            yield f"{heard} heard in namespace {self._loop.awaited.namespace!r}: {NO_WORKER}"
+        yield from self._audit.degrading()
 
     def _feed_states(self, verbose: bool) -> dict[str, Any]:
         """State and lag of each feed; in a large fleet only of feeds that are behind, unless `verbose`."""
@@ -210,6 +233,7 @@ class Admin:
                 ],
                 "feeds": [_feed(source, reader) for source, reader in self._replica.readers.items()],
                 "bookings": [_bookings(pool_id, router) for pool_id, router in self._replica.routers.items()],
+                "problems": self._audit.strangers(),
             }
         )
 
@@ -301,7 +325,7 @@ def _target(pool: Pool, worker: Worker, target: Target, reader: FeedReader | Non
         "state": "silent" if worker.silent else worker.state,
         "refused": "",  # always empty; kept for programs that read it
         "block_size": worker.card.block_size,
-        "notes": [*worker.card.notes, *filter(None, [pool.size_note(worker)])],
+        "notes": [*_shown(worker.card.notes), *filter(None, [pool.size_note(worker)])],
         "eligible": target in pool.targets,
         "blocks": pool.index.blocks(target),
         "device_blocks": count,
@@ -327,6 +351,12 @@ def _target(pool: Pool, worker: Worker, target: Target, reader: FeedReader | Non
         "last_seq": reader.seq if reader else 0,
         "lag": reader.lag if reader else 0,
     }
+
+
+def _shown(notes: Sequence[str]) -> list[str]:
+    """The first notes of a card: each target of /workers repeats them."""
+    more = len(notes) - MOST_NOTES
+    return [note[:MOST_NOTE_CHARACTERS] for note in notes[:MOST_NOTES]] + [f"… {more} more"] * (more > 0)
 
 
 def tier_sets(pool: Pool, worker: Worker, target: Target) -> Iterator[dict[str, Any]]:

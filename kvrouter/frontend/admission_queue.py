@@ -160,8 +160,7 @@ class WaitingRoom:
     def _look_soon(self, line: _Line) -> None:
         if line.look is None and len(line.queue):
             # Replicas without sync do not see each other's bookings: waiting for them would gain nothing.
-            peers = len(self._replica.peers) if self._replica.settings.synced else 0
-            delay_s = line.queue.wake_after_s(peers, self._chance())
+            delay_s = line.queue.wake_after_s(self._replica.sharing_peers(), self._chance())
             line.look = asyncio.get_running_loop().call_later(delay_s, self._look, line)
 
     def _look(self, line: _Line) -> None:

@@ -255,7 +255,7 @@ async def http_server(
 
 async def _open(server: asyncio.Server, admin: Admin, *, waits: bool) -> None:
     """Accept connections; if other processes share the port, only once this one is ready."""
-    while waits and not admin.is_ready():  # noqa: ASYNC110  # the clock alone may make it ready
+    while waits and not admin.may_open():  # noqa: ASYNC110  # the clock alone may make it ready
         await asyncio.sleep(READY_LOOK_S)
     await server.start_serving()
 

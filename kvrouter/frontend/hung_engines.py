@@ -34,6 +34,7 @@ from kvrouter.bounded_answers import address_below, engine_connector, is_alive
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.router import Placement
 from kvrouter.core.routing.worker import Worker
+from kvrouter.core.wire.addresses import Network
 from kvrouter.core.wire.ids import Target, WorkerId
 from kvrouter.frontend.accept import Work
 from kvrouter.frontend.notes import Notes
@@ -207,11 +208,13 @@ def _suspicion(attempt: Attempt, one: Running) -> str:
 
 
 @contextlib.asynccontextmanager
-async def probing(tls: ssl.SSLContext | None) -> AsyncIterator[Probe]:
+async def probing(tls: ssl.SSLContext | None, networks: Sequence[Network] = ()) -> AsyncIterator[Probe]:
     """Probes engines over HTTP. `tls` verifies https:// URLs; None: with the system's authorities."""
     timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
     # A new connection for each probe: it also shows whether the engine still accepts connections.
-    connector = engine_connector(tls or trusting(None), limit=MOST_PROBES, force_close=True)
+    connector = engine_connector(
+        tls or trusting(None), limit=MOST_PROBES, force_close=True, networks=networks
+    )
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
         yield partial(_answers, http)
 

@@ -44,6 +44,7 @@ from kvrouter.frontend.hung_engines import probing
 from kvrouter.frontend.openapi import check_root_path
 from kvrouter.frontend.operators import AdminGate, AdminKey, KeyGate, is_loopback
 from kvrouter.frontend.overrides import Dialect
+from kvrouter.frontend.peer_questions import ask_peers
 from kvrouter.frontend.reload import Reload, Running
 from kvrouter.frontend.routing_change import RoutingChanges
 from kvrouter.frontend.rules import Rules
@@ -258,18 +259,26 @@ async def _open_request_path(
 ) -> AsyncIterator[_RequestPath]:
     """`tls`: which workers are trusted."""
     dialect, aliases = _dialect(options), options.aliases
-    accept = Accept(member.replica.pools, member.tokens.blocks, member.metrics, dialect, aliases)
+    accept = Accept(
+        member.replica.pools,
+        member.tokens.blocks,
+        member.metrics,
+        dialect,
+        aliases,
+        wait_for_workers_s=options.wait_for_workers_s,
+    )
     logs = options.rules.log_decisions
     views = DecisionViews(member.rules.decisions, logs=logs)
     traces, router_id = options.traces, str(member.replica.router_id)
     async with (
         open_tracing(traces.endpoint, traces.ratio, router_id) as tracing,
-        probing(tls) as probe,
+        probing(tls, options.worker_networks) as probe,
     ):
         if tracing is not None:
             registry.register(StateCollector(tracing.samples))
         access = AccessLog(options.access, views, random.random, tracing)
-        with contextlib.closing(Upstream(tls)) as upstream, contextlib.ExitStack() as at_end:
+        upstream = Upstream(tls, options.worker_networks)
+        with contextlib.closing(upstream), contextlib.ExitStack() as at_end:
             at_end.callback(access.flush)
             completions = Completions(
                 member.replica,
@@ -301,6 +310,7 @@ async def _run_tasks(
         registry.register(StateCollector(upkeep.samples))
         tasks = {
             "replica": member.replica_loop.run(),
+            "peers": ask_peers(member.replica),
             "audit": audit_forever(member.audit),
             "traffic": member.traffic.run(),
             "tokens": member.tokens.run(),
@@ -357,6 +367,7 @@ def _new_admin(options: FrontendOptions, registry: Registry, member: _Member, ac
         aliases=lambda: accept.aliases,
         listeners=member.listeners,
         ready_timeout_s=options.ready_timeout_s,
+        wait_for_workers_s=options.wait_for_workers_s,
     )
 
 

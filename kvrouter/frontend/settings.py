@@ -19,6 +19,7 @@ from kvrouter.core.routing.filters import FilterSettings
 from kvrouter.core.tables.deadly_prompts import DEADLY_TTL_S
 from kvrouter.core.tables.sessions import DEFAULT_TTL_S
 from kvrouter.core.tables.text_index import TextIndexSettings
+from kvrouter.core.wire.addresses import Network
 from kvrouter.core.wire.values import url_error
 from kvrouter.errors import ConfigError
 from kvrouter.frontend.bodies.aliases import read_alias, resolved
@@ -552,9 +553,16 @@ class FrontendOptions(CommonOptions):
     )
     ready_timeout_s: float = setting(
         60.0,
-        "seconds after which /ready is 200 even if workers or feeds are missing; its body names them",
+        "seconds after which /ready is 200 even if some workers or feeds are missing; its body names them. "
+        "Without any worker it stays 503",
         least=0,
         old=("--ready-timeout",),
+    )
+    wait_for_workers_s: float = setting(
+        0.0,
+        "seconds that a request waits for a first worker; above 0, /ready is 200 without one once NATS is "
+        "reached; 0: a request is refused at once with 503",
+        least=0,
     )
     drain_grace_s: float = setting(
         5.0,
@@ -577,6 +585,16 @@ class FrontendOptions(CommonOptions):
         text="=".join,
         is_repeated=True,
         reloadable=True,
+    )
+    allowed_workers: tuple[str, ...] = setting(
+        (),
+        "networks in which workers may be, also those whose URLs have names; link-local addresses and "
+        "metadata services of clouds are never allowed",
+        name="worker-networks",
+        metavar="ADDRESS[/BITS]",
+        default_text="all",
+        read=_read_network,
+        is_repeated=True,
     )
     process: ProcessOptions = field(default_factory=ProcessOptions)
     clients: ClientsOptions = field(default_factory=ClientsOptions)
@@ -628,7 +646,13 @@ class FrontendOptions(CommonOptions):
     @property
     def replica(self) -> ReplicaSettings:
         synced = bool(self.router_replica_sync) or self.process.processes > 1
-        return ReplicaSettings(self.pool, synced, round(self.lease_s / self.heartbeat_s), self.heartbeat_s)
+        rounds = round(self.lease_s / self.heartbeat_s)
+        return ReplicaSettings(self.pool, synced, rounds, self.heartbeat_s, self.worker_networks)
+
+    @property
+    def worker_networks(self) -> tuple[Network, ...]:
+        """The networks to which workers are limited; empty: they are not."""
+        return tuple(map(ip_network, self.allowed_workers))
 
     @property
     def aliases(self) -> dict[str, str]:

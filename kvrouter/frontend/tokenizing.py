@@ -120,6 +120,7 @@ async def open_tokens(
     options: TokenOptions, replica: Replica, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[Tokens]:
     """Read the models, if any are given. `tls`: which engines are trusted. Raises ConfigError."""
+    networks = replica.settings.worker_networks
     async with contextlib.AsyncExitStack() as stack:
         now = asyncio.get_running_loop().time
         cache = options.prefix_cache or CacheSettings()
@@ -127,7 +128,7 @@ async def open_tokens(
         store = PrefixStore(max_parts=cache.max_parts, max_bytes=cache.max_bytes - hashes_bytes)
         hashes = PrefixHashes(most=cache.max_parts // _HASHES_SHARE, max_bytes=hashes_bytes)
         encoders = stack.enter_context(_load(options, store))
-        engines = await stack.enter_async_context(EngineTokenizer.open(options.engine_api_key, tls))
+        engines = await stack.enter_async_context(EngineTokenizer.open(options.engine_api_key, tls, networks))
         root = options.root if options.way == "auto" else None
         cards = CardTokenizers(
             root, partial(_read, options, store), engines, now, hub_cache=options.cache_directory

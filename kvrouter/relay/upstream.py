@@ -14,13 +14,16 @@ Making and cancelling a timer for each request was a third of what an attempt co
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import ssl
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
 
+from kvrouter.core.wire.addresses import Network
 from kvrouter.errors import KvRouterError, OutOfResourcesError
 from kvrouter.relay.framing import (
     CHUNK_START_BYTES,
@@ -33,6 +36,7 @@ from kvrouter.relay.framing import (
     chunk_bytes,
     parse_head,
 )
+from kvrouter.resolving import addresses_of
 from kvrouter.tls import tls_trouble, trusting
 
 # Idle connections close after this long. uvicorn, the server of vLLM and SGLang, closes its side after 5 s:
@@ -328,9 +332,13 @@ class WorkerConnection(asyncio.Protocol):
 class Upstream:
     """The pools of idle connections, by worker."""
 
-    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
-        """`tls` verifies workers with https:// URLs; None: with the system's certificate authorities."""
+    def __init__(self, tls: ssl.SSLContext | None = None, networks: Sequence[Network] = ()) -> None:
+        """`tls` verifies workers with https:// URLs; None: with the system's certificate authorities.
+
+        `networks`: those to which names of workers may lead; without any, all but what is never allowed.
+        """
         self._tls = tls
+        self._networks = networks
         self._pools: dict[str, deque[WorkerConnection]] = {}
 
     def idle(self, url: str) -> WorkerConnection | None:
@@ -366,10 +374,11 @@ class Upstream:
         host, port, is_tls = address_of(url)
         tls = (self._tls or trusting(None)) if is_tls else None
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            _, connection = await asyncio.get_running_loop().create_connection(
-                lambda: WorkerConnection(pool), host, port, ssl=tls
-            )
-        return connection
+            addresses = await addresses_of(host, port, self._networks)
+            for address in addresses[:-1]:
+                with contextlib.suppress(OSError):
+                    return await _connect(pool, address, port, host, tls)
+            return await _connect(pool, addresses[-1], port, host, tls)
 
     def forget(self, url: str) -> None:
         """The worker is gone: close its idle connections."""
@@ -380,6 +389,17 @@ class Upstream:
         """Close every idle connection."""
         for url in list(self._pools):
             self.forget(url)
+
+
+async def _connect(
+    pool: deque[WorkerConnection], address: str, port: int, host: str, tls: ssl.SSLContext | None
+) -> WorkerConnection:
+    """`host`: the name for which the worker's certificate must be."""
+    name = host if tls is not None else None
+    _, connection = await asyncio.get_running_loop().create_connection(
+        lambda: WorkerConnection(pool), address, port, ssl=tls, server_hostname=name
+    )
+    return connection
 
 
 def address_of(url: str) -> tuple[str, int, bool]:

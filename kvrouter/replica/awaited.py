@@ -32,7 +32,7 @@ class AwaitedWorkers:
     def __init__(self, replica: Replica, bus: Connection, namespace: str) -> None:
         self._replica = replica
         self._bus = bus
-        self._namespace = namespace
+        self.namespace = namespace
         self._wait: LongWait | None = None
         self._next_look_at = 0.0
 
@@ -52,7 +52,7 @@ class AwaitedWorkers:
 
     def begin(self, awaited: str, now: float) -> LongWait:
         """A wait for certain workers."""
-        return LongWait("workers.awaited", awaited, now, namespace=self._namespace)
+        return LongWait("workers.awaited", awaited, now, namespace=self.namespace)
 
     def remedy(self) -> str:
         """What to do about NATS, missing agents, or workers that take no requests."""

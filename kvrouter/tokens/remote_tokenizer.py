@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Self
 
 import aiohttp
@@ -27,6 +27,7 @@ from kvrouter.bounded_answers import (
     no_answer,
     read_answer,
 )
+from kvrouter.core.wire.addresses import Network
 from kvrouter.core.wire.ops import UNREADABLE
 from kvrouter.core.wire.values import TokenId
 from kvrouter.errors import KvRouterError
@@ -109,13 +110,18 @@ class EngineTokenizer:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def open(cls, api_key: str | None = None, tls: ssl.SSLContext | None = None) -> AsyncIterator[Self]:
+    async def open(
+        cls,
+        api_key: str | None = None,
+        tls: ssl.SSLContext | None = None,
+        networks: Sequence[Network] = (),
+    ) -> AsyncIterator[Self]:
         """A session for all engines; the key is sent as a bearer token.
 
         `tls`: the certificate authorities to trust for https:// URLs; None: the system's.
         """
         timeout = aiohttp.ClientTimeout(total=None)  # `answers` has one
-        connector = engine_connector(tls or trusting(None), limit=MOST_CALLS)
+        connector = engine_connector(tls or trusting(None), limit=MOST_CALLS, networks=networks)
         async with aiohttp.ClientSession(
             headers=UNPACKED, timeout=timeout, connector=connector, auto_decompress=False
         ) as session:
@@ -196,7 +202,8 @@ class EngineTokenizer:
             headers["authorization"] = f"Bearer {self._api_key}"
         try:
             where = address_below(url, route)
-            async with self._session.post(where, data=body, headers=headers) as response:
+            posted = self._session.post(where, data=body, headers=headers, allow_redirects=False)
+            async with posted as response:
                 most = min(MOST_BYTES, _ANSWER_BYTES + _ANSWER_BYTES_PER_BYTE * len(body))
                 answer = await read_answer(response, most)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:

@@ -31,6 +31,8 @@ from kvrouter.errors import ConfigError, KvRouterError, MalformedFrameError
 
 log = structlog.get_logger()
 
+_LOOPBACK = "127.0.0.1"
+
 # The card is the largest part of a heartbeat and rarely changes; a replica that misses it sends a hello.
 CARD_EVERY_S = 10.0
 # Wait this long after a hello, so that several hellos in a row get one answer (all within 50 ms).
@@ -81,7 +83,7 @@ class Announcer:
         facts: Mapping[str, str] = MappingProxyType({}),
         on_shared_names: Callable[[Sequence[str]], None] = lambda _: None,
     ) -> None:
-        if trouble := card_trouble(card):
+        if trouble := card_trouble(_with_address(card, bus.local_host)):
             raise ConfigError(f"worker {card.worker_id!r} cannot be announced: {trouble}")
         self.state: State = "up"
         self.incarnation = incarnation
@@ -118,7 +120,7 @@ class Announcer:
         """Announce the card, if it has changed. A card that frontends would reject is not announced."""
         if card == self.card:
             return
-        if trouble := card_trouble(card):
+        if trouble := card_trouble(_with_address(card, self._bus.local_host)):
             self._warn_once("worker.card_rejected", trouble)
         else:
             self.card = card
@@ -188,7 +190,7 @@ class Announcer:
         """An encoded heartbeat. Raises the errors of a heartbeat that frontends could not decode."""
         pool = pool_token(self.card.model)
         if card is not None:
-            card = replace(card, url=reachable(card.url, self._bus.local_host))
+            card = _with_address(card, self._bus.local_host)
         beat = WorkerBeat(
             VERSION, self.incarnation, state, pool, ranks, self.card_version, card, self._interval_ms
         )
@@ -216,3 +218,9 @@ class Announcer:
             self._hurry.set()
         elif incarnation != self._suspect or beats_ago > SUSPECTED_BEATS:
             self._suspect, self._suspected_beat = incarnation, self._beats
+
+
+def _with_address(card: Card, host: str) -> Card:
+    """The card of an engine on every interface, with this host's address; loopback if that is not known."""
+    url = reachable(card.url, host)
+    return replace(card, url=reachable(url, _LOOPBACK) if url == card.url else url)

@@ -16,6 +16,7 @@ from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.wire.heartbeats import RankBeat, RouterBeat, WorkerBeat, encode
 from kvrouter.core.wire.ids import RouterId, WorkerId
 from kvrouter.core.wire.ops import VERSION
+from kvrouter.core.wire.senders import WorkerSource
 from kvrouter.frontend import admin
 from kvrouter.frontend.run import running_frontend
 from kvrouter.frontend.settings import parse_options
@@ -55,7 +56,9 @@ async def test_live(fleet_of: FleetOf) -> None:
 async def test_ready(fleet_of: FleetOf) -> None:
     """/ready is 200 as soon as a worker is known and the time for answers to the hello is over."""
     async with fleet_of() as fleet:
-        assert {"status": "ready", "reasons": [], "feeds": []} == (await until_ready(fleet.url)).json
+        router_id = fleet.frontend.replica.router_id
+        expected = {"status": "ready", "reasons": [], "router_id": router_id, "feeds": []}
+        assert expected == (await until_ready(fleet.url)).json
 
 
 async def test_not_ready_without_workers(fleet_of: FleetOf) -> None:
@@ -84,16 +87,59 @@ async def test_not_ready_while_a_feed_recovers(fleet_of: FleetOf) -> None:
 
 async def test_ready_timeout(fleet_of: FleetOf) -> None:
     """After --ready-timeout-s it is ready although a feed is missing, and reports that until it is not."""
-    async with fleet_of("--ready-timeout-s", "0", scripts=()) as fleet:
+    async with fleet_of("--ready-timeout-s", "0", publishes_events=True) as fleet:
+        replica = fleet.frontend.replica
+        late = WorkerBeat(VERSION, 1, "up", POOL, [RankBeat(0, 1, 7)], 1)
+        fleet.bus.publish(fleet.subjects.live_worker(WorkerId("w0")), encode(late))
+        await until(lambda: [each.lag for each in replica.readers.values()] == [7], "a feed is behind")
         responses = [await fleet.get("/ready") for _ in range(2)]
-        worker = FakeWorker("late", OK, "http://127.0.0.1:1")
-        fleet.announce(worker)
-        await until(lambda: fleet.targets(fleet.frontend), "the worker is seen")
+        fleet.announce(fleet.workers[0], state="leave")
+        fleet.announce(FakeWorker("late", OK, "http://127.0.0.1:1"))
+        await until(
+            lambda: not replica.readers and fleet.targets(fleet.frontend), "only another worker is left"
+        )
         later = await fleet.get("/ready")
 
         assert [(200, "degraded")] * 2 == [(each.status, each.json["status"]) for each in responses]
         assert all("--ready-timeout-s 0 s passed" in each.json["reasons"][0] for each in responses)
         assert ("ready", []) == (later.json["status"], later.json["reasons"])
+
+
+async def test_never_ready_without_a_worker(fleet_of: FleetOf) -> None:
+    """--ready-timeout-s does not make a replica ready that has seen no worker; the body says what to do."""
+    async with fleet_of("--ready-timeout-s", "0", scripts=()) as fleet:
+        await until(
+            lambda: fleet.frontend.admin.readiness()["reasons"][0] == "no worker has been seen", "hello"
+        )
+        response = await fleet.get("/ready")
+
+        assert (503, "starting") == (response.status, response.json["status"])
+        (_, remedy) = response.json["reasons"]
+        assert remedy.startswith(f"nobody is heard in namespace {fleet.subjects.namespace!r}: start an agent")
+        assert 503 == (await fleet.ask()).status
+
+
+async def test_wait_for_workers(fleet_of: FleetOf) -> None:
+    """With --wait-for-workers-s it is ready without a worker, and requests wait for the first one."""
+    async with fleet_of("--wait-for-workers-s", "30", scripts=()) as fleet:
+        ready = await until_ready(fleet.url)
+        assert ("degraded", ["no worker is known"]) == (ready.json["status"], ready.json["reasons"])
+        asked = asyncio.create_task(fleet.ask())
+        also = asyncio.create_task(fleet.ask())
+        first_worker = fleet.frontend.completions._accept._first_worker
+        assert first_worker is not None
+        await until(lambda: first_worker._look is not None, "it waits")
+        async with FakeWorker("late", OK).serving() as late:
+            fleet.announce(late)
+            assert [200, 200] == [(await asked).status, (await also).status]
+
+
+async def test_waits_for_workers_no_longer(fleet_of: FleetOf) -> None:
+    """After --wait-for-workers-s a request is refused."""
+    async with fleet_of("--wait-for-workers-s", "0.05", scripts=()) as fleet:
+        response = await fleet.ask()
+
+        assert (503, "no worker has been seen yet") == (response.status, response.json["error"]["message"])
 
 
 async def test_once_ready_always_ready(fleet_of: FleetOf) -> None:
@@ -219,31 +265,54 @@ async def test_worker_of_another_block_size(fleet_of: FleetOf) -> None:
         assert ("degraded", reasons) == (ready["status"], ready["reasons"])
 
 
-async def beating(fleet: Fleet) -> None:
-    """Publish heartbeats of a peer that serves one more pool."""
-    peer = RouterBeat(VERSION, 1, "up", "http://peer", {}, 1, 50, [], {POOL: 16, "qwen-12345678": 16})
+async def beating(fleet: Fleet, address: str) -> None:
+    """Publish heartbeats of a forged peer that serves one more pool."""
+    peer = RouterBeat(VERSION, 1, "up", address, {}, 1, 50, [], {POOL: 16, "qwen-12345678": 16})
     while True:
         fleet.bus.publish(fleet.subjects.live_router(RouterId("peer")), encode(peer))
         await asyncio.sleep(0.05)
 
 
-async def test_pool_that_only_peers_serve(fleet_of: FleetOf) -> None:
-    """After a lease /ready is 503 with the reason, and 200 again when no peer serves more pools."""
+async def test_ghost(fleet_of: FleetOf) -> None:
+    """A peer whose address does not answer as that peer makes no replica unready, and is named."""
     async with fleet_of("--heartbeat-s", "0.05", "--lease-s", "0.25") as fleet:
         await until_ready(fleet.url)
         slow = WorkerBeat(VERSION, 1, "up", POOL, [], 1, None, 60_000)  # a lease that lasts
         fleet.bus.publish(fleet.subjects.live_worker(WorkerId("w0")), encode(slow))
-        beats = asyncio.create_task(beating(fleet))
+        beats = asyncio.create_task(beating(fleet, fleet.workers[0].url))
 
-        response = await until_ready(fleet.url, 503)
-        assert (
-            "unserved",
-            ["pool qwen-12345678: peers serve it (peer), no target here: no worker is known"],
-        ) == (response.json["status"], response.json["reasons"])
-        assert 200 == (await fleet.ask()).status
-
+        await until(fleet.frontend.audit.strangers, "the claim is found")
+        response, workers = await fleet.get("/ready"), await fleet.get("/workers")
         beats.cancel()
-        assert "ready" == (await until_ready(fleet.url)).json["status"]
+
+        assert (200, "degraded") == (response.status, response.json["status"])
+        (reason,) = response.json["reasons"]
+        assert f"its address {fleet.workers[0].url} does not answer as that replica" in reason
+        assert "pool qwen-12345678: a replica says that it serves it" in reason
+        assert [reason] == workers.json["problems"]
+        assert (200, ["w0"]) == ((await fleet.ask()).status, fleet.requests[-1:])
+
+
+async def test_pool_that_only_a_peer_serves(fleet_of: FleetOf) -> None:
+    """A replica that serves nothing sends clients to a peer that does, until it has a target again."""
+    flags = ("--heartbeat-s", "0.05", "--lease-s", "0.25")
+    async with fleet_of(*flags, replicas=2) as fleet:
+        first, other = fleet.frontends
+        for each in fleet.frontends:
+            await until_ready(each.url)
+        slow = WorkerBeat(VERSION, 1, "up", POOL, [], 1, None, 60_000)  # a lease that lasts
+        fleet.bus.publish(fleet.subjects.live_worker(WorkerId("w0")), encode(slow))
+        leases = [each.replica._leases._longer for each in fleet.frontends]
+        await until(lambda: all(WorkerSource(WorkerId("w0")) in each for each in leases), "it lasts")
+        forged = WorkerBeat(VERSION, 1, "down", POOL, [], 1, None, 60_000)
+        first.replica.worker_heartbeat(WorkerId("w0"), encode(forged), 0.0)  # it alone believes it
+        response = await until_ready(first.url, 503)
+
+        peers = f"peers serve it ({other.replica.router_id}), no target here: w0 down"
+        assert ("unserved", [f"pool {POOL}: {peers}"]) == (response.json["status"], response.json["reasons"])
+        assert 200 == (await get(other.url, "/ready")).status
+        fleet.announce(fleet.workers[0])
+        assert "ready" == (await until_ready(first.url)).json["status"]
 
 
 async def test_peers_know_of_draining(fleet_of: FleetOf) -> None:

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvrouter.core.feeds.trust import FeedState
-from kvrouter.core.fleet.replica import Replica, ReplicaSettings
+from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.fleet.router import Router
 from kvrouter.core.routing.admission import AdmissionQueue, AdmissionSettings
 from kvrouter.core.routing.policy import RouteRequest
@@ -384,7 +384,7 @@ async def test_first_leaves_as_it_is_woken() -> None:
     """If the first one's client leaves in the turn in which there is room, the next one gets the room."""
     pool = new_pool(card("w1", max_batched_tokens=64))
     router = new_router(pool)
-    replica = cast("Replica", SimpleNamespace(peers={}, settings=ReplicaSettings()))
+    replica = cast("Replica", SimpleNamespace(sharing_peers=lambda: 0))
     settings = AdmissionSettings(threshold=0.5)
     waiting_room = WaitingRoom(replica, settings, QueueMetrics(CollectorRegistry()), random.random)
     key = book(pool, T1, [1], prefill_tokens=64)

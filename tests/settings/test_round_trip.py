@@ -53,6 +53,7 @@ SAMPLES = {
     "url": ["nats://127.0.0.1:1", "nats://127.0.0.1:65535"],
     "workload": ["zero", "hot:prefixes=3"],
     "worker-id": ["w", "w-1_2"],
+    "worker-networks": ["127.0.0.1", "10.0.0.0/8", "fd00::/8"],
 }
 """Texts for settings with readers of their own."""
 

@@ -55,12 +55,12 @@ def test_card_of_an_engine_on_every_interface(bus: FakeBus) -> None:
     card = replace(CARD, url="http://0.0.0.0:8000")
     announcer = Announcer(bus, SUBJECTS, card, 7, lambda: RANKS)
 
-    announcer.beat(0.0)
-    bus.local_host = "10.0.0.5"
-    announcer.beat(10.0)
+    for now, host in ((0.0, ""), (10.0, "10.0.0.5")):
+        bus.local_host = host
+        announcer.beat(now)
 
     urls = [beat.card.url for beat in beats(bus) if beat.card is not None]
-    assert ["http://0.0.0.0:8000", "http://10.0.0.5:8000"] == urls
+    assert ["http://127.0.0.1:8000", "http://10.0.0.5:8000"] == urls
 
 
 def test_card_while_away(bus: FakeBus, announcer: Announcer) -> None:

@@ -30,7 +30,7 @@ from kvrouter.core.wire.senders import KvSource
 
 
 class Finding(Struct, frozen=True):
-    """A problem of a worker, or of a whole pool (`worker` is empty)."""
+    """A problem of a worker, of a whole pool (`worker` is empty), or of no known pool (`pool` is empty)."""
 
     pool: str
     worker: str
@@ -91,7 +91,7 @@ class Audit:
         for router in self._replica.routers.values():
             router.predictions.keep(router.pool.workers)
         compared = {pool_id: self._compared(pool_id) for pool_id in self._replica.routers}
-        found = [*self._of_pools(compared)]
+        found = [*self._of_senders(), *self._of_pools(compared)]
         workers = [
             (pool_id, worker_id)
             for pool_id, router in self._replica.routers.items()
@@ -117,6 +117,10 @@ class Audit:
         """A worker's problems in the last audit; an empty id stands for the pool itself."""
         return [one.problem for key, one in self._known.items() if key[:2] == (pool_id, worker_id)]
 
+    def strangers(self) -> list[str]:
+        """Problems of senders that belong to no known pool."""
+        return [found.problem.text for key, found in self._known.items() if not key[0]]
+
     def sentences(self) -> dict[tuple[str, str], list[str]]:
         """The problems of the last audit by pool and worker; an empty worker stands for the pool itself."""
         texts: dict[tuple[str, str], list[str]] = {}
@@ -125,12 +129,26 @@ class Audit:
         return texts
 
     def degrading(self) -> list[str]:
-        """Sentences about workers that are up and serve nothing or are unwanted, and about deadly prompts."""
+        """Sentences about workers that serve nothing or are unwanted, deadly prompts, and claims of others."""
         return [
-            f"{pool}: {worker and f'worker {worker} '}{found.problem.text}"
+            f"{pool}: {worker and f'worker {worker} '}{found.problem.text}" if pool else found.problem.text
             for (pool, worker, kind), found in self._known.items()
-            if kind in {"not_found", "address", "loop", "deadly_prompt"}
-        ]
+            if kind in {"not_found", "address", "loop", "deadly_prompt"} or not pool
+        ] + list(self._eventless())
+
+    def _eventless(self) -> Iterator[str]:
+        """Pools placed by KV events in which each worker's card, or its answers, show that none come.
+
+        An idle fleet has no events either: without requests that alone is no problem.
+        """
+        silent = {key[:2] for key in self._known if key[2] == "no_events"}
+        for pool_id, router in self._replica.routers.items():
+            workers = {worker_id for worker_id, one in router.pool.workers.items() if one.state == "up"}
+            if router.needs_tokens and workers and all((pool_id, one) in silent for one in workers):
+                yield (
+                    f"pool {pool_id}: no worker publishes KV events, so no overlap is predicted and requests "
+                    "are placed by load alone: see the problem `no_events` of each in /workers"
+                )
 
     def is_firm(self, pool_id: PoolId, target: Target) -> bool:
         """Whether a wrong prediction for this target is a problem, because no known reason explains it.
@@ -141,6 +159,13 @@ class Audit:
         if not self._replica.settings.pool.use_kv_events:
             return True
         return self._is_live(pool_id, target) and not self._is_partial(pool_id, target)
+
+    def _of_senders(self) -> Iterator[Finding]:
+        """Members that are not known here, and claims of replicas that are not believed."""
+        for sender, reason in self._replica.refusals.named().items():
+            yield Finding("", sender, Problem("refused", f"{sender} is refused: {reason}"))
+        if doubts := self._replica.doubts():
+            yield Finding("", "", Problem("claims", "; ".join(doubts)))
 
     def _of_pools(self, compared: dict[PoolId, TokenComparison]) -> Iterator[Finding]:
         pools = [router.pool for router in self._replica.routers.values()]

@@ -73,6 +73,8 @@ class FeedReader:
         self.received_at: float | None = None  # of the last message; None before the first
         self.flag = ""  # a sentence for operators: what is wrong with the source
         self.counters = FeedCounters()
+        self.unanswered = 0
+        """Questions in a row that got no answer."""
         self._part = part
         self._sink = sink
         self._held = HeldFrames(budget or HeldBudget())
@@ -165,6 +167,7 @@ class FeedReader:
     def answer(self, data: bytes, now: float) -> None:
         """Take the source's answer to the request that `due` returned."""
         asked, self._asked = self._asked, None
+        self.unanswered = 0
         if self.state is not FeedState.RECOVERING:
             return
         try:
@@ -191,6 +194,7 @@ class FeedReader:
     def failed(self, now: float) -> None:
         """The request got no answer."""
         self._asked = None
+        self.unanswered += 1
         self.counters.failures += 1
         self._backoff.begin(now)
 

@@ -1,8 +1,9 @@
 """Where the replicas of the fleet listen: requests to a worker with such an address would come back.
 
-    own listeners, heartbeats of peers ──> places ──> Pool.avoid: no target there
+    own listeners, reached addresses of peers ──> places ──> Pool.avoid: no target there
 
-A place is host and port in one spelling. Names are not resolved: a name or a balancer in front of a replica
+An address that only a heartbeat names is none: a forged one would take a healthy worker away. A place is host
+and port in one spelling. Names are not resolved: a name or a balancer in front of a replica
 is found by the hop header of the requests that come back (relay/hops.py).
 """
 
@@ -13,6 +14,7 @@ from functools import lru_cache
 from ipaddress import IPv6Address, ip_address
 from urllib.parse import urlsplit
 
+from kvrouter.core.fleet.reached import ReachedPeers, urls_of
 from kvrouter.core.wire.heartbeats import RouterBeat
 from kvrouter.core.wire.ids import RouterId
 
@@ -43,7 +45,9 @@ def _one_spelling(host: str) -> str:
 class ReplicaPlaces:
     """The places of this replica and of its peers, and whose they are."""
 
-    def __init__(self) -> None:
+    def __init__(self, router_id: RouterId, reached: ReachedPeers) -> None:
+        self._router_id = router_id
+        self._reached = reached
         self.names: Mapping[str, str] = {}
         """The replica at each place, as a sentence names it."""
         self._own: frozenset[str] = frozenset()
@@ -59,16 +63,24 @@ class ReplicaPlaces:
         """A peer's heartbeat came after the one `before`; None: there is none (yet, or any more)."""
         self._is_stale = self._is_stale or _urls(before) != _urls(beat)
 
+    def reached(self) -> None:
+        """Another replica answers at an address of a peer, or none any more."""
+        self._is_stale = True
+
     def changed(self, peers: Mapping[RouterId, RouterBeat]) -> bool:
         """Look at all peers again if one has moved; returns whether `names` is another one."""
         if not self._is_stale:
             return False
         self._is_stale = False
         before = self.names
-        found = {place_of(url): f"replica {one}" for one, beat in peers.items() for url in _urls(beat) if url}
+        urls = [url for beat in peers.values() for url in urls_of(beat)]
+        found = {place_of(url): self._name(one) for url in urls if (one := self._reached.at(url))}
         self.names = found | dict.fromkeys(self._own, OWN)
         return self.names != before
 
+    def _name(self, router_id: str) -> str:
+        return OWN if router_id == self._router_id else f"replica {router_id}"
+
 
 def _urls(beat: RouterBeat | None) -> tuple[str, ...]:
-    return (beat.address, beat.clients_url) if beat is not None else ()
+    return tuple(urls_of(beat)) if beat is not None else ()

@@ -163,7 +163,8 @@ class Pool:
             worker.card_seen = (beat.incarnation, beat.card_version)
         changed = changed or worker.state != beat.state or worker.silent
         worker.incarnation, worker.state, worker.silent = beat.incarnation, beat.state, False
-        worker.ranks = {rank.rank: rank for rank in beat.ranks}
+        # others are forged, or from before the card: nothing is kept of them
+        worker.ranks = {rank.rank: rank for rank in beat.ranks if rank.rank < worker.card.ranks}
         self._is_stale = self._is_stale or changed
         if not changed:
             self._roster.update_beats(worker)

@@ -31,6 +31,8 @@ POOLS_MOST = 256
 UNSERVED_MOST = 64
 # After its pool is gone, a model answers 503 (no worker) for this time and 404 (does not exist) after it.
 NAMES_KEPT_S = 600.0
+# Of these names: anyone with permission to publish can begin and end pools all the time.
+PAST_NAMES_BYTES = 1024 * 1024
 # Names in one error message.
 LISTED_MOST = 50
 
@@ -46,7 +48,8 @@ class Pools:
         self._lease_rounds = lease_rounds
         self._idle_rounds: dict[PoolId, int] = {}
         self._reached: dict[PoolId, int] = {}  # last seq of the feeds of pools that are gone
-        self._past_names: dict[str, float] = {}
+        # The names of pools that are gone, and until when they are known: the last PAST_NAMES_BYTES of them.
+        self._past: dict[PoolId, tuple[frozenset[str], float]] = {}
 
     def open(self, pool_id: PoolId) -> Router:
         """The router of a pool, made at the first call."""
@@ -63,6 +66,15 @@ class Pools:
             return False
         return served or sum(not router.pool.workers for router in self.routers.values()) < UNSERVED_MOST
 
+    def has_names(self) -> bool:
+        """Whether any model is known."""
+        return bool(self._past) or any(router.pool.names for router in self.routers.values())
+
+    def has_met(self, pool_id: PoolId) -> bool:
+        """Whether a worker's card of this pool has arrived here, NAMES_KEPT_S ago at most if it is gone."""
+        router = self.routers.get(pool_id)
+        return bool(router.pool.names) if router is not None else pool_id in self._past
+
     def next_round(self, needed: Set[PoolId], now: float) -> list[PoolId]:
         """Drop and return the pools not needed for a lease. In `needed` ones peers have bookings."""
         gone = []
@@ -72,7 +84,7 @@ class Pools:
             if self._is_over(pool_id) and router.pool.is_empty and pool_id not in needed:
                 self._give_up(pool_id, router, now)
                 gone.append(pool_id)
-        self._past_names = {name: until for name, until in self._past_names.items() if until > now}
+        self._past = {pool_id: past for pool_id, past in self._past.items() if past[1] > now}
         return gone
 
     def feed_seqs(self) -> dict[str, int]:
@@ -96,7 +108,7 @@ class Pools:
         try:
             return self.routers[pool_serving(model, [router.pool for router in self.routers.values()]).id]
         except (UnknownModelError, NoWorkersError):
-            if model not in self._past_names:
+            if not any(model in names for names, _ in self._past.values()):
                 raise
         raise NoWorkersError(f"no live worker for model {model!r}: all have left")
 
@@ -108,7 +120,16 @@ class Pools:
         del self.routers[pool_id], self._idle_rounds[pool_id]
         if router.source.seq:
             self._reached[pool_id] = router.source.seq
-        self._past_names.update(dict.fromkeys(router.pool.names, now + NAMES_KEPT_S))
+        if not router.pool.names:
+            return
+        self._past.pop(pool_id, None)
+        self._past[pool_id] = (router.pool.names, now + NAMES_KEPT_S)
+        while _size(names for names, _ in self._past.values()) > PAST_NAMES_BYTES:
+            del self._past[next(iter(self._past))]
+
+
+def _size(pools: Iterable[Set[str]]) -> int:
+    return sum(len(name) for names in pools for name in names)
 
 
 def pool_serving(model: str | None, pools: Iterable[Pool]) -> Pool:

@@ -5,12 +5,15 @@ hello ──> answers of workers and replicas ──> first recoveries ──> r
                  └─ a replica's answer names the workers it knows; each is awaited too,
                     until its heartbeat arrives or for a lease
 
-`ServedElsewhere`: whether a replica should get no traffic because its peers serve pools that it cannot.
+A feed whose owner answers no question, or badly, is awaited no longer: a forged heartbeat names such feeds.
+
+`ServedElsewhere`: whether a replica should get no traffic because only its peers serve anything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Set
+from typing import NamedTuple
 
 from kvrouter.core.feeds.reader import FeedReader
 from kvrouter.core.feeds.trust import FeedState
@@ -23,6 +26,8 @@ from kvrouter.core.wire.senders import Feed, name
 HELLO_S = 0.2
 # The most workers that a replica awaits, and names in one heartbeat (270 KB).
 AWAITED_MOST = 4096
+# So many questions in a row without an answer, 2 s each, until a feed is awaited no longer.
+UNANSWERED_MOST = 4
 
 
 class Readiness:
@@ -30,6 +35,8 @@ class Readiness:
 
     def __init__(self) -> None:
         self.is_ready = False
+        self.has_met_worker = False
+        """Whether a worker's card has ever arrived."""
         self._hello_at: float | None = None
         self._awaited: dict[WorkerId, RouterId] = {}
 
@@ -38,11 +45,12 @@ class Readiness:
         if self._hello_at is None:
             self._hello_at = now
 
-    def wait_for(self, workers: Iterable[WorkerId], known_to: RouterId) -> None:
-        """A replica knows these workers, and no heartbeat of them has arrived here."""
-        for worker_id in workers:
-            if len(self._awaited) < AWAITED_MOST:
-                self._awaited.setdefault(worker_id, known_to)
+    def wait_for(self, workers: Iterable[WorkerId], known_to: RouterId) -> list[WorkerId]:
+        """A replica knows these workers, and no heartbeat of them has arrived here; returns the new ones."""
+        room = AWAITED_MOST - len(self._awaited)
+        new = [worker_id for worker_id in dict.fromkeys(workers) if worker_id not in self._awaited][:room]
+        self._awaited.update(dict.fromkeys(new, known_to))
+        return new
 
     def is_waiting_for(self, worker_id: WorkerId) -> bool:
         """Whether the worker is awaited: its card is missing."""
@@ -52,20 +60,26 @@ class Readiness:
         """The worker is known now, or gone."""
         self._awaited.pop(worker_id, None)
 
-    def missing(self, has_worker: bool, readers: Mapping[Feed, FeedReader], now: float) -> list[str]:
+    @property
+    def is_connected(self) -> bool:
+        """Whether a hello was published."""
+        return self._hello_at is not None
+
+    def missing(self, readers: Mapping[Feed, FeedReader], now: float) -> list[str]:
         """Why this replica should not get traffic yet; always empty after it was ready once."""
         if self.is_ready:
             return []
-        reasons = [*self._greetings(has_worker, now), *self._absent(), *behind(readers)]
+        answering = {source: reader for source, reader in readers.items() if is_awaited(reader)}
+        reasons = [*self._greetings(now), *self._absent(), *behind(answering)]
         self.is_ready = not reasons
         return reasons
 
-    def _greetings(self, has_worker: bool, now: float) -> Iterator[str]:
+    def _greetings(self, now: float) -> Iterator[str]:
         if self._hello_at is None:
             yield "not connected to NATS yet"
         elif now < self._hello_at + HELLO_S:
             yield "waiting for the answers to hello"
-        if not has_worker:
+        if not self.has_met_worker:
             yield "no worker has been seen"
 
     def _absent(self) -> Iterator[str]:
@@ -76,40 +90,46 @@ class Readiness:
 
 
 class ServedElsewhere:
-    """Whether other replicas serve all pools that this one does, and more, for at least a lease.
+    """Whether this replica has served nothing for at least a lease, and other replicas serve something.
 
-        this one  {a}
-        peer 1    {a, b}    clients of b are served there: after a lease this one is not ready
-        peer 2    {b}       does not count: clients of a would lose as much as those of b gain
+        this one  {}     peer {a}     after a lease this one is not ready: clients of a are served there
+        this one  {a}    peer {a, b}  stays ready, and names the pool: a claim takes no served pool away
 
-    "Serves all and more" cannot be circular, so the replica that serves most stays ready: they are never all
-    unready at once. A peer counts only while it takes clients' requests: up, and with an address. Rounds are
-    those of the leases: a replica that is cut off has none, so stale heartbeats cannot make it unready.
+    A replica that serves anything stays ready, whatever others claim, so they are never all unready at once
+    while one of them serves. A peer counts only while it takes clients' requests, up and with an address, if
+    that address has answered as the peer (reached.py), and for pools of which a card has arrived here. Rounds
+    are those of the leases: a replica that is cut off has none, so stale heartbeats cannot make it unready.
     """
 
     def __init__(self) -> None:
-        self._rounds = 0
+        self._rounds: dict[Claim, int] = {}
 
-    def next_round(self, own: Set[str], peers: Mapping[RouterId, RouterBeat]) -> None:
-        """A round of the leases has passed."""
-        self._rounds = self._rounds + 1 if any(_serve_more(own, peers)) else 0
+    def next_round(self, claims: Iterable[Claim]) -> None:
+        """A round of the leases has passed, and these pools are claimed that are not served here."""
+        self._rounds = {one: self._rounds.get(one, 0) + 1 for one in claims}
 
-    def pools(
-        self, own: Set[str], peers: Mapping[RouterId, RouterBeat], lease_rounds: int
-    ) -> dict[PoolId, list[RouterId]]:
-        """Pools that only peers serve, with those peers; empty until it was so for a lease."""
-        served: dict[PoolId, list[RouterId]] = {}
-        if self._rounds >= lease_rounds:
-            for router_id in _serve_more(own, peers):
-                for pool_id in sorted(peers[router_id].serves.keys() - own)[:NAMED_MOST]:
-                    served.setdefault(PoolId(pool_id), []).append(router_id)
-        return served
+    def lasting(self, lease_rounds: int) -> list[Claim]:
+        """The claims that have lasted for a lease."""
+        return sorted(one for one, rounds in self._rounds.items() if rounds >= lease_rounds)
 
 
-def _serve_more(own: Set[str], peers: Mapping[RouterId, RouterBeat]) -> Iterator[RouterId]:
+class Claim(NamedTuple):
+    """A replica names a pool that it serves and this one does not."""
+
+    pool_id: PoolId
+    router_id: RouterId
+
+
+# Of one peer: a heartbeat may name a thousand pools, and nothing of any of them need be true.
+CLAIMS_MOST = 16
+
+
+def claims(own: Set[str], peers: Mapping[RouterId, RouterBeat]) -> Iterator[Claim]:
+    """The pools that peers which take clients' requests serve, and this replica does not."""
     for router_id, beat in peers.items():
-        if beat.state == "up" and beat.address and beat.serves.keys() > own:
-            yield router_id
+        if beat.state == "up" and beat.address:
+            for pool_id in sorted(beat.serves.keys() - own)[:CLAIMS_MOST]:
+                yield Claim(PoolId(pool_id), router_id)
 
 
 def sizes_of_elders(
@@ -125,6 +145,11 @@ def sizes_of_elders(
     for _, _, serves in sorted(older, key=lambda peer: peer[:2], reverse=True):
         sizes |= serves
     return sizes
+
+
+def is_awaited(reader: FeedReader) -> bool:
+    """Whether a joining replica waits for this feed."""
+    return reader.state is not FeedState.BROKEN and reader.unanswered < UNANSWERED_MOST
 
 
 def behind(readers: Mapping[Feed, FeedReader]) -> Iterator[str]:

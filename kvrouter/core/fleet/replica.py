@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from kvrouter.core.feeds.buffers import HeldBudget
 from kvrouter.core.feeds.lease import DEFAULT_ROUNDS, Leases
 from kvrouter.core.feeds.reader import FeedReader
@@ -23,11 +25,33 @@ from kvrouter.core.fleet.hellos import Hellos
 from kvrouter.core.fleet.places import ReplicaPlaces
 from kvrouter.core.fleet.pool import NAMED_MOST, Pool, PoolSettings
 from kvrouter.core.fleet.pools import Pools, names_in_several
-from kvrouter.core.fleet.readiness import AWAITED_MOST, Readiness, ServedElsewhere, behind, sizes_of_elders
+from kvrouter.core.fleet.reached import ReachedPeers
+from kvrouter.core.fleet.readiness import (
+    AWAITED_MOST,
+    Claim,
+    Readiness,
+    ServedElsewhere,
+    behind,
+    claims,
+    sizes_of_elders,
+)
+from kvrouter.core.fleet.refusals import (
+    HEARD_MOST,
+    PEER_BYTES,
+    PEERS_BYTES,
+    WORKER_BYTES,
+    WORKERS_BYTES,
+    Budget,
+    Refusals,
+    card_bytes,
+    peer_bytes,
+    rank_bytes,
+)
 from kvrouter.core.fleet.router import Router, RouterRules
 from kvrouter.core.fleet.routing_changes import follow, median, refused
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.deadly_prompts import DeadlyPrompts
+from kvrouter.core.wire.addresses import Network, host_error
 from kvrouter.core.wire.heartbeats import (
     Heard,
     RouterBeat,
@@ -51,7 +75,7 @@ from kvrouter.core.wire.senders import (
     WorkerSource,
     name,
 )
-from kvrouter.errors import MalformedFrameError
+from kvrouter.errors import MalformedFrameError, RefusedCardError
 
 # Storing this many hashes of a snapshot takes about 0.7 ms.
 SLICE_HASHES = 2048
@@ -64,6 +88,8 @@ PEERS_MOST = 1024
 # The snapshots of so many of the eldest replicas contain what was learnt from others. One may be gone without
 # its peers knowing it yet, and another may be the one whose entries are asked for.
 ELDERS = 3
+# How long a refused sender is named: cards come every 10 s, two leases by default.
+REFUSED_LEASES = 3
 UNFOLLOWED = Heard(0, 0, 0, 0)
 UNHEARD = "other replicas' bookings are not known: --router-replica-sync is off"
 
@@ -76,6 +102,8 @@ class ReplicaSettings:
     synced: bool = False
     lease_rounds: int = DEFAULT_ROUNDS
     heartbeat_s: float = 1.0
+    worker_networks: tuple[Network, ...] = ()
+    """Where workers may be; empty: anywhere but at addresses that are never allowed."""
 
 
 @dataclass(slots=True)
@@ -117,7 +145,12 @@ class Replica:
         self.routers = self.pools.routers
         self.peers: dict[RouterId, RouterBeat] = {}
         self._heard_since: dict[RouterId, int] = {}  # the round of each peer's first heartbeat
-        self._places = ReplicaPlaces()
+        self.reached = ReachedPeers()
+        self._places = ReplicaPlaces(router_id, self.reached)
+        self.refusals = Refusals()
+        """Senders whose cards or heartbeats are not taken."""
+        self._worker_budget: Budget[WorkerId] = Budget(WORKER_BYTES, WORKERS_BYTES)
+        self._peer_budget: Budget[RouterId] = Budget(PEER_BYTES, PEERS_BYTES)
         self.routing: RoutingChange | None = None
         """The change of routing that it follows, by an operator here or at a peer; the shell applies it."""
         self._worker_pools: dict[WorkerId, PoolId] = {}
@@ -143,8 +176,10 @@ class Replica:
         """
         try:
             beat = decode_worker_beat(data, worker_id)
-        except MalformedFrameError:
+        except MalformedFrameError as error:
             self.counters.malformed_heartbeats += 1
+            if isinstance(error, RefusedCardError):
+                self.refusals.refuse(f"worker {worker_id}", str(error))
             return
         self.take_worker_beat(worker_id, beat, now, settles=settles)
 
@@ -172,12 +207,18 @@ class Replica:
             return  # without a card neither its URL nor its block size is known
         if not self._may_begin(pool_id, served=True) or not self._may_add(worker_id, beat):
             return
+        if reason := self._why_refused(worker_id, beat):
+            self.counters.members_refused += 1
+            self.refusals.refuse(f"worker {worker_id}", reason)
+            return
+        self.refusals.accept(f"worker {worker_id}")
         known = self._worker(worker_id)
         has_lost_cache = known is not None and known.has_lost_cache(beat)
         router = self.router(pool_id)
         if not router.pool.update(worker_id, beat, settles=settles):
             return
         self._worker_pools[worker_id] = pool_id
+        self._readiness.has_met_worker = True
         if has_lost_cache:
             router.engine_lost(worker_id)
         if known is None:
@@ -206,6 +247,16 @@ class Replica:
         """Whether this replica or a live peer has this id."""
         return router_id == self.router_id or router_id in self.peers
 
+    def next_question(self, now: float) -> str:
+        """The address of a peer to ask for its router id now; empty if none is due."""
+        return self.reached.next(self.peers, now)
+
+    def answered(self, url: str, router_id: str, now: float) -> None:
+        """The router id that the address has answered with; empty: it did not answer as a replica."""
+        if self.reached.answered(url, router_id, now):
+            self._places.reached()
+            self.settle()
+
     def router_heartbeat(self, router_id: RouterId, data: bytes, now: float, *, settles: bool = True) -> None:
         """A replica's heartbeat. The replica's own, returned by the bus, is a round of the leases.
 
@@ -225,10 +276,15 @@ class Replica:
                 self.settle()
             return
         if router_id not in self.peers and len(self.peers) >= PEERS_MOST:
-            self.counters.members_refused += 1
+            self._refuse_peer(router_id, f"{PEERS_MOST} others are known")
             return
-        self._places.heard(self.peers.get(router_id), beat)
-        self.peers[router_id] = beat
+        kept = replace(beat, workers=[], hears=beat.hears if len(beat.hears or ()) <= HEARD_MOST else None)
+        if reason := self._peer_budget.take(router_id, peer_bytes(kept)):
+            self._refuse_peer(router_id, reason)
+            return
+        self.refusals.accept(f"replica {router_id}")
+        self._places.heard(self.peers.get(router_id), kept)
+        self.peers[router_id] = kept
         if settles:
             self.settle()
         self._heard_since.setdefault(router_id, self._returned_round)
@@ -238,6 +294,10 @@ class Replica:
         self._wait_for_workers(beat, router_id)
         for pool_id, seq in beat.feeds.items() if self.settings.synced else ():
             self._follow_bookings(SyncSource(PoolId(pool_id), router_id), beat, seq, now)
+
+    def _refuse_peer(self, router_id: RouterId, reason: str) -> None:
+        self.counters.members_refused += 1
+        self.refusals.refuse(f"replica {router_id}", reason)
 
     def _take_own_heartbeat(self, beat: RouterBeat) -> None:
         """A heartbeat of this replica came back: a round. One that it never sent is forged."""
@@ -252,16 +312,17 @@ class Replica:
 
     def _end_round(self) -> None:
         """One more round for block sizes and pools served elsewhere, which must hold for a lease."""
-        sizes = sizes_of_elders(self.peers, self.incarnation, self.router_id)
+        sizes = sizes_of_elders(self._credible_peers(), self.incarnation, self.router_id)
         for pool_id, router in self.routers.items():
             router.pool.next_round(self.settings.lease_rounds, sizes.get(pool_id, 0))
             router.early.next_round(self.settings.lease_rounds)
-        self._served_elsewhere.next_round(self._serves().keys(), self._recent_peers())
+        self._served_elsewhere.next_round(claims(self._serves().keys(), self._recent_peers()))
+        self.refusals.next_round(REFUSED_LEASES * self.settings.lease_rounds)
         self._catch_up_routing()
 
     def _catch_up_routing(self) -> None:
         """Follow a change that is far ahead if more than half of the settled replicas do."""
-        lease, peers = self.settings.lease_rounds, self._recent_peers()
+        lease, peers = self.settings.lease_rounds, self._credible_peers()
         known_before = self._returned_round - lease
         votes = [
             standing(beat.routing if self._heard_since[router_id] <= known_before else self.routing)
@@ -281,12 +342,14 @@ class Replica:
         self.feeds.heartbeat(source, beat.incarnation, seq, beat.interval_ms, now)
 
     def _wait_for_workers(self, beat: RouterBeat, router_id: RouterId) -> None:
-        """Await workers that only a peer knows: a joiner is not ready without them."""
-        if self._readiness.is_ready:
+        """Await workers that only a peer knows, each for a lease: a joiner is not ready without them.
+
+        Peers name them in answer to its hello. Names that come later than a lease are forged, or of no use.
+        """
+        if self._readiness.is_ready or self._returned_round > self.settings.lease_rounds:
             return
         unknown = [WorkerId(worker_id) for worker_id in beat.workers if worker_id not in self._worker_pools]
-        self._readiness.wait_for(unknown, router_id)
-        for worker_id in filter(self._readiness.is_waiting_for, unknown):
+        for worker_id in self._readiness.wait_for(unknown, router_id):
             self._leases.renew(AwaitedSource(worker_id))
 
     def _meet_awaited(self, worker_id: WorkerId) -> None:
@@ -400,7 +463,7 @@ class Replica:
     def _is_elder(self) -> bool:
         """Whether this replica is among the ELDERS that started first, as far as it knows."""
         mine = self.incarnation, self.router_id
-        return sum((beat.incarnation, one) < mine for one, beat in self.peers.items()) < ELDERS
+        return sum((beat.incarnation, one) < mine for one, beat in self._credible_peers().items()) < ELDERS
 
     def _note_unheard(self) -> None:
         """Without sync, the queues at workers are longer than this replica knows."""
@@ -442,9 +505,20 @@ class Replica:
         self.counters.members_refused += not fits
         return fits
 
+    def _why_refused(self, worker_id: WorkerId, beat: WorkerBeat) -> str:
+        """Why nothing of this heartbeat is kept: where the worker is, or what it would take; empty: it is."""
+        known = self._worker(worker_id)
+        card = beat.card or (known.card if known is not None else None)
+        if card is None:
+            return ""
+        if beat.card is not None and (trouble := host_error(card.url, self.settings.worker_networks)):
+            return f"url {card.url}: {trouble}"
+        size = card_bytes(card) + sum(map(rank_bytes, beat.ranks[: card.ranks]))
+        return self._worker_budget.take(worker_id, size)
+
     def not_ready(self, now: float) -> list[str]:
         """Why this replica should not get traffic yet; always empty after it was ready once."""
-        return self._readiness.missing(bool(self._worker_pools), self.readers, now)
+        return self._readiness.missing(self.readers, now)
 
     def awaited(self, now: float) -> list[str]:
         """What requests of some model wait for; empty while each known model has a live target."""
@@ -462,6 +536,16 @@ class Replica:
         """Whether any worker is known, in any state."""
         return any(router.pool.workers for router in self.routers.values())
 
+    @property
+    def has_met_worker(self) -> bool:
+        """Whether any worker's card has ever arrived: without one nothing could be served."""
+        return self._readiness.has_met_worker
+
+    @property
+    def has_greeted(self) -> bool:
+        """Whether a hello was published: NATS was reached."""
+        return self._readiness.is_connected
+
     def give_up_waiting(self) -> None:
         """Be ready with what is known: `--ready-timeout-s` has passed."""
         self._readiness.is_ready = True
@@ -478,13 +562,51 @@ class Replica:
 
     def unserved(self) -> list[str]:
         """Why traffic should go to peers instead: the pools that they serve and this replica cannot."""
-        lease, own = self.settings.lease_rounds, self._serves().keys()
-        served = self._served_elsewhere.pools(own, self._recent_peers(), lease)
-        return [
-            f"pool {pool_id}: peers serve it ({', '.join(sorted(router_ids)[:NAMED_MOST])}), "
-            f"no target here: {self._why_no_target(pool_id)}"
-            for pool_id, router_ids in served.items()
+        return [] if self._serves() else self._claimed(self._real_claims())
+
+    def doubts(self) -> list[str]:
+        """What peers claim to serve and this replica does not, while it stays ready: each in a sentence."""
+        lasting, real = self._lasting_claims(), self._real_claims()
+        unknown = {one.pool_id for one in lasting if not self.pools.has_met(one.pool_id)}
+        unreached = {one.router_id for one in lasting if self._has_failed(one.router_id)}
+        reasons = self._claimed(real) if self._serves() else []
+        reasons += [
+            f"replica {router_id} says that it serves pools which are not served here, and its address "
+            f"{self.peers[router_id].address} does not answer as that replica: it does not count"
+            for router_id in sorted(unreached)[:NAMED_MOST]
         ]
+        reasons += [
+            f"pool {pool_id}: a replica says that it serves it, and no worker's card of it has arrived here"
+            for pool_id in sorted(unknown)[:NAMED_MOST]
+        ]
+        return reasons
+
+    def _claimed(self, found: list[Claim]) -> list[str]:
+        served: dict[PoolId, list[RouterId]] = {}
+        for one in found:
+            served.setdefault(one.pool_id, []).append(one.router_id)
+        return [
+            f"pool {pool_id}: peers serve it ({', '.join(router_ids[:NAMED_MOST])}), "
+            f"no target here: {self._why_no_target(pool_id)}"
+            for pool_id, router_ids in list(served.items())[:NAMED_MOST]
+        ]
+
+    def _lasting_claims(self) -> list[Claim]:
+        """Claims of a lease's age that still hold."""
+        now = set(claims(self._serves().keys(), self._recent_peers()))
+        return [one for one in self._served_elsewhere.lasting(self.settings.lease_rounds) if one in now]
+
+    def _real_claims(self) -> list[Claim]:
+        """Those of peers whose address has answered, of pools that have a card here."""
+        return [
+            one
+            for one in self._lasting_claims()
+            if self.pools.has_met(one.pool_id)
+            and self.reached.is_reached(one.router_id, self.peers[one.router_id])
+        ]
+
+    def _has_failed(self, router_id: RouterId) -> bool:
+        return self.reached.has_failed(router_id, self.peers[router_id])
 
     def refused_routing(self) -> dict[RouterId, RoutingChange]:
         """Peers' changes of routing that are too far ahead to be followed."""
@@ -494,6 +616,19 @@ class Replica:
         """Peers seen within the shortest lease: a forged message must not count for a longer one."""
         lease, silent = self.settings.lease_rounds, self._leases.silent_rounds
         return {one: beat for one, beat in self.peers.items() if silent(RouterSource(one)) < lease}
+
+    def _credible_peers(self) -> dict[RouterId, RouterBeat]:
+        """The recent peers whose addresses have answered as theirs; all recent ones where none has.
+
+        Where the admin listeners are bound to loopback, as by default, other hosts reach none of them.
+        """
+        recent = self._recent_peers()
+        reached = {one: beat for one, beat in recent.items() if self.reached.is_reached(one, beat)}
+        return reached or recent
+
+    def sharing_peers(self) -> int:
+        """How many peers compete with this replica for the same targets."""
+        return len(self._credible_peers()) if self.settings.synced else 0
 
     def _why_no_target(self, pool_id: PoolId) -> str:
         router = self.routers.get(pool_id)
@@ -552,12 +687,14 @@ class Replica:
                 self.feeds.end_worker(worker_id)
             for worker_id in removed:
                 del self._worker_pools[worker_id]
+                self._worker_budget.free(worker_id)
             for worker_id in members.difference(removed):
                 self._leases.renew(WorkerSource(worker_id))  # after another lease this runs again
 
     def _remove_worker(self, worker_id: WorkerId) -> None:
         pool_id = self._worker_pools.pop(worker_id, None)
         if pool_id is not None:
+            self._worker_budget.free(worker_id)
             self._leases.forget(WorkerSource(worker_id))
             self.feeds.end_worker(worker_id)
             self._drop_targets(pool_id, self.routers[pool_id].pool.remove(worker_id))
@@ -582,6 +719,7 @@ class Replica:
 
     def _remove_router(self, router_id: RouterId) -> None:
         self._places.heard(self.peers.pop(router_id, None), None)
+        self._peer_budget.free(router_id)
         self._heard_since.pop(router_id, None)
         self._note_unheard()
         self._leases.forget(RouterSource(router_id))

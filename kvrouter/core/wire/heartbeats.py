@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from kvrouter.core.wire.addresses import host_error
 from kvrouter.core.wire.ids import WorkerId
 from kvrouter.core.wire.ops import UNREADABLE, VERSION
 from kvrouter.core.wire.values import (
@@ -35,7 +36,7 @@ from kvrouter.core.wire.values import (
     rank_header_error,
     url_error,
 )
-from kvrouter.errors import MalformedFrameError
+from kvrouter.errors import MalformedFrameError, RefusedCardError
 
 State = Literal["up", "down", "draining", "leave"]
 
@@ -241,15 +242,20 @@ _decode_router = msgspec.msgpack.Decoder(RouterBeat).decode
 
 
 def decode_worker_beat(data: bytes, worker_id: WorkerId) -> WorkerBeat:
-    """Read a heartbeat that arrived on this worker's subject. Raises MalformedFrameError."""
+    """Read a heartbeat that arrived on this worker's subject.
+
+    Raises MalformedFrameError, and RefusedCardError if all but what its card says can be taken.
+    """
     try:
         beat = _decode_worker(data)
     except UNREADABLE as error:
         raise MalformedFrameError(f"not a worker heartbeat: {error}") from None
     if beat.version != VERSION:
         raise MalformedFrameError(f"worker heartbeat of version {beat.version}, this is {VERSION}")
-    if trouble := _contradiction(beat, worker_id):
+    if trouble := _contradiction(beat):
         raise MalformedFrameError(f"worker heartbeat: {trouble}")
+    if beat.card is not None and (trouble := _card_error(beat.card, worker_id)):
+        raise RefusedCardError(f"worker heartbeat: {trouble}")
     return beat
 
 
@@ -285,16 +291,18 @@ def decode_router_beat(data: bytes) -> RouterBeat:
     return beat
 
 
-def _contradiction(beat: WorkerBeat, worker_id: WorkerId) -> str:
+def _contradiction(beat: WorkerBeat) -> str:
     """Why fields of a heartbeat that the types accept contradict each other; empty if they do not."""
     ranks = [rank.rank for rank in beat.ranks]
     if len(set(ranks)) < len(ranks):
         return f"names a rank twice: {ranks}"
-    card = beat.card
-    if card is None:
-        return ""
+    return ""
+
+
+def _card_error(card: Card, worker_id: WorkerId) -> str:
+    """Why a card that can be read is not taken; empty if it is."""
     if card.worker_id != worker_id:
         return f"the card of {card.worker_id} on the subject of {worker_id}"
-    if trouble := url_error(card.url) or rank_header_error(card.rank_header):
+    if trouble := url_error(card.url) or host_error(card.url) or rank_header_error(card.rank_header):
         return trouble
     return "" if card.model else "its card names no model"

@@ -6,6 +6,7 @@ import pytest
 
 from kvrouter.core.audit.findings import Audit
 from kvrouter.core.fleet.places import place_of
+from kvrouter.core.fleet.reached import AGAIN_S, FIRST_PAUSE_S
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.wire.heartbeats import RouterBeat, State, encode
 from kvrouter.core.wire.ids import WorkerId
@@ -17,7 +18,14 @@ URL = "http://10.0.0.7:8000"
 
 
 def hear(replica: Replica, clients_url: str = URL, address: str = "", state: State = "up") -> None:
-    """A peer's heartbeat with these addresses."""
+    """A peer's heartbeat with these addresses, which answer as the peer."""
+    claim(replica, clients_url, address, state)
+    while url := replica.next_question(0.0):
+        replica.answered(url, PEER, 0.0)
+
+
+def claim(replica: Replica, clients_url: str = URL, address: str = "", state: State = "up") -> None:
+    """A heartbeat with these addresses."""
     beat = RouterBeat(VERSION, 5, state, address, {}, 1, 1000, clients_url=clients_url)
     replica.router_heartbeat(PEER, encode(beat), 0.0)
 
@@ -121,6 +129,39 @@ def test_worker_moves() -> None:
     assert ["w1"] == names(replica)
 
 
+@pytest.mark.parametrize("answer", ["", "other", "me"])
+def test_address_that_does_not_answer_as_a_replica(answer: str) -> None:
+    """A forged heartbeat takes no worker away: what answers at its address decides, not what it claims."""
+    replica = new_replica()
+    receive_worker(replica, card("w1", url=URL))
+    receive_worker(replica, card("w2"))
+    claim(replica)
+    assert ["w1", "w2"] == names(replica)
+
+    assert URL == replica.next_question(0.0)
+    replica.answered(URL, answer, 0.0)
+
+    assert (["w2"] if answer else ["w1", "w2"]) == names(replica)
+    assert not answer or {"other": "replica other", "me": "this replica"}[answer] in problem(replica)
+
+
+def test_replica_that_no_longer_answers() -> None:
+    """Its address may be an engine's now; one missed question proves nothing."""
+    replica = new_replica()
+    hear(replica)
+    receive_worker(replica, card("w1", url=URL))
+    now = AGAIN_S
+    assert URL == replica.next_question(now)
+    replica.answered(URL, "", now)
+    assert [] == names(replica)
+
+    now += FIRST_PAUSE_S
+    assert URL == replica.next_question(now)
+    replica.answered(URL, "", now)
+
+    assert ["w1"] == names(replica)
+
+
 def test_forged_address() -> None:
     """A worker that has answered as an engine stays a target, whatever a peer claims: the claim is named."""
     replica = new_replica()
@@ -144,7 +185,7 @@ def test_forged_heartbeats_cost_little() -> None:
     before = replica.router(POOL).pool.changes
 
     for number in range(100):
-        hear(replica, f"http://10.0.0.{number}:1")
+        claim(replica, f"http://10.0.0.{number}:1")
         replica.listen_at([])
 
     assert before == replica.router(POOL).pool.changes

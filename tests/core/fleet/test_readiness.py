@@ -6,11 +6,12 @@ import itertools
 
 import pytest
 
-from kvrouter.core.fleet.readiness import HELLO_S
+from kvrouter.core.fleet.readiness import HELLO_S, UNANSWERED_MOST
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.wire.heartbeats import RouterBeat, State, encode
 from kvrouter.core.wire.ids import PoolId, RouterId
 from kvrouter.core.wire.ops import VERSION
+from kvrouter.core.wire.senders import SyncSource
 from tests.core.replicas import ME, PEER, ROUNDS, new_replica, receive_worker, rounds
 from tests.core.worlds import POOL, card
 
@@ -99,28 +100,44 @@ def serve(replica: Replica, pool: PoolId) -> None:
 
 
 def pass_rounds(count: int, *replicas: Replica) -> None:
-    """Heartbeats of the replicas, and of their workers."""
+    """Heartbeats of the replicas, and of their workers. Each replica's address answers as that replica."""
+    answers = {f"http://10.0.0.{number}:8000": one.router_id for number, one in enumerate(replicas)}
     for _ in range(count):
         for replica in replicas:
             for router in list(replica.routers.values()):
-                for worker_id in list(router.pool.workers):
-                    receive_worker(replica, worker_id, pool=router.pool.id)
-        rounds(replicas[0], 1, *replicas[1:], address=URL)
+                for worker_id, worker in list(router.pool.workers.items()):
+                    receive_worker(replica, worker_id, pool=router.pool.id, state=worker.state)
+        for one, address in zip(replicas, answers, strict=True):
+            one.next_round(0.0)
+            beat = encode(one.heartbeat("up", address))
+            for listener in replicas:
+                listener.router_heartbeat(one.router_id, beat, 0.0)
+                reach(listener, answers)
+
+
+def reach(replica: Replica, answers: dict[str, RouterId]) -> None:
+    """Ask all addresses of its peers."""
+    while url := replica.next_question(0.0):
+        replica.answered(url, answers.get(url, ""), 0.0)
+
+
+def meet(replica: Replica, pool: PoolId = POOL) -> None:
+    """The card of a worker of the pool, which is down."""
+    receive_worker(replica, card("w1", model=pool[:4]), pool=pool, state="down")
 
 
 def test_pool_that_peers_serve_and_this_replica_cannot(replica: Replica) -> None:
     """After a lease the replica should get no traffic, with the reason, until it has a target again."""
     replica.give_up_waiting()
+    meet(replica)
     peer = ready(PEER, POOL)
     pass_rounds(ROUNDS - 1, peer, replica)
-    assert [] == replica.unserved()
+    assert [] == replica.unserved() == replica.doubts()
 
     pass_rounds(1, peer, replica)
     reason = f"pool {POOL}: peers serve it (peer), no target here: "
-    assert [f"{reason}no worker is known"] == replica.unserved()
-    assert [] == peer.unserved()
-    receive_worker(replica, card("w1"), state="down")
     assert [f"{reason}w1 down"] == replica.unserved()
+    assert [] == peer.unserved() == replica.doubts()
 
     receive_worker(replica, "w1")
     assert [] == replica.unserved()
@@ -147,6 +164,80 @@ def test_one_replica_always_stays_ready() -> None:
         pass_rounds(ROUNDS, *replicas)
 
         assert not all(replica.unserved() for replica in replicas)
+
+
+def test_replica_that_serves_stays_ready() -> None:
+    """Whatever others serve besides, a replica that serves something gets traffic, and names the pool."""
+    first, second = ready(ME, POOL), ready(PEER, POOL, OTHER)
+    meet(first, OTHER)
+
+    pass_rounds(2 * ROUNDS, first, second)
+
+    assert [] == first.unserved() == second.unserved() == second.doubts()
+    assert [f"pool {OTHER}: peers serve it (peer), no target here: w1 down"] == first.doubts()
+
+
+@pytest.mark.parametrize("answer", ["", ME, "other"])
+def test_address_that_does_not_answer_as_the_peer(replica: Replica, answer: str) -> None:
+    """Its say does not count, and is named; its bookings are followed."""
+    replica.give_up_waiting()
+    meet(replica)
+    for number in range(2 * ROUNDS):
+        beat = RouterBeat(VERSION, 5, "up", URL, {POOL: 1}, number, 1000, [], {POOL: 16})
+        replica.router_heartbeat(PEER, encode(beat), 0.0)
+        reach(replica, {URL: RouterId(answer)})
+        rounds(replica, 1)
+
+    assert [] == replica.unserved()
+    (doubt,) = replica.doubts()
+    assert f"its address {URL} does not answer as that replica" in doubt
+    assert {PEER} == {source.router_id for source in replica.readers if isinstance(source, SyncSource)}
+
+
+def test_invented_pool(replica: Replica) -> None:
+    """A pool of which no card has arrived here does not count, even if the claimant answers."""
+    replica.give_up_waiting()
+    for number in range(2 * ROUNDS):
+        beat = RouterBeat(VERSION, 5, "up", URL, {}, number, 1000, [], {OTHER: 16})
+        replica.router_heartbeat(PEER, encode(beat), 0.0)
+        reach(replica, {URL: PEER})
+        rounds(replica, 1)
+
+    assert [] == replica.unserved()
+    assert [
+        f"pool {OTHER}: a replica says that it serves it, and no worker's card of it has arrived here"
+    ] == (replica.doubts())
+
+
+def test_forged_workers_delay_nothing_for_long(replica: Replica) -> None:
+    """A forged peer names new workers all the time: a joiner waits for those of its first lease only."""
+    receive_worker(replica, card("w1"))
+    for number in range(2 * ROUNDS + 1):
+        names = [f"invented-{number}-{each}" for each in range(3)]
+        beat = RouterBeat(VERSION, 5, "up", "", {}, number, 1000, names)
+        replica.router_heartbeat(PEER, encode(beat), 0.0)
+        receive_worker(replica, "w1")
+        rounds(replica, 1)
+
+    assert [] == replica.not_ready(HELLO_S)
+
+
+def test_feeds_that_nobody_answers_for(replica: Replica) -> None:
+    """A forged worker's or peer's feed is named, and awaited until some questions were in vain."""
+    receive_worker(replica, card("w1"))
+    receive_worker(replica, card("ghost", model="x"), seq=5, pool=OTHER)
+    beat = RouterBeat(VERSION, 5, "up", "", {POOL: 7}, 1)
+    replica.router_heartbeat(PEER, encode(beat), 0.0)
+    now = HELLO_S
+    assert 2 == len(replica.not_ready(now))
+
+    for _ in range(UNANSWERED_MOST):
+        now += 10.0
+        for source, _request in replica.feeds.due(now, 16):
+            replica.feeds.failed(source, now)
+
+    assert [] == replica.not_ready(now)
+    assert 2 == len([reason for reason in replica.degraded() if "recovering" in reason])
 
 
 def test_each_serves_what_the_other_cannot() -> None:
@@ -193,6 +284,7 @@ def test_peers_that_take_no_requests(replica: Replica, state: State, address: st
 def test_peer_that_leaves(replica: Replica) -> None:
     """No peer serves the pool any more: this replica is ready again."""
     replica.give_up_waiting()
+    meet(replica)
     peer = ready(PEER, POOL)
     pass_rounds(ROUNDS, peer, replica)
     assert replica.unserved()
@@ -227,17 +319,17 @@ def test_few_pools_are_named(replica: Replica) -> None:
             replica.router_heartbeat(RouterId(f"r{number}"), encode(beat), 0.0)
         rounds(replica, 1)
 
-    reasons = replica.unserved()
+    reasons = replica.doubts()
 
+    assert [] == replica.unserved()
     assert 5 == len(reasons)
     assert all(len(reason) < 200 for reason in reasons)
 
 
 def test_not_connected_is_not_ready() -> None:
-    """Before a hello was published no reason is certain; --ready-timeout-s ends the waiting."""
+    """Before a hello was published no reason is certain."""
     replica = new_replica()
     replica._readiness._hello_at = None
 
     assert "not connected to NATS yet" in replica.not_ready(100.0)
-    replica.give_up_waiting()
-    assert [] == replica.not_ready(100.0)
+    assert not replica.has_greeted

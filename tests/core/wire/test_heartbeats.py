@@ -21,7 +21,7 @@ from kvrouter.core.wire.heartbeats import (
     encode,
 )
 from kvrouter.core.wire.ops import VERSION
-from kvrouter.errors import MalformedFrameError
+from kvrouter.errors import MalformedFrameError, RefusedCardError
 from tests.core.worlds import W1, card, worker_beat
 
 WORKER = worker_beat(
@@ -145,13 +145,25 @@ def test_taken_rank_header_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["http://w1:9000", "https://w1", "http://10.0.0.1:80", "http://[fe80::1]:80", "http://w_1:1/v1"]
+    "url", ["http://w1:9000", "https://w1", "http://10.0.0.1:80", "http://[fd00::1]:80", "http://w_1:1/v1"]
 )
 def test_addresses_of_engines(url: str) -> None:
     """Names, IPv4 and IPv6, with or without a port, are accepted."""
     good = worker_beat(card("w1", url=url))
 
     assert good == of_w1(encode(good))
+
+
+@pytest.mark.parametrize(
+    "host", ["169.254.169.254", "[fe80::1]", "[::ffff:169.254.0.1]", "0.0.0.0", "[ff02::1]"]
+)
+def test_addresses_that_no_engine_has(host: str) -> None:
+    """A card with one is refused by name, by agents before they publish it, too."""
+    bad = card("w1", url=f"http://{host}:80")
+
+    with pytest.raises(RefusedCardError, match="no worker or replica has such an address"):
+        of_w1(encode(worker_beat(bad)))
+    assert host.strip("[]") in card_trouble(bad)
 
 
 @pytest.mark.parametrize(
