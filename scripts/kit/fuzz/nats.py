@@ -1,7 +1,8 @@
-"""Mutated frames, heartbeats, cards and answers against real replicas and agents, then honest traffic.
+"""Mutated and forged messages against real replicas and agents, then honest traffic.
 
 The attacker receives everything published in a namespace, including answers to requests. It sends mutants of
-it on the same subject or another one of its kind, and false answers to requests before their owners answer.
+it on the same subject or another one of its kind, false answers to requests before their owners answer, and
+well-formed heartbeats, cards, frames and blocks of replicas and workers that do not exist (forged.py).
 Load continues meanwhile. Agents that end because another process uses their name are restarted, as by a
 supervisor. Afterwards every replica must hold the blocks that the agents publish, and these the blocks that
 their engines hold.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import re
 import time
@@ -25,10 +27,14 @@ from nats.aio.msg import Msg
 from rich.console import Console
 from rich.table import Table
 
+from kvrouter.bus import Subjects
+from kvrouter.core.wire.ids import PoolId, WorkerId
+from kvrouter.core.wire.senders import KvSource, RouterSource, Source, SyncSource, WorkerSource
 from scripts.kit.chaos.judge import Damage
 from scripts.kit.chaos.stage import Stage, open_stage
 from scripts.kit.deployment import Plan
 from scripts.kit.fleet import Fleet, Process
+from scripts.kit.fuzz.forged import Forger, Real
 from scripts.kit.fuzz.mutate import Mutator
 from scripts.kit.script import log_directory, new_console
 from scripts.kit.steady import SteadyLoad
@@ -39,10 +45,17 @@ REPLICAS, ENGINES = 2, 3
 # Requests a second, before, during and after the attack.
 LOAD_RATE = 4.0
 WARM_S = 20.0
-HEAL_LIMIT_S = 60.0
-# A forged heartbeat may state the longest interval: an invented worker then has a lease of 50 s.
+# A forged heartbeat may state the longest interval: an invented worker then has a lease of 50 s, and if its
+# pool has no other it is probed for as long again.
+HEAL_LIMIT_S = 150.0
+# So long the memory that is free goes back.
 SETTLE_S = 75.0
 BURST = 100
+# The part of the messages that is forged, not mutated.
+FORGED_SHARE = 0.3
+# What may not be exceeded: an answer of /live, and memory after the attack above that before it. The
+# allocator's rest and tables that have grown with the honest load are within it.
+LIVE_S, MORE_MIB = 1.0, 96.0
 # Messages of each kind that the attacker remembers.
 _KEPT = 200
 
@@ -50,13 +63,15 @@ _KEPT = 200
 class Attacker:
     """A NATS client that remembers messages and sends mutants of them."""
 
-    def __init__(self, client: NatsClient, seed: int) -> None:
+    def __init__(self, client: NatsClient, seed: int, real: Real) -> None:
         # Messages sent, by kind.
         self.sent: Counter[str] = Counter()
         self.is_answering = False
         self._client = client
         self._rng = random.Random(seed)
         self._mutator = Mutator(self._rng)
+        self._forger = Forger(self._rng, real)
+        self._subjects = Subjects(NAMESPACE)
         self._heard: dict[str, deque[tuple[str, bytes]]] = {}
 
     async def listen(self) -> None:
@@ -87,6 +102,10 @@ class Attacker:
 
     async def _strike(self) -> None:
         rng = self._rng
+        if rng.random() < FORGED_SHARE:
+            source, payload = self._forger.message()
+            await self._send("forged", _subject(self._subjects, source), payload)
+            return
         kind = rng.choice([kind for kind in self._heard if kind != "answer"])
         subject, payload = rng.choice(self._heard[kind])
         if rng.random() < 0.1:
@@ -103,6 +122,20 @@ class Attacker:
         await self._client.publish(subject, payload)
 
 
+def _subject(subjects: Subjects, source: Source) -> str:
+    match source:
+        case WorkerSource(worker_id):
+            return subjects.live_worker(worker_id)
+        case RouterSource(router_id):
+            return subjects.live_router(router_id)
+        case KvSource(pool, worker_id, _):
+            return subjects.live_kv(pool, worker_id, 0)
+        case SyncSource(pool, router_id):
+            return subjects.live_sync(pool, router_id)
+        case _:
+            raise ValueError(f"nothing is published of {source}")
+
+
 class Memory:
     """The resident memory of processes in MiB, at named moments."""
 
@@ -115,6 +148,11 @@ class Memory:
         for process in processes:
             resident = _resident_mib(process.pid)
             column[process.name] = max(resident, column.get(process.name, 0.0))
+
+    def grown_mib(self) -> float:
+        """By how much the process that grew most has grown from the first moment to the last."""
+        first, *_, last = self.columns.values()
+        return max(last[name] - first[name] for name in last.keys() & first.keys())
 
     def table(self) -> Table:
         """A row for each process."""
@@ -141,7 +179,7 @@ async def run(messages: int, rate: float, seed: int, flags: Sequence[str]) -> in
         stage = await open_stage(stack, fleet, _plan(fleet.directory, flags))
         client = await nats.connect(stage.deployed.nats_url, no_echo=True, pending_size=64 * 2**20)
         stack.push_async_callback(client.close)
-        attacker = Attacker(client, seed)
+        attacker = Attacker(client, seed, await _real(stage))
         await attacker.listen()
         memory = Memory()
         async with SteadyLoad(load_requests(100, output_divisor=2), stage.urls, rate=LOAD_RATE):
@@ -160,7 +198,21 @@ async def run(messages: int, rate: float, seed: int, flags: Sequence[str]) -> in
                 highlight=False,
                 soft_wrap=True,
             )
-        return await _judge(console, stage, memory, healed_s, reasons)
+        is_slow = slowest_s > LIVE_S
+        return await _judge(console, stage, memory, healed_s, reasons) or int(is_slow)
+
+
+async def _real(stage: Stage) -> Real:
+    """The members of the fleet, as its first replica knows them."""
+    (replica, *_) = stage.deployed.replicas
+    _, body = await stage.client.get(f"{replica.admin_url}/workers")
+    known = json.loads(body)
+    targets = known["targets"]
+    return Real(
+        [PoolId(pool["pool"]) for pool in known["pools"]],
+        [WorkerId(target["worker_id"]) for target in targets],
+        [*stage.urls, *(target["url"] for target in targets)],
+    )
 
 
 def _plan(directory: Path, flags: Sequence[str]) -> Plan:
@@ -212,17 +264,20 @@ async def _judge(
         text = (await stage.client.get(f"{url}/metrics"))[1].decode()
         errors += _metric(text, "kvrouter_bus_errors_total")
         dropped += _metric(text, "kvrouter_bus_dropped_total")
+    grown = memory.grown_mib()
     logs = [process.log.read_text(errors="replace") for process in stage.fleet.processes.values()]
     tracebacks = sum(log.count("Traceback") for log in logs)
     console.print(memory.table())
     healed = "never: " + "; ".join(reasons) if healed_s is None else f"after {healed_s:.1f} s"
     console.print(
         f"equal to the owners {healed}; left over: {leftovers}; exceptions: {errors:g};"
-        f" tracebacks in logs: {tracebacks}; messages the replicas dropped: {dropped:g}",
+        f" tracebacks in logs: {tracebacks}; messages the replicas dropped: {dropped:g};"
+        f" memory grew by {grown:.0f} MiB at most",
         highlight=False,
         soft_wrap=True,
     )
-    return int(healed_s is None or bool(leftovers.total) or bool(errors) or bool(tracebacks))
+    is_wrong = healed_s is None or leftovers.total or errors or tracebacks or grown > MORE_MIB
+    return int(bool(is_wrong))
 
 
 def _metric(text: str, name: str) -> float:
