@@ -44,12 +44,15 @@ HTTP: dict[str, set[tuple[str, str]]] = {
         ("GET", "/decisions/{request_id}"),
         ("GET", "/busy_threshold"),
         ("GET", "/routing"),
+        ("GET", "/deadly_prompts"),
         ("POST", "/v1/route"),
     },
     "operators, changing": {
         ("POST", "/busy_threshold"),
         ("POST", "/config/reload"),
         ("POST", "/routing"),
+        ("DELETE", "/deadly_prompts"),
+        ("DELETE", "/deadly_prompts/{hash}"),
     },
 }
 

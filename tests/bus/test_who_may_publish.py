@@ -75,6 +75,9 @@ OPS: dict[type[Op], tuple[str, ...]] = {
     ops.Bind: SYNC,
     ops.ApproxEntry: SYNC,
     ops.SentText: SYNC,
+    ops.LostWith: SYNC,
+    ops.DeadlyPrompt: SYNC,
+    ops.Pardon: SYNC,
     ops.FirstByte: SYNC,
     ops.PrefillSpeed: SYNC,
 }
@@ -82,6 +85,7 @@ OPS: dict[type[Op], tuple[str, ...]] = {
 MESSAGES: dict[type[Struct], tuple[str, ...] | None] = {
     heartbeats.WorkerBeat: ("live_worker",),
     heartbeats.RouterBeat: ("live_router",),
+    heartbeats.Hello: ("hello",),
     ops.Frame: ("live_kv", "live_sync"),
     ops.ReplayRequest: ("kv_replay", "sync_replay"),
     ops.ReplayFrames: ("kv_answer", "sync_answer"),
@@ -111,6 +115,9 @@ SAMPLES: dict[type[Op], Op] = {
     ops.Bind: ops.Bind("session", W1, 0, 1000),
     ops.ApproxEntry: ops.ApproxEntry(W1, 0, HASHES, 1000),
     ops.SentText: ops.SentText(W1, 0, "text"),
+    ops.LostWith: ops.LostWith(bytes(16), W1, 2, 1),
+    ops.DeadlyPrompt: ops.DeadlyPrompt(bytes(16), [W1], 1000),
+    ops.Pardon: ops.Pardon(bytes(16), 1000),
     ops.FirstByte: ops.FirstByte(1, 1000),
     ops.PrefillSpeed: ops.PrefillSpeed(1, 1, 0, 1),
 }
@@ -131,7 +138,7 @@ def test_every_op_has_a_row() -> None:
 
 
 def test_every_message_has_a_row() -> None:
-    """A new message needs a row in MESSAGES; only hello is without content."""
+    """A new message needs a row in MESSAGES."""
     found = {
         one
         for module in (heartbeats, ops)
@@ -141,7 +148,7 @@ def test_every_message_has_a_row() -> None:
 
     assert {*MESSAGES} == found - {*OPS}
     carried = {subject for carriers in MESSAGES.values() for subject in carriers or ()}
-    assert {*ROWS} - {"hello"} == carried
+    assert {*ROWS} == carried
 
 
 class Untouched:
@@ -166,6 +173,7 @@ def test_no_other_feed_obeys(op: Op) -> None:
     sync = SyncSink(
         cast(BookingTable, table), R1, booked=_untouched, prefill_completed=_untouched, assume=_untouched,
         sessions=cast(SessionTable, table), learn=_untouched, speeds=cast(PrefillSpeeds, table),
+        hear_of_prompt=_untouched,
     )  # fmt: skip
     kv.begin_load()
     carriers = OPS[type(op)]

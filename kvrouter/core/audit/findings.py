@@ -129,7 +129,7 @@ class Audit:
         return texts
 
     def degrading(self) -> list[str]:
-        """Sentences about workers that serve nothing or are unwanted, deadly prompts, and claims of others."""
+        """Sentences about workers that serve nothing or are unwanted, deadly prompts, and others' claims."""
         return [
             f"{pool}: {worker and f'worker {worker} '}{found.problem.text}" if pool else found.problem.text
             for (pool, worker, kind), found in self._known.items()
