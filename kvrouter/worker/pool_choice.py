@@ -25,11 +25,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 import structlog
 
 from kvrouter.bus import Bus, BusPart, Subjects
+from kvrouter.core.wire.addresses import host_error
 from kvrouter.core.wire.heartbeats import Card, decode_worker_beat
 from kvrouter.core.wire.ids import WorkerId
 from kvrouter.errors import MalformedFrameError
@@ -214,23 +214,20 @@ async def _compare(options: AgentOptions, facts: EngineFacts, members: Sequence[
         async with (
             asyncio.timeout(COMPARE_S),
             EngineTokenizer.open(options.api_key, trusting(options.tls_ca)) as own_engine,
-            EngineTokenizer.open("", trusting(options.tls_ca)) as others,
+            # without the key: whoever may publish a card can name any URL in it
+            EngineTokenizer.open(None, trusting(options.tls_ca)) as others,
         ):
             own = await _ids(own_engine, options.engine_url, facts.models.served_names[0])
             for card in members[:_MOST_ASKED]:
-                engines = own_engine if _is_same_host(card.url, options.engine_url) else others
+                if host_error(card.url):
+                    continue
                 try:
-                    return own == await _ids(engines, card.url, card.base_names()[0])
+                    return own == await _ids(others, card.url, card.base_names()[0])
                 except EngineTokenizerError:
                     continue
     except (EngineTokenizerError, TimeoutError):
         pass
     return None
-
-
-def _is_same_host(url: str, own: str) -> bool:
-    """Whether the own engine's key may go there. Whoever may publish a card can name any URL in it."""
-    return urlsplit(url).hostname == urlsplit(own).hostname
 
 
 async def _ids(engines: EngineTokenizer, url: str, model: str) -> list[Sequence[int] | None]:

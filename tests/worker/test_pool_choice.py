@@ -166,15 +166,22 @@ async def test_equal_tokens(own: Answer, other: Answer, directory: str, may_join
         assert ({"k-v2"}, {"k"}) == (mine.models, theirs.models or {"k"})
 
 
-async def test_key_stays_with_the_own_host() -> None:
-    """Whoever may publish a card can name any URL in it: the key goes to engines on the own host only."""
+async def test_key_stays_with_the_own_engine() -> None:
+    """Whoever may publish a card can name any URL in it: the key goes to the own engine only."""
     async with Tokenizing.open(plain) as mine, Tokenizing.open(plain) as theirs:
         options = AgentOptions(mine.url, "new", api_key="secret")
-        elsewhere = theirs.url.replace("127.0.0.1", "localhost")
 
-        assert await why_equal(options, facts(*NAMES), [card("k", url=elsewhere)])
+        assert await why_equal(options, facts(*NAMES), [card("k", url=theirs.url)])
 
         assert ({"Bearer secret"}, {""}) == (mine.keys, theirs.keys)
+
+
+async def test_member_at_an_address_that_is_never_asked() -> None:
+    """Nothing is sent to a cloud's metadata service, whatever a card says."""
+    async with Tokenizing.open(plain) as mine:
+        forged = card("k", "/models/any", url="http://169.254.169.254")
+
+        assert not await why_equal(AgentOptions(mine.url, "new"), facts(*NAMES), [forged])
 
 
 async def test_a_member_that_is_gone() -> None:
