@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -123,29 +123,28 @@ async def test_forked_child(nats_url: str) -> None:
 
 
 @pytest.fixture
-def handler() -> object:
-    """The handler of SIGTERM before the test, which is there again afterwards."""
-    return signal.getsignal(signal.SIGTERM)
+def no_handler() -> Iterator[None]:
+    """SIGTERM as in a program without a handler: other tests in this process may have left one."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
-def test_sigterm_is_given_back(handler: object) -> None:
+@pytest.mark.usefixtures("no_handler")
+def test_sigterm_is_given_back() -> None:
     """The handler is there while something is open, and only if the program has none."""
     ending = endings.Ending(lambda: None, _nothing)
-    assert signal.SIG_DFL == handler
     with endings.open_until(ending):
         with endings.open_until(endings.Ending(lambda: None, _nothing)):
             inside = signal.getsignal(signal.SIGTERM)
         after_one = signal.getsignal(signal.SIGTERM)
-    assert handler != inside == after_one
-    assert handler == signal.getsignal(signal.SIGTERM)
+    assert signal.SIG_DFL != inside == after_one
+    assert signal.SIG_DFL == signal.getsignal(signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        with endings.open_until(ending):
-            assert signal.SIG_IGN == signal.getsignal(signal.SIGTERM)
+    with endings.open_until(ending):
         assert signal.SIG_IGN == signal.getsignal(signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert signal.SIG_IGN == signal.getsignal(signal.SIGTERM)
 
 
 async def _nothing() -> None:

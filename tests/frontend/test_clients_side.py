@@ -28,6 +28,7 @@ from tests.frontend.workers import (
     chunk,
     event,
     says,
+    says_and_closes,
     says_and_resets,
     says_and_stalls,
     stream,
@@ -234,7 +235,7 @@ async def test_client_leaves_during_tokenizing(fleet_of: FleetOf, tmp_path: Path
 
 async def test_client_leaves_between_two_attempts(fleet_of: FleetOf) -> None:
     """A client may leave between an attempt and the next one."""
-    scripts = (says_and_resets(),) * 60
+    scripts = (says_and_closes(answer(b"")),) * 60
     async with fleet_of("--retries", "50", scripts=scripts) as fleet, fleet.connected() as client:
         client.send(STREAM)
         await until(lambda: len(fleet.requests) > 2, "the third attempt")

@@ -1,9 +1,9 @@
 """Which addresses in peers' heartbeats belong to replicas: they have answered `/ready` with a router id.
 
-    heartbeats ──> addresses ──next──> one question at a time ──answered──> the id of each
-
     heartbeats ──> addresses ──next──> one question at a time ──answered──> router ids
-its address answers as the peer. Its bookings need no answer: a peer that cannot be reached keeps them.
+
+What a peer says of others (the pools that it serves, its addresses) counts only while its address answers as
+the peer. Its bookings need no answer: a peer that cannot be reached keeps them.
 """
 
 from __future__ import annotations
