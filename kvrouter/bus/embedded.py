@@ -14,6 +14,7 @@ import signal
 import sys
 import sysconfig
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -79,9 +80,9 @@ async def embedded_server(
         on_found(url)
         yield url
         return
-    command = _command(host, port, options)
-    process = await _start(command)
-    keeper = asyncio.create_task(_keep_running(process, command))
+    new_command = partial(_command, host, port, options)
+    process = await _start(new_command())
+    keeper = asyncio.create_task(_keep_running(process, new_command))
     try:
         await _wait_until_it_answers(process, url)
         yield url
@@ -90,8 +91,10 @@ async def embedded_server(
         await asyncio.gather(keeper, return_exceptions=True)
 
 
-async def _keep_running(process: asyncio.subprocess.Process, command: Sequence[str]) -> None:
-    """Start the server again whenever it ends; end it when cancelled."""
+async def _keep_running(
+    process: asyncio.subprocess.Process, new_command: Callable[[], Sequence[str]]
+) -> None:
+    """Start the server again, with its users' files, whenever it ends; end it when cancelled."""
     clock, delay = asyncio.get_running_loop().time, RestartDelay()
     try:
         while True:
@@ -101,12 +104,14 @@ async def _keep_running(process: asyncio.subprocess.Process, command: Sequence[s
             log.warning(
                 "nats.embedded_server_ended",
                 code=code,
-                command=" ".join(command),
                 starts_again_in_s=delay_s,
                 remedy="if it ends again and again, look whether another program has its port",
             )
             await asyncio.sleep(delay_s)
-            process = await _start(command)
+            try:
+                process = await _start(new_command())
+            except ConfigError as error:
+                log.error("nats.embedded_server_not_started", error=str(error))
     finally:
         if process.returncode is None:
             process.terminate()

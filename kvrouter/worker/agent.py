@@ -424,10 +424,9 @@ class Agent:
     def _check_model(self, models: Models) -> None:
         pool, before, now = self._pool_model, self._facts.models.served_names, models.served_names
         has_gone = pool in before and pool not in now
-        has_other_first = self._options.model is None and now[0] != pool
         # it joined a pool whose name is none of its own
         has_changed = self._rejoining is not None and pool not in before and now != before
-        if has_gone or has_other_first or has_changed:
+        if has_gone or has_changed:
             raise EngineError(
                 f"the engine served {before[0]!r} and now serves {now[0]!r}: start the agent again"
             )

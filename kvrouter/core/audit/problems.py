@@ -157,7 +157,7 @@ def problem_of_address(pool: Pool, worker: Worker) -> Problem | None:
         return None
     return Problem(
         "address",
-        f"is the same engine as {twin} ({worker.card.url}), which was announced later and gets its requests: "
+        f"is the same engine as {twin} ({worker.card.url}), which gets its requests: "
         "stop one of the two agents",
     )
 

@@ -461,17 +461,27 @@ class Pool:
 def _one_for_each_engine(workers: list[Worker]) -> tuple[list[Worker], dict[WorkerId, WorkerId]]:
     """The worker that was announced last for each address, and by which one each other is replaced.
 
-    Two agents of one engine would double its share. Workers without an address (simulated ones) are all kept.
+    Two agents of one engine would double its share. A later one counts only if it serves all that the earlier
+    one does, in the same ranks: the cards of one engine agree, so another card is forged or a mistake.
+    Workers without an address (simulated ones) are all kept.
     """
     last: dict[str, Worker] = {}
     for worker in sorted(workers, key=_announced):
-        last[worker.card.url or worker.card.worker_id] = worker
+        address = worker.card.url or worker.card.worker_id
+        earlier = last.get(address)
+        if earlier is None or _serves_as(worker.card, earlier.card):
+            last[address] = worker
     twins = {
         WorkerId(worker.card.worker_id): WorkerId(last[worker.card.url].card.worker_id)
         for worker in workers
         if worker.card.url and last[worker.card.url] is not worker
     }
     return list(last.values()), twins
+
+
+def _serves_as(card: Card, earlier: Card) -> bool:
+    is_alike = (card.ranks, card.rank_header) == (earlier.ranks, earlier.rank_header)
+    return is_alike and {*earlier.names()} <= {*card.names()}
 
 
 def _most_common(cards: list[Card]) -> int:

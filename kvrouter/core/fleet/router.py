@@ -336,8 +336,8 @@ class Router:
 
     def forget(self, targets: list[Target]) -> None:
         """Remove targets that are gone from every table."""
+        self.tables.forget(targets)
         for target in targets:
-            self.tables.forget(target)
             self._forget_texts(target)
             if self.circuits is not None:
                 self.circuits.forget(target)

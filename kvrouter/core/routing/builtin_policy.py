@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from msgspec import Struct
@@ -39,13 +39,16 @@ class RoutingTables:
     shares: PrefixShares = field(default_factory=PrefixShares)
     rests: Rests = field(default_factory=Rests)
 
-    def forget(self, target: Target) -> None:
-        """Remove a target that is gone from every table."""
-        self.rates.forget(target)
-        self.texts.remove(target)
-        self.no_hit.forget(target)
-        self.sessions.drop(target)
-        self.rests.forget(target)
+    def forget(self, targets: Iterable[Target]) -> None:
+        """Remove targets that are gone from every table."""
+        gone = frozenset(targets)
+        for target in gone:
+            self.rates.forget(target)
+            self.texts.remove(target)
+            self.no_hit.forget(target)
+            self.rests.forget(target)
+        if gone:
+            self.sessions.drop(gone)
 
 
 class Moment(Struct, frozen=True, gc=False):

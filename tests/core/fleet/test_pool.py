@@ -6,7 +6,7 @@ from itertools import permutations
 
 import pytest
 
-from kvrouter.core.wire.heartbeats import RankBeat
+from kvrouter.core.wire.heartbeats import Card, RankBeat
 from kvrouter.core.wire.ids import Target, WorkerId
 from tests.core.worlds import (
     T1,
@@ -139,6 +139,22 @@ def test_two_agents_of_one_engine() -> None:
             [target.worker_id for target in pool.targets if not target.rank],
             pool.twins,
         )
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        card("w2", url="http://a", started_at_us=9, served_names=("other",)),
+        card("w2", url="http://a", started_at_us=9, ranks=8, rank_header="X-data-parallel-rank"),
+    ],
+    ids=["other name", "other ranks"],
+)
+def test_card_that_does_not_fit_its_engine(later: Card) -> None:
+    """A forged card with the address of an engine does not draw its requests away, or break them."""
+    pool = new_pool(card("w1", url="http://a", started_at_us=1), later)
+
+    assert [T1] == list(pool.targets)
+    assert {W2: W1} == pool.twins
 
 
 def test_live_targets() -> None:

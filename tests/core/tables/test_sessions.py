@@ -64,9 +64,20 @@ def test_drop(sessions: SessionTable) -> None:
     sessions.bind("a", W1, 0.0)
     sessions.bind("b", W2, 0.0)
 
-    sessions.drop(W1)
+    sessions.drop({W1})
 
     assert (None, W2) == (sessions.target_of("a", 1.0), sessions.target_of("b", 1.0))
+
+
+def test_a_peer_cannot_bind_for_longer(sessions: SessionTable) -> None:
+    """A binding of another replica ends as early as an own one: a longer one would hold up all behind it."""
+    sessions.receive("a", W1, 0.0, 1e9, "peer")
+    sessions.restore("b", W1, 0.0, 1e9, "peer")
+    sessions.bind("c", W1, 0.0)
+
+    sessions.expire(10.0)
+
+    assert 0 == len(sessions)
 
 
 def test_replicas_that_bind_at_once_settle(sessions: SessionTable) -> None:
