@@ -173,7 +173,8 @@ class LostRequests:
             if self.prompts.suspected:
                 case = case or await self.case(running.work)
                 if case.prompt is not None:
-                    self.prompts.answered(case.prompt)
+                    running.work.router.acquit(case.prompt)
+                    self._publishing.flush_soon()
             return case
         is_sure = _is_sure(outcome)
         if not is_sure and not (isinstance(outcome, (Done, Lost)) and outcome.is_cut):

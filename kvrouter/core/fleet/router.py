@@ -632,6 +632,12 @@ class Router:
             self._publish(_deadly_op(found, now))
         return found
 
+    def acquit(self, prompt: PromptHash) -> None:
+        """A worker has answered the prompt to its end: nobody suspects it any longer."""
+        if prompt in self.deadly.suspected:
+            self.deadly.answered(prompt)
+            self._publish(Pardon(prompt, 0))
+
     def pardon(self, prompt: PromptHash, now: float) -> None:
         """Let the prompt pass, here and at all replicas."""
         self.deadly.pardon(prompt, self.pool.id, self.deadly.ttl_s, now)
@@ -649,6 +655,8 @@ class Router:
                     self.deadly.lost(prompt, pool_id, worker, sent_at=sent_at, lost_at=lost_at, now=now)
             case DeadlyPrompt(_, worker_ids, ttl_ms):
                 self.deadly.learn(prompt, pool_id, [*map(WorkerId, worker_ids)], ttl_ms / 1000, now)
+            case Pardon(_, 0):
+                self.deadly.answered(prompt)
             case Pardon(_, ttl_ms):
                 self.deadly.pardon(prompt, pool_id, ttl_ms / 1000, now)
 

@@ -19,7 +19,7 @@ neither the lost request, nor another one with its prompt. Until then workers th
 and peers' losses at this death are known. A prompt whose answer is complete is no longer suspected.
 
 Each replica keeps apart what it sends itself. Two replicas can still send two such prompts to one worker;
-then its death proves nothing, and the one after it is needed.
+then its death proves nothing, and the one after it is needed. An answer at one replica counts at all.
 
 Invariants (`check`): a prompt is suspected or deadly, not both; each table is within its bound.
 """

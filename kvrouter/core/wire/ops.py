@@ -203,7 +203,10 @@ class DeadlyPrompt(Struct, frozen=True, array_like=True, tag=26):
 
 
 class Pardon(Struct, frozen=True, array_like=True, tag=27):
-    """An operator lets a prompt pass. For `ttl_ms`, what replicas said of it before does not count."""
+    """An operator lets a prompt pass. For `ttl_ms`, what replicas said of it before does not count.
+
+    0: a worker has answered the prompt to its end, so it is no longer suspected; a refused one stays refused.
+    """
 
     prompt: WholePrompt
     ttl_ms: Amount

@@ -80,6 +80,29 @@ def test_a_replica_that_joins() -> None:
     assert late.deadly.pardons(POOL, 0.0)
 
 
+def test_answer_at_one_replica() -> None:
+    """A prompt that one replica's worker has answered is suspected at none: a later loss is a first one."""
+    first, second = pair()
+    lose(first, W1, second, sent_at=1.0)
+    assert second.deadly.suspects()
+
+    first.router(POOL).acquit(KILLER)
+    carry(first, second, now=4.0)
+    assert not first.deadly.suspects() + second.deadly.suspects()
+    lose(second, W2, first, sent_at=10.0)
+
+    assert second.router(POOL).judge(KILLER, W2, 11.0 + SETTLE_S) is None
+
+
+def test_answer_does_not_pardon() -> None:
+    """A peer's answer to a prompt that is refused here changes nothing: it may end some engines only."""
+    first, second = deadly_pair()
+    second.router(POOL)._publish(Pardon(KILLER, 0))
+    carry(second, first, now=14.0)
+
+    assert [True] == refusing(first)
+
+
 def test_pardon_everywhere() -> None:
     """A pardon at one replica is one at all, and a peer's older word, repeated, does not undo it."""
     first, second = deadly_pair()
