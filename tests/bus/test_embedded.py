@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from structlog.testing import capture_logs
 
 from kvrouter.bus import Bus, NatsOptions
 from kvrouter.bus.embedded import embedded_server, server_binary
+from kvrouter.bus.local_users import directory_of
 from kvrouter.bus.rights import VERIFY
 from kvrouter.errors import ConfigError
 
@@ -147,8 +149,12 @@ async def test_port_0_is_rejected() -> None:
             pass
 
 
-async def test_server_that_dies_is_started_again(free_port: Callable[[], int]) -> None:
-    """A killed server is started again at its address; leaving the block ends that one, too."""
+@pytest.mark.parametrize("keeps_users", [True, False])
+async def test_server_that_dies_is_started_again(free_port: Callable[[], int], keeps_users: bool) -> None:
+    """A killed server is started again at its address, with new users if somebody has removed their files.
+
+    Leaving the block ends that one, too.
+    """
     port = free_port()
     url = f"nats://127.0.0.1:{port}"
     connections = asyncio.Queue[None]()
@@ -159,6 +165,8 @@ async def test_server_that_dies_is_started_again(free_port: Callable[[], int]) -
         bus.on_connect(lambda: connections.put_nowait(None))
         await connections.get()
         (server,) = _servers_on(port)
+        if not keeps_users:
+            shutil.rmtree(directory_of(port))
 
         os.kill(server, signal.SIGKILL)
         async with asyncio.timeout(20):

@@ -461,16 +461,18 @@ class Pool:
 def _one_for_each_engine(workers: list[Worker]) -> tuple[list[Worker], dict[WorkerId, WorkerId]]:
     """The worker that was announced last for each address, and by which one each other is replaced.
 
-    Two agents of one engine would double its share. A later one counts only if it serves all that the earlier
-    one does, in the same ranks: the cards of one engine agree, so another card is forged or a mistake.
-    Workers without an address (simulated ones) are all kept.
+    Two agents of one engine would double its share. `workers` are in the order in which they became known
+    here: one that does not serve all that the first of its address does, in the same ranks, never counts. The
+    cards of one engine agree, so such a card is forged or a mistake, and could name any start time. Workers
+    without an address (simulated ones) are all kept.
     """
+    first: dict[str, Worker] = {}
+    for worker in workers:
+        first.setdefault(_engine(worker), worker)
     last: dict[str, Worker] = {}
     for worker in sorted(workers, key=_announced):
-        address = worker.card.url or worker.card.worker_id
-        earlier = last.get(address)
-        if earlier is None or _serves_as(worker.card, earlier.card):
-            last[address] = worker
+        if _serves_as(worker.card, first[_engine(worker)].card):
+            last[_engine(worker)] = worker
     twins = {
         WorkerId(worker.card.worker_id): WorkerId(last[worker.card.url].card.worker_id)
         for worker in workers
@@ -479,9 +481,13 @@ def _one_for_each_engine(workers: list[Worker]) -> tuple[list[Worker], dict[Work
     return list(last.values()), twins
 
 
-def _serves_as(card: Card, earlier: Card) -> bool:
-    is_alike = (card.ranks, card.rank_header) == (earlier.ranks, earlier.rank_header)
-    return is_alike and {*earlier.names()} <= {*card.names()}
+def _engine(worker: Worker) -> str:
+    return worker.card.url or worker.card.worker_id
+
+
+def _serves_as(card: Card, other: Card) -> bool:
+    is_alike = (card.ranks, card.rank_header) == (other.ranks, other.rank_header)
+    return is_alike and {*other.names()} <= {*card.names()}
 
 
 def _most_common(cards: list[Card]) -> int:

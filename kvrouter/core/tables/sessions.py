@@ -92,7 +92,7 @@ class SessionTable:
             del self._bindings[session]
 
     def drop(self, targets: Set[Target]) -> None:
-        """Remove every binding to targets that have left, in one scan: 5 ms for 100,000 sessions."""
+        """Remove every binding to targets that have left, in one scan (40 ms for 100,000 sessions)."""
         gone = [session for session, binding in self._bindings.items() if binding.target in targets]
         for session in gone:
             del self._bindings[session]

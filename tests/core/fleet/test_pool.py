@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from itertools import permutations
+from typing import Any
 
 import pytest
 
-from kvrouter.core.wire.heartbeats import Card, RankBeat
+from kvrouter.core.wire.heartbeats import RankBeat
 from kvrouter.core.wire.ids import Target, WorkerId
 from tests.core.worlds import (
     T1,
@@ -141,17 +142,16 @@ def test_two_agents_of_one_engine() -> None:
         )
 
 
+@pytest.mark.parametrize("started", [1, 9])
 @pytest.mark.parametrize(
-    "later",
-    [
-        card("w2", url="http://a", started_at_us=9, served_names=("other",)),
-        card("w2", url="http://a", started_at_us=9, ranks=8, rank_header="X-data-parallel-rank"),
-    ],
+    "facts",
+    [{"served_names": ("other",)}, {"ranks": 8, "rank_header": "X-data-parallel-rank"}],
     ids=["other name", "other ranks"],
 )
-def test_card_that_does_not_fit_its_engine(later: Card) -> None:
-    """A forged card with the address of an engine does not draw its requests away, or break them."""
-    pool = new_pool(card("w1", url="http://a", started_at_us=1), later)
+def test_card_that_does_not_fit_its_engine(facts: dict[str, Any], started: int) -> None:
+    """A forged card with the address of an engine draws none of its requests away, whenever it began."""
+    forged = card("w2", url="http://a", started_at_us=started, **facts)
+    pool = new_pool(card("w1", url="http://a", started_at_us=5), forged)
 
     assert [T1] == list(pool.targets)
     assert {W2: W1} == pool.twins
