@@ -281,10 +281,12 @@ class Completions:
                 if notes is not None:
                     notes.queued()
         prompts = self.lost.prompts
-        case = await self.lost.case(work) if prompts.suspected or prompts.condemned else None
+        case: Case | None = None
         for tries in range(self._retries + 1):
             if tries > 1:
                 await asyncio.sleep(RETRY_DELAY_S * 2**tries * random.random())
+            is_watched = prompts.suspected or prompts.condemned
+            case = case or (await self.lost.case(work) if is_watched else None)
             try:
                 if case is None:
                     placement = self._place(work, failed, fallbacks, notes)

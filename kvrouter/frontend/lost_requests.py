@@ -10,12 +10,14 @@ died. If output had arrived, only the connection may have broken: then it is a l
 answer a probe, or if its agent reports it. A refused connection is no loss, and a worker that was draining
 ends requests on purpose.
 
-The rule by which a prompt is to blame is in core/tables/deadly_prompts.py.
+The rule by which a prompt is to blame is in core/tables/deadly_prompts.py, and which words of peers count is
+in core/tables/claimed_losses.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections import deque
 from collections.abc import Callable, Collection
@@ -42,6 +44,8 @@ log = structlog.get_logger()
 TURN_S = 10.0
 LOOK_EVERY_S = 0.5
 _POLL_S = 0.05
+# Workers that are probed at one time because peers say that they are lost.
+_PROBES_MOST = 16
 # More losses than this prove nothing else.
 _LOSSES_MOST = 2
 # What vLLM answers when its engine process has died, just before the server ends.
@@ -90,6 +94,10 @@ class LostRequests:
         retries_after_death: int,
     ) -> None:
         self.prompts = replica.deadly
+        self._claimed = replica.claimed_losses
+        self._replica = replica
+        self._is_claimed = asyncio.Event()
+        self._claimed.on_claim = self._is_claimed.set
         self.retries_after_death = retries_after_death
         self._publishing = publishing
         self._probe = probe
@@ -137,9 +145,7 @@ class LostRequests:
         if prompt is not None and self.prompts.is_apart(prompt):
             taken = {target for worker in self.prompts.taken() for target in pool.targets_of(worker)}
         lost = {
-            target
-            for worker in (self.prompts.lost_workers(self._now()) if case.lost else ())
-            for target in pool.targets_of(worker)
+            target for worker in self.prompts.lost_workers(self._now()) for target in pool.targets_of(worker)
         }
         for avoided in (taken | lost, taken) if lost else (taken,):
             try:
@@ -207,7 +213,7 @@ class LostRequests:
                 self.prompts.doubt(loss.prompt, router.pool.id, lost_at)
                 self._doubts.append(loss)
             return
-        if not is_sure and not await self._is_gone(router, placement):
+        if not is_sure and not await self._is_gone(router, placement.target.worker_id):
             return
         running.is_lost = True
         case.lost.append(placement.target.worker_id)
@@ -259,13 +265,34 @@ class LostRequests:
                 refused_s=self.prompts.ttl_s,
             )
 
-    # What no request waits for: broken streams, and requests whose clients have left
+    # What no request waits for: broken streams, requests whose clients have left, and what peers claim
 
     async def run(self) -> None:
         """Look at what is in doubt until cancelled."""
+        await asyncio.gather(self._look_again(), self._probe_again())
+
+    async def _look_again(self) -> None:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             await self.look()
+
+    async def _probe_again(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                timeout_s = LOOK_EVERY_S if self._claimed.has_unproven else None
+                await asyncio.wait_for(self._is_claimed.wait(), timeout_s)
+            self._is_claimed.clear()
+            await self._probe_claimed()
+            await asyncio.sleep(_POLL_S)  # peers may claim without end
+
+    async def _probe_claimed(self) -> None:
+        """Find out whether the workers that peers say to have lost answer."""
+        claimed = self._claimed.unproven(_PROBES_MOST).items()
+        found = [(router, worker) for worker, pool in claimed if (router := self._replica.routers.get(pool))]
+        gone = await asyncio.gather(*[self._is_gone(router, worker) for router, worker in found])
+        for (_, worker), is_gone in zip(found, gone, strict=True):
+            if is_gone:
+                self._claimed.worker_ended(worker, self._now())
 
     async def look(self) -> None:
         """Find out what is in doubt, and judge the losses that have settled."""
@@ -279,8 +306,8 @@ class LostRequests:
             self._judge(loss.router, loss.prompt, loss.placement.target.worker_id, loss.request_id)
 
     async def _resolve(self) -> None:
-        by_worker = {loss.placement.target.worker_id: loss for loss in self._doubts}
-        gone = await asyncio.gather(*[self._is_gone(one.router, one.placement) for one in by_worker.values()])
+        by_worker = {loss.placement.target.worker_id: loss.router for loss in self._doubts}
+        gone = await asyncio.gather(*[self._is_gone(router, worker) for worker, router in by_worker.items()])
         self._confirm([worker for worker, is_gone in zip(by_worker, gone, strict=True) if is_gone])
         settled = self._now() - SETTLE_S  # an engine that ends may answer for a moment
         for loss in [one for one in self._doubts if one.placement.target.worker_id in by_worker]:
@@ -296,12 +323,12 @@ class LostRequests:
             self._count(loss)
             self._unjudged.append((judged_at, loss))
 
-    async def _is_gone(self, router: Router, placement: Placement) -> bool:
+    async def _is_gone(self, router: Router, worker_id: WorkerId) -> bool:
         """Whether the agent reports the worker as down, or it does not answer a probe."""
-        worker = router.pool.workers.get(placement.target.worker_id)
+        worker = router.pool.workers.get(worker_id)
         if worker is None or worker.silent or worker.state == "down":
             return True
-        return not await self._probe(placement.url)
+        return not await self._probe(worker.card.url)
 
 
 def _is_sure(outcome: Outcome) -> bool:

@@ -172,8 +172,8 @@ def test_versions_must_be_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> No
 def test_only_own_rounds_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """If any heartbeat in a replica's name were a round, a forged one would end all leases."""
 
-    def take_own_heartbeat(self: WatchedReplica, beat: RouterBeat) -> None:
-        self._lose(self._leases.round(beat.round))
+    def take_own_heartbeat(self: WatchedReplica, beat: RouterBeat, now: float) -> None:
+        self._lose(self._leases.round(beat.round), now)
 
     assert_seen_only_then(
         [Step("round of the future", who=0), Step("die", who=1)],
@@ -186,7 +186,7 @@ def test_rounds_must_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def next_round(self: WatchedReplica, now: float) -> None:
         super(WatchedReplica, self).next_round(now)
-        self._lose(self._leases.round(self._round))
+        self._lose(self._leases.round(self._round), now)
 
     monkeypatch.setattr(WatchedReplica, "next_round", next_round, raising=False)
     world = World(Setup())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 from kvrouter.core.wire.ids import WorkerId
+from kvrouter.core.wire.ops import DeadlyPrompt, LostWith
+from kvrouter.frontend.bodies.prompt_hash import hash_of
 from kvrouter.frontend.run import RunningFrontend
 from tests.frontend.clients import Response, ask, connected
 from tests.frontend.fleet import POOL, Fleet, FleetOf
@@ -275,6 +278,48 @@ async def test_a_node_fails(fleet_of: FleetOf, engines: list[Engine], prompts: i
         assert {200} == {response.status for response in await asyncio.gather(*waiting)}
         assert not refuses(fleet.frontend)
         assert fleet.frontend.replica.deadly.is_empty
+
+
+async def test_other_requests_avoid_lost_workers(fleet_of: FleetOf, engines: list[Engine]) -> None:
+    """Requests that were at no lost worker are not sent to one either, before its agent has reported it."""
+    async with fleet_of("--retries", "0", scripts=tuple(engines)) as fleet:
+        embody(fleet, engines)
+        waiting = [asyncio.create_task(fleet.ask(held(n))) for n in range(50)]
+        await until(lambda: len(fleet.requests) == 50)
+        for worker in fleet.workers[:3]:
+            worker.die()
+        await until(
+            lambda: (
+                len(list(fleet.frontend.replica.deadly.lost_workers(asyncio.get_running_loop().time()))) == 3
+            )
+        )
+        engines[0].release.set()
+
+        assert {200} == {(await fleet.ask(held(n))).status for n in range(100, 110)}
+        await asyncio.gather(*waiting)
+
+
+async def test_forged_words_of_a_peer(fleet_of: FleetOf, engines: list[Engine]) -> None:
+    """Whoever publishes in a replica's name has no prompt refused or held whose workers live."""
+    flags = ("--router-replica-sync",)
+    async with fleet_of(*flags, scripts=tuple(engines), replicas=2) as fleet:
+        embody(fleet, engines)
+        first, forger = fleet.frontends
+        prompt = hash_of(POOL, "/v1/completions", json.dumps(held(1)).encode())
+        router = forger.replica.routers[POOL]
+        engines[0].release.set()
+        claims = first.replica.claimed_losses
+        claims._began_at = -1e6  # it has been there for long
+        for _ in range(3):
+            for worker in fleet.workers:
+                router._publish(LostWith(prompt, worker.id, 1000, 0))
+            router._publish(DeadlyPrompt(prompt, [worker.id for worker in fleet.workers], 600_000))
+            forger.replica_loop.publishing.flush_soon()
+            await until(lambda: claims._verdicts)
+            assert 200 == (await ask(first.url, held(1))).status
+            claims._verdicts.clear()
+
+        assert first.replica.deadly.is_empty
 
 
 async def test_a_node_fails_bit_by_bit(fleet_of: FleetOf, engines: list[Engine]) -> None:

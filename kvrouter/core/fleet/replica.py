@@ -50,6 +50,7 @@ from kvrouter.core.fleet.refusals import (
 from kvrouter.core.fleet.router import Router, RouterRules
 from kvrouter.core.fleet.routing_changes import follow, median, refused
 from kvrouter.core.routing.worker import Worker
+from kvrouter.core.tables.claimed_losses import ClaimedLosses
 from kvrouter.core.tables.deadly_prompts import DeadlyPrompts
 from kvrouter.core.wire.addresses import Network, host_error
 from kvrouter.core.wire.heartbeats import (
@@ -141,6 +142,7 @@ class Replica:
         self.incarnation = incarnation
         self.counters = ReplicaCounters()
         self.deadly = DeadlyPrompts()
+        self.claimed_losses = ClaimedLosses(self.deadly)
         self.pools = Pools(self._new_router, settings.lease_rounds)
         self.routers = self.pools.routers
         self.peers: dict[RouterId, RouterBeat] = {}
@@ -221,6 +223,7 @@ class Replica:
         self._readiness.has_met_worker = True
         if has_lost_cache:
             router.engine_lost(worker_id)
+            self.claimed_losses.worker_ended(worker_id, now)
         if known is None:
             router.card_arrived(worker_id, now)
         if settles:
@@ -268,7 +271,7 @@ class Replica:
             self.counters.malformed_heartbeats += 1
             return
         if router_id == self.router_id:
-            self._take_own_heartbeat(beat)
+            self._take_own_heartbeat(beat, now)
             return
         if beat.state == "leave":
             self._remove_router(router_id)
@@ -299,13 +302,13 @@ class Replica:
         self.counters.members_refused += 1
         self.refusals.refuse(f"replica {router_id}", reason)
 
-    def _take_own_heartbeat(self, beat: RouterBeat) -> None:
+    def _take_own_heartbeat(self, beat: RouterBeat, now: float) -> None:
         """A heartbeat of this replica came back: a round. One that it never sent is forged."""
         # Rounds do not count when they begin: a replica that is cut off or deaf would lose all its members.
         if beat.incarnation != self.incarnation or beat.round > self._round:
             self.counters.stale_heartbeats += 1
             return
-        self._lose(self._leases.round(beat.round))
+        self._lose(self._leases.round(beat.round), now)
         if beat.round > self._returned_round:
             self._returned_round = beat.round
             self._end_round()
@@ -380,6 +383,7 @@ class Replica:
         for router in self.routers.values():
             router.pool.approx.expire(now)
         self.deadly.expire(now)
+        self.claimed_losses.expire(now)
         needed = self.feeds.pools_with_bookings().union(self._worker_pools.values())
         self.feeds.end_pools(self.pools.next_round(needed, now))
 
@@ -434,6 +438,7 @@ class Replica:
     def hello_sent(self, now: float) -> None:
         """A hello was published, maybe once more after a reconnect."""
         self._readiness.hello_sent(now)
+        self.claimed_losses.began(now)
 
     # Questions
 
@@ -454,7 +459,7 @@ class Replica:
             synced=self.settings.synced,
             seq=seq,
             is_elder=self._is_elder,
-            deadly=self.deadly,
+            claimed=self.claimed_losses,
         )
         router.unheard = self._unheard()
         router.pool.avoid(self._places.names)
@@ -659,11 +664,13 @@ class Replica:
         sink = KvSink(pool.index, source.target, worker.tier_sets(), pool.workers)
         return FeedReader(source.rank, sink, self._chance, self._held)
 
-    def _lose(self, sources: list[Source]) -> None:
+    def _lose(self, sources: list[Source], now: float) -> None:
         """The leases of these sources have ended."""
         # Workers first, and those of a pool together: which of them stay depends on the others.
         silent_workers = {source.worker_id for source in sources if isinstance(source, WorkerSource)}
         self._lose_workers(silent_workers)
+        for worker_id in silent_workers:
+            self.claimed_losses.worker_ended(worker_id, now)
         for source in sources:
             if isinstance(source, RouterSource):
                 self.counters.replicas_lost += 1

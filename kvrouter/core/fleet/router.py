@@ -32,6 +32,7 @@ from kvrouter.core.routing.policy import Candidate, RouteRequest
 from kvrouter.core.routing.selection import Decision, Modes, Selection
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.bookings import Booking, UnseenBookings, add_request, booking_ops
+from kvrouter.core.tables.claimed_losses import ClaimedLoss, ClaimedLosses
 from kvrouter.core.tables.deadly_prompts import KEPT_S, Deadly, DeadlyPrompts
 from kvrouter.core.tables.early_ops import EarlyOps
 from kvrouter.core.tables.ghosts import Ghosts, Reuse
@@ -146,12 +147,12 @@ class Router:
         synced: bool,
         seq: int = 0,
         is_elder: Callable[[], bool] = lambda: True,
-        deadly: DeadlyPrompts | None = None,
+        claimed: ClaimedLosses | None = None,
     ) -> None:
         """`seq`: the last number of this pool's feed, if the pool was dropped before and begins again.
 
         `is_elder()`: whether this router's snapshots also contain what it has learnt from other replicas.
-        `deadly`: those of the replica; None: no prompt is refused.
+        `claimed`: the replica's, and with it its deadly prompts; None: no prompt is refused.
         """
         self.pool = pool
         self.router_id = router_id
@@ -163,7 +164,8 @@ class Router:
             shared_s=SNAPSHOT_SHARED_S,
         )
         self.early = EarlyOps()
-        self.deadly = DeadlyPrompts(0.0) if deadly is None else deadly
+        self._claimed = ClaimedLosses(DeadlyPrompts(0.0)) if claimed is None else claimed
+        self.deadly = self._claimed.prompts
         self._is_elder = is_elder
         self.predictions = PredictionTable()
         self.tables = rules.tables
@@ -614,12 +616,13 @@ class Router:
             entry = ApproxEntry(target.worker_id, target.rank, packed, ttl_ms, is_text=booking.is_text)
             self.early.hold(entry, now)
 
-    # Prompts that workers were lost with (core/tables/deadly_prompts.py)
+    # Prompts that workers were lost with (core/tables/deadly_prompts.py, claimed_losses.py)
 
     def lost_with(
         self, prompt: PromptHash, worker_id: WorkerId, *, sent_at: float, lost_at: float, now: float
     ) -> None:
         """A worker was lost with a request of this router in hand."""
+        self._claimed.worker_ended(worker_id, now)
         self.deadly.lost(prompt, self.pool.id, worker_id, sent_at=sent_at, lost_at=lost_at, now=now)
         if self.deadly.ttl_s:
             sent_ms, lost_ms = round((now - sent_at) * 1000), round((now - lost_at) * 1000)
@@ -650,14 +653,15 @@ class Router:
             # a worker that is not known here cannot be lost; an old loss proves nothing any more
             case LostWith(_, worker_id, sent_ms, lost_ms):
                 if worker_id in self.pool.workers and lost_ms < KEPT_S * 1000:
-                    sent_at, lost_at = now - sent_ms / 1000, now - lost_ms / 1000
-                    worker = WorkerId(worker_id)
-                    self.deadly.lost(prompt, pool_id, worker, sent_at=sent_at, lost_at=lost_at, now=now)
+                    loss = ClaimedLoss(prompt, pool_id, now - sent_ms / 1000, now - lost_ms / 1000)
+                    self._claimed.lost(WorkerId(worker_id), loss, now)
             case DeadlyPrompt(_, worker_ids, ttl_ms):
-                self.deadly.learn(prompt, pool_id, [*map(WorkerId, worker_ids)], ttl_ms / 1000, now)
+                self._claimed.deadly(prompt, pool_id, [*map(WorkerId, worker_ids)], ttl_ms / 1000, now)
             case Pardon(_, 0):
+                self._claimed.pardoned(prompt)
                 self.deadly.answered(prompt)
             case Pardon(_, ttl_ms):
+                self._claimed.pardoned(prompt)
                 self.deadly.pardon(prompt, pool_id, ttl_ms / 1000, now)
 
     # The sync feed, which peers follow

@@ -1,11 +1,13 @@
 """The hash by which a prompt is known that ended workers: of all that an engine computes with.
 
-    route, JSON fields by name, without those in _NOT_COMPUTED ──BLAKE2b──> 16 bytes
+    route, the fields in _COMPUTED by name, in one spelling ──BLAKE2b──> 16 bytes
 
 The body is hashed, not token ids: so it needs no tokenizer, and two prompts are the same only if they are
 equal to their ends. The options count too, since they can end an engine as well as the text can (a grammar,
 a bias, a seed): a harmless request with a common text must not be refused because another one added such an
-option. What no engine computes with does not count, since clients change it when they ask again.
+option. What no engine reads does not count, at the top of the body and in its messages, nor does the
+spelling of the JSON: clients change these when they ask again (a trace id, a time), and whoever wants to end
+engines could. The names are those of vLLM 0.33 and SGLang 0.5.23; an option that is newer does not count.
 
 Bodies that are no JSON object (forms) count byte for byte; a client that makes a new boundary for each try
 is not recognized.
@@ -23,14 +25,54 @@ from kvrouter.core.wire.ids import PoolId, PromptHash
 from kvrouter.core.wire.values import PROMPT_HASH_BYTES
 from kvrouter.frontend.bodies.large import LARGE_BYTES
 
-# How the answer is sent, who asks, and where the request should go. A salt changes only what is cached.
-_NOT_COMPUTED = frozenset({
-    "stream", "stream_options", "include_usage", "user", "metadata", "safety_identifier", "request_id", "rid",
-    "store", "background", "service_tier", "priority", "cache_salt", "prompt_cache_key",
-    "prompt_cache_retention", "kvrouter", "nvext", "session_id",
-})  # fmt: skip
+# The fields of requests on all routes. Left out: how the answer is sent, who asks, and where the request
+# should go. A salt changes only what is cached.
+_COMPUTED = frozenset(
+    """
+    add_generation_prompt add_special_tokens allowed_token_ids apply_softmax audio audio_data bad_words
+    best_of bootstrap_host bootstrap_port bootstrap_room chat_template chat_template_kwargs content_parts
+    context continue_final_message conversation_id custom_labels custom_logit_processor custom_params data
+    data_1 data_2 data_parallel_rank decision_layout dimensions documents early_stopping ebnf
+    ec_transfer_params echo embed_dtype embed_override_token_id embed_overrides embedding_types
+    encoding_format endianness extra_key features format frequency_penalty guided_choice guided_decoding
+    guided_decoding_backend guided_grammar guided_json guided_regex hotwords ignore_eos image_data images
+    images_config include include_reasoning include_stop_str_in_output input input_embeds input_ids
+    input_type inputs instruction instructions is_cross_encoder_request item_embed_overrides item_first items
+    joint json_schema k kv_hints kv_transfer_params label_token_ids language late_chunking_params
+    length_penalty logit_bias logprob_start_len logprob_token_ids logprobs lora_path max_completion_tokens
+    max_dynamic_patch max_output_tokens max_thinking_tokens max_tokens max_tokens_per_doc
+    max_tokens_per_query max_tool_calls media_io_kwargs messages min_dynamic_patch min_p min_tokens
+    mm_content_hashes mm_hashes mm_payload mm_processor_kwargs modalities model multi_item_delimiter_indices
+    n no_stop_trim normalize options output_config output_dimension output_mode p padding
+    parallel_tool_calls positional_embed_overrides presence_penalty previous_input_messages
+    previous_response_id prompt prompt_embeds prompt_logprobs prompt_token_ids prompt_tokens queries query
+    query_embed_overrides questions raw reasoning reasoning_effort regex repetition_detection
+    repetition_penalty require_reasoning response_format return_bytes return_entropy return_hidden_states
+    return_logprob return_mm_kwargs return_pooled_hidden_states return_prompt_token_ids
+    return_routed_experts return_sampling_mask return_token_ids return_token_offsets
+    routed_experts_prompt_start routed_experts_start_len sampling_logprobs_mode sampling_params
+    score_extraction_token seed separate_reasoning session_params skip_special_tokens
+    spaces_between_special_tokens speculative_decoding stop stop_regex stop_sequences stop_token_ids
+    stream_reasoning strict_tools structured_outputs suffix system task temperature template text text_1
+    text_2 texts think thinking thinking_token_budget timestamp_granularities to_language
+    token_ids token_ids_logprob token_indices_to_pool tokens tool_choice tools top_k top_logprobs
+    top_logprobs_num top_n top_p truncate truncate_prompt_tokens truncation truncation_side use_activation
+    use_audio_in_video use_beam_search video_config video_data video_max_dynamic_patch videos vllm_xargs
+    watermark watermarking
+    """.split()  # noqa: SIM905
+)
+# What templates are given of each message of a chat.
+_OF_MESSAGES = frozenset(
+    """
+    audio content function_call name phase reasoning reasoning_content reasoning_details refusal role task
+    thinking tool_call_id tool_calls tools type
+    """.split()  # noqa: SIM905
+)
 
 _fields = msgspec.json.Decoder(dict[str, Raw]).decode
+_messages = msgspec.json.Decoder(list[dict[str, Raw]]).decode
+_value = msgspec.json.Decoder(object).decode
+_in_one_spelling = msgspec.json.Encoder(order="deterministic").encode
 
 
 async def prompt_hash(pool_id: PoolId, route: str, body: bytes) -> PromptHash | None:
@@ -54,9 +96,29 @@ def hash_of(pool_id: PoolId, route: str, body: bytes) -> PromptHash:
 def _parts(body: bytes) -> list[bytes]:
     try:
         fields = _fields(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return [body]
     parts: list[bytes] = []
-    for name in sorted(fields.keys() - _NOT_COMPUTED):
-        parts += (name.encode("utf-8", "surrogatepass"), bytes(fields[name]))
+    for name in sorted(fields.keys() & _COMPUTED):
+        if bytes(fields[name]) != b"null":
+            parts += (name.encode(), _spelled(name, fields[name]))
     return parts
+
+
+def _spelled(name: str, raw: Raw) -> bytes:
+    """A field in one spelling; as it is if its text is no Unicode."""
+    try:
+        return _in_one_spelling(_messages_read(raw) if name == "messages" else _value(raw))
+    except (ValueError, RecursionError):
+        return bytes(raw)
+
+
+def _messages_read(raw: Raw) -> object:
+    try:
+        messages = _messages(raw)
+    except msgspec.ValidationError:
+        return _value(raw)  # no chat: the engine refuses it
+    return [
+        {name: _value(value) for name, value in message.items() if name in _OF_MESSAGES}
+        for message in messages
+    ]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import msgpack
+import pytest
 
 from kvrouter.core.fleet.replica import Replica
-from kvrouter.core.tables.deadly_prompts import SETTLE_S
+from kvrouter.core.tables.claimed_losses import JOIN_S
+from kvrouter.core.tables.deadly_prompts import DOUBT_S, MOST_DEADLY, SETTLE_S
 from kvrouter.core.wire import ops as wire
 from kvrouter.core.wire.ids import PromptHash, RouterId, WorkerId
 from kvrouter.core.wire.ops import VERSION, DeadlyPrompt, Frame, LostWith, Pardon, decode_frame, encode
 from kvrouter.core.wire.senders import SyncSource
 from tests.core.fleet.test_replica_sync import carry, pair, recover
-from tests.core.replicas import ME, PEER, new_replica, receive_worker, rounds
+from tests.core.replicas import ME, PEER, ROUNDS, new_replica, receive_worker, rounds
 from tests.core.worlds import POOL, card
 
 KILLER = PromptHash(b"a deadly prompt.")
@@ -19,10 +21,13 @@ W1, W2 = WorkerId("w1"), WorkerId("w2")
 
 
 def lose(replica: Replica, worker: WorkerId, *others: Replica, sent_at: float) -> None:
-    """A worker is lost a second after the killer was sent, and the replica tells the others."""
+    """A worker is lost a second after the killer was sent. It tells the others, which see it, too."""
     lost_at = sent_at + 1.0
     replica.router(POOL).lost_with(KILLER, worker, sent_at=sent_at, lost_at=lost_at, now=lost_at)
     carry(replica, *others, now=lost_at)
+    for other in others:
+        assert [worker] == list(other.claimed_losses.unproven(9))
+        other.claimed_losses.worker_ended(worker, lost_at)
 
 
 def refusing(*replicas: Replica, at: float = 20.0) -> list[bool]:
@@ -53,8 +58,9 @@ def test_other_prompts_at_a_peer() -> None:
     first, second = pair()
     other = PromptHash(b"another prompt..")
     for worker, at in ((W1, 2.0), (W2, 11.0)):
-        for replica, peer, prompt in ((first, second, KILLER), (second, first, other)):
+        for replica, prompt in ((first, KILLER), (second, other)):
             replica.router(POOL).lost_with(prompt, worker, sent_at=at - 1, lost_at=at, now=at)
+        for replica, peer in ((first, second), (second, first)):
             carry(replica, peer, now=at)
 
     assert first.router(POOL).judge(KILLER, W2, 11.5) is None
@@ -116,14 +122,65 @@ def test_pardon_everywhere() -> None:
 
 
 def test_forged_losses() -> None:
-    """A peer's loss counts only at a worker that is known here, and only if it is recent."""
+    """A peer's loss counts only at a worker that is known here and has ended, and only if it is recent."""
     first, second = pair()
     router = second.router(POOL)
     router._publish(LostWith(KILLER, "nobody", 1000, 0))
     router._publish(LostWith(KILLER, "w1", 10**9, 10**9))
+    router._publish(LostWith(KILLER, "w2", 1000, 0))
     carry(second, first, now=5.0)
 
-    assert not first.deadly.suspects()
+    assert [W2] == list(first.claimed_losses.unproven(9))
+    assert first.deadly.is_empty
+    first.next_round(5.0 + DOUBT_S)
+    assert not first.claimed_losses.has_unproven
+
+
+def test_forged_verdicts() -> None:
+    """A peer's word has no prompt refused, however often it comes, as long as its workers live."""
+    first, second = pair()
+    late = JOIN_S + 700.0
+    router = second.router(POOL)
+    for number in range(MOST_DEADLY + 10):
+        router._publish(DeadlyPrompt(number.to_bytes(16, "big"), ["w1", "w2"], 600_000))
+    for workers in ([], ["w1"], ["w1", "w1"], ["w1", "nobody"], ["w1", "w2"]):
+        router._publish(DeadlyPrompt(KILLER, workers, 500_000))
+        carry(second, first, now=late)
+        assert first.deadly.is_empty
+        first.claimed_losses.worker_ended(W1, late)
+    first.claimed_losses.worker_ended(W2, late + 1.0)
+
+    assert [True] == refusing(first, at=late + 1.0)
+
+
+@pytest.mark.parametrize("how", ["another process", "down", "silent"])
+def test_workers_end_as_seen_here(how: str) -> None:
+    """What a peer lost counts once the agent reports it, or its lease ends, and with it the verdict."""
+    first, second = pair()
+    late = JOIN_S + 10.0
+    for worker in (W1, W2):
+        second.router(POOL)._publish(LostWith(KILLER, worker, 1000, 0))
+    second.router(POOL)._publish(DeadlyPrompt(KILLER, [W1, W2], 600_000))
+    carry(second, first, now=late)
+    assert first.deadly.is_empty
+    if how == "silent":
+        rounds(first, 2 * ROUNDS, second)
+    for worker in (W1, W2):
+        receive_worker(first, card(worker), incarnation=101, state="down" if how == "down" else "up")
+
+    assert [True] == refusing(first, at=late)
+
+
+def test_a_pardon_forgets_claims() -> None:
+    """What peers claimed before a pardon does not count after it."""
+    first, second = pair()
+    second.router(POOL)._publish(DeadlyPrompt(KILLER, ["w1", "w2"], 600_000))
+    carry(second, first, now=900.0)
+    second.router(POOL).pardon(KILLER, 901.0)
+    carry(second, first, now=901.0)
+    for worker in (W1, W2):
+        first.claimed_losses.worker_ended(worker, 902.0)
+
     assert first.deadly.is_empty
 
 

@@ -12,7 +12,7 @@ from kvrouter.frontend.bodies.large import LARGE_BYTES
 from kvrouter.frontend.bodies.prompt_hash import hash_of, prompt_hash
 
 POOL, CHATS = PoolId("m-12345678"), "/v1/chat/completions"
-CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "temperature": 0.5}
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "temperature": 0.5}
 
 
 def of(body: Any, route: str = CHATS, pool: PoolId = POOL) -> bytes:
@@ -34,6 +34,17 @@ def of(body: Any, route: str = CHATS, pool: PoolId = POOL) -> bytes:
 def test_what_no_engine_computes_with(more: dict[str, Any]) -> None:
     """Who asks, and how the answer is sent, does not make another prompt; nor does the order of fields."""
     assert of(CHAT) == of({**more, **dict(reversed(CHAT.items()))})
+
+
+def test_what_no_engine_reads() -> None:
+    """Names that no engine knows, fields that are null, and the spelling of the JSON make no other prompt."""
+    (message,) = CHAT["messages"]
+    for n in range(20):
+        unknown = {f"x_{n}": n, "trace": "a" * n, "seed": None}
+        assert of(CHAT) == of({**unknown, **CHAT})
+        assert of(CHAT) == of({**CHAT, "messages": [{**message, "id": n, f"x_{n}": [n]}]})
+    assert of(CHAT) == of(json.dumps(CHAT, indent=n).replace("hi", "h\\u0069").encode())
+    assert of({**CHAT, "x": {"deep": 1e300}}) == of({**CHAT, "x": "1e400"}) == of(CHAT)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +77,7 @@ def test_other_bodies(body: bytes) -> None:
 
 def test_parts_do_not_run_together() -> None:
     """Names and values are told apart by their lengths."""
-    assert of({"a": 12, "b": 3}) != of({"a": 1, "b": 23})
+    assert of({"k": 12, "n": 3}) != of({"k": 1, "n": 23})
 
 
 async def test_a_large_body() -> None:
