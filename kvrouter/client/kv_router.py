@@ -255,7 +255,7 @@ class KvRouter(HandFed):
 
         In order; empty without a `replica_id`.
         """
-        return self._by_hand().frames()
+        return self._by_hand().feed.frames()
 
     def receive(self, frame: bytes, replica_id: str) -> None:
         """Apply a frame of this peer, as of now. Raises ConfigError without a `replica_id` of this router.
@@ -358,8 +358,8 @@ class KvRouter(HandFed):
         # The background task of a connected router does the same. That is harmless: `due` returns each
         # booking once, and what has expired or was swept is gone.
         now = self._clock()
-        for key in self._router.due(now):
-            self._router.mark_prefill_completed(key, now)
+        for key in self._router.bookings.due(now):
+            self._router.bookings.mark_prefill_completed(key, now)
         self._router.pool.approx.expire(now)
         self._router.pool.sweep(_SWEPT)
         log_mistakes(self._router.selection.policy)
@@ -483,24 +483,24 @@ class PlacedRequest:
 
     def mark_prefill_completed(self) -> None:
         """Call at the first data byte. A second call changes nothing."""
-        self._router.first_byte(self._placement.key, self._clock())
+        self._router.bookings.first_byte(self._placement.key, self._clock())
         self._on_change()
 
     def progress(self, output_tokens: int) -> None:
         """Call with the number of tokens of the answer so far; once a second is enough."""
-        self._router.progress(self._placement.key, output_tokens)
+        self._router.bookings.progress(self._placement.key, output_tokens)
         self._on_change()
 
     def answered(self, status: int) -> None:
         """Pass the status of the worker's answer to a custom policy."""
-        self._router.answered(self._placement.key, status)
+        self._router.bookings.answered(self._placement.key, status)
 
     def free(self, output_tokens: int | None = None) -> None:
         """Call when the request has ended, in any way. A second call changes nothing.
 
         `output_tokens`: the length of the answer, for a custom policy; None: as of the last `progress`.
         """
-        self._router.free(self._placement.key, self._clock(), output_tokens)
+        self._router.bookings.free(self._placement.key, self._clock(), output_tokens)
         self._on_change()
 
     def __enter__(self) -> Self:
@@ -512,8 +512,8 @@ class PlacedRequest:
         """Free it. A block that ends without an error counts as answered with status 200."""
         # After an error the prefill may not have ended, so nothing is assumed to be cached.
         if kind is None:
-            self._router.answered(self._placement.key, 200)
-            self._router.mark_prefill_completed(self._placement.key, self._clock())
+            self._router.bookings.answered(self._placement.key, 200)
+            self._router.bookings.mark_prefill_completed(self._placement.key, self._clock())
         self.free()
 
 

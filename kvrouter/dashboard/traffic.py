@@ -116,8 +116,8 @@ def served(replica: Replica, metrics: RequestMetrics, queued: int) -> Traffic:
         queued=queued,
         reusable_tokens=sum([router.reuse.prompt_tokens for router in routers]),
         uncached_tokens=uncached,
-        ttft_decisions=sum([router.calibration.decisions for router in routers]),
-        later_s=round(sum([router.calibration.later_s for router in routers]), 6),
+        ttft_decisions=sum([router.bookings.calibration.decisions for router in routers]),
+        later_s=round(sum([router.bookings.calibration.later_s for router in routers]), 6),
         refused=sum([count for labels, count in requests.items() if labels[-1] == "refused"]),
     )
 

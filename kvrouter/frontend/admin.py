@@ -392,7 +392,7 @@ def _bookings(pool_id: str, router: Router) -> dict[str, Any]:
     pool = router.pool
     return {
         "pool": pool_id,
-        "own_feed": {"incarnation": router.source.incarnation, "seq": router.source.seq},
+        "own_feed": {"incarnation": router.feed.source.incarnation, "seq": router.feed.source.seq},
         "owners": {
             router_id: {"count": count, "digest": f"{pool.active.digest(router_id)[1]:016x}"}
             for router_id, count in pool.active.owners().items()

@@ -400,19 +400,19 @@ class Completions:
         if isinstance(outcome, Done) and outcome.status < 300 and not outcome.failure:
             answers["ok"] += 1
             # Before `free`, which reports 499 to the policy for a booking without an answer.
-            router.answered(placement.key, outcome.status)
+            router.bookings.answered(placement.key, outcome.status)
             # Only a good answer proves that the target computed the prompt, and so may hold its blocks.
-            router.mark_prefill_completed(placement.key, now)
+            router.bookings.mark_prefill_completed(placement.key, now)
         else:
             answers[_ending_of(outcome)] += 1
             if outcome is not None:
-                router.answered(placement.key, _status_of(outcome))
+                router.bookings.answered(placement.key, _status_of(outcome))
             if isinstance(outcome, Rejected) and outcome.status in _BUSY:
                 self._let_rest(router, placement.target, outcome, now)
         worker = router.pool.workers.get(placement.target.worker_id)
         if outcome is not None and running.work.api.is_native and worker is not None:
             worker.first_answers.note(_status_of(outcome))
-        router.free(placement.key, now, running.output_tokens)
+        router.bookings.free(placement.key, now, running.output_tokens)
         self._publishing.flush_soon()
 
     def _let_rest(self, router: Router, target: Target, refusal: Rejected, now: float) -> None:
@@ -513,7 +513,7 @@ class Completions:
         if work.response is not None:
             self._accept.kept.keep(work.response, placement.target, responses.find_answer(attempt.tail))
             for session in work.response.sessions():
-                work.router.bind(session, placement.target, self._now())
+                work.router.bookings.bind(session, placement.target, self._now())
             self._publishing.flush_soon()
         if work.traits is not None:
             usage, now = work.api.find_usage(attempt.tail), self._now()
@@ -523,7 +523,7 @@ class Completions:
 
     def _first_output(self, running: Running) -> None:
         work, now = running.work, self._now()
-        ttft_s = work.router.first_byte(running.placement.key, now)
+        ttft_s = work.router.bookings.first_byte(running.placement.key, now)
         running.first_at = now
         if work.ids is not None:
             work.ids.release()
@@ -552,7 +552,7 @@ class Completions:
         for start in range(0, len(running), PROGRESS_SLICE):
             for attempt, one in running[start : start + PROGRESS_SLICE]:
                 # `progress` ignores a booking that was freed since `running` was copied
-                one.work.router.progress(one.placement.key, attempt.events)
+                one.work.router.bookings.progress(one.placement.key, attempt.events)
             self._publishing.flush_soon()
             await asyncio.sleep(0)
 

@@ -83,7 +83,7 @@ class DeadlyPromptViews:
             # a pool that has ended has no feed: any other tells the peers
             router = routers.get(pool_id) or next(iter(routers.values()), None)
             if router is not None:
-                router.pardon(prompt, now)
+                router.feed.pardon(prompt, now)
             else:
                 self._replica.deadly.pardon(prompt, pool_id, self._replica.deadly.ttl_s, now)
         self._publishing.flush_soon()

@@ -179,7 +179,7 @@ class LostRequests:
             if self.prompts.suspected:
                 case = case or await self.case(running.work)
                 if case.prompt is not None:
-                    running.work.router.acquit(case.prompt)
+                    running.work.router.feed.acquit(case.prompt)
                     self._publishing.flush_soon()
             return case
         is_sure = _is_sure(outcome)
@@ -224,7 +224,7 @@ class LostRequests:
 
     def _count(self, loss: _Loss) -> None:
         worker_id, now = loss.placement.target.worker_id, self._now()
-        loss.router.lost_with(loss.prompt, worker_id, sent_at=loss.sent_at, lost_at=loss.at, now=now)
+        loss.router.feed.lost_with(loss.prompt, worker_id, sent_at=loss.sent_at, lost_at=loss.at, now=now)
         self._publishing.flush_soon()
 
     async def settle(self, case: Case, running: Running, reason: str) -> None:
@@ -253,7 +253,7 @@ class LostRequests:
             )
 
     def _judge(self, router: Router, prompt: PromptHash, worker_id: WorkerId, request_id: str) -> None:
-        found = router.judge(prompt, worker_id, self._now())
+        found = router.feed.judge(prompt, worker_id, self._now())
         if found is not None:
             self._publishing.flush_soon()
             log.warning(

@@ -125,7 +125,7 @@ def _reuse_samples(router: Router) -> Iterator[Sample]:
 
 
 def _ttft_samples(router: Router) -> Iterator[Sample]:
-    labels, counted = {"pool": str(router.pool.id)}, router.calibration
+    labels, counted = {"pool": str(router.pool.id)}, router.bookings.calibration
     yield "kvrouter_ttft_decisions_total", labels, counted.decisions
     yield "kvrouter_ttft_later_decisions_total", labels, counted.later
     yield "kvrouter_ttft_later_seconds_total", labels, counted.later_s

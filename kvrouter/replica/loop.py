@@ -128,7 +128,7 @@ class ReplicaLoop:
             self._replica.latch_ready(now)
             self.awaited.look(now)
             for router in self._replica.routers.values():
-                for key in router.due(now):
-                    router.mark_prefill_completed(key, now)
+                for key in router.bookings.due(now):
+                    router.bookings.mark_prefill_completed(key, now)
                     self.publishing.flush_soon()
             self.recovery.request_due(now, self.inbox.drain_soon)

@@ -68,7 +68,7 @@ class Publishing:
         """Publish what happened to own bookings: afterwards each pool is at its feed's seq."""
         self._is_flush_due = False
         for pool_id, router in self._replica.routers.items():
-            self._publish(pool_id, router.frames())
+            self._publish(pool_id, router.feed.frames())
         if self._on_change is not None:
             self._on_change()
 
@@ -85,7 +85,7 @@ class Publishing:
             return
         # A snapshot carries the feed's seq. Without a flush it would contain bookings of later frames.
         self.flush()
-        self._bus.publish(reply, router.source.answer(request, self._bus.max_payload, now))
+        self._bus.publish(reply, router.feed.source.answer(request, self._bus.max_payload, now))
 
     def _publish(self, pool_id: PoolId, frames: list[bytes]) -> None:
         for frame in frames:
@@ -101,7 +101,7 @@ class Publishing:
         now = self._loop.time()
         self._replica.next_round(now)
         for pool_id, router in self._replica.routers.items():
-            self._publish(pool_id, router.check_frames(now))
+            self._publish(pool_id, router.feed.check_frames(now))
         if (hello := self._replica.hello()) is not None:
             self._bus.publish(self._subjects.hello, hello)
         self._publish_heartbeat()

@@ -107,7 +107,7 @@ class _Replica:
     def sink_of(self, peer: RouterId) -> SyncSink:
         """What writes a peer's bookings into the tables here."""
         if peer not in self._sinks:
-            self._sinks[peer] = self.router.copy_sink(peer)
+            self._sinks[peer] = self.router.feed.copy_sink(peer)
         return self._sinks[peer]
 
 
@@ -181,12 +181,12 @@ class Replicas:
 
     def began(self, number: int, now: float) -> None:
         replica, key = self._bookings[number]
-        replica.router.first_byte(key, now)
+        replica.router.bookings.first_byte(key, now)
         self._publish(replica, now)
 
     def ended(self, number: int, now: float, output_tokens: int | None) -> None:
         replica, key = self._bookings.pop(number)
-        replica.router.free(key, now, output_tokens)
+        replica.router.bookings.free(key, now, output_tokens)
         self._publish(replica, now)
 
     def stored(self, target: Target, hashes: Sequence[int]) -> None:
@@ -259,7 +259,7 @@ class Replicas:
     def _publish(self, sender: _Replica, now: float) -> None:
         if self._sync is None:
             return
-        for data in sender.router.frames():
+        for data in sender.router.feed.frames():
             ops = decode_frame(data).ops or ()
             for number, peer in enumerate(self._replicas):
                 if peer is sender:

@@ -363,7 +363,7 @@ async def test_a_replica_among_frontends(nats_url: str) -> None:
             key = theirs.route(router._request(list(range(640)), {}), 0.0).key
             fleet.frontends[0].replica_loop.publishing.flush_soon()
             await until(lambda: any(cost[0] > 1 for cost in charged(router, [1] * 16).values()))
-            theirs.free(key)
+            theirs.bookings.free(key)
             router.route(list(range(640)))
             await until(lambda: bookings(fleet) == 1)
         left_at = asyncio.get_running_loop().time()

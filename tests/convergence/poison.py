@@ -57,7 +57,7 @@ def _of_agent(kind: str, agent: SimAgent, number: int) -> Iterator[Message]:
 def _of_replica(kind: str, sim: SimReplica, number: int) -> Iterator[Message]:
     replica = sim.replica
     pool_id = min(replica.routers, default=PoolId("none-00000000"))
-    seq = replica.routers[pool_id].source.seq if pool_id in replica.routers else 0
+    seq = replica.routers[pool_id].feed.source.seq if pool_id in replica.routers else 0
 
     def beat(incarnation: int, feeds: dict[str, int], number: int = 0) -> Message:
         told = RouterBeat(VERSION, incarnation, "up", "", feeds, number)

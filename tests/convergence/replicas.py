@@ -72,7 +72,7 @@ class WatchedReplica(Replica):
     def router(self, pool_id: PoolId) -> Router:
         """The router of a pool."""
         router = super().router(pool_id)
-        router.source._ring_frames = self.ring_frames
+        router.feed.source._ring_frames = self.ring_frames
         return router
 
     def _new_reader(self, source: Feed) -> FeedReader:
@@ -151,10 +151,10 @@ class SimReplica(Process):
         router, key = self.replica.router(running[0]), running[1]
         match rng.choice(("first byte", "progress", "free", "retry")):
             case "first byte":
-                router.first_byte(key, self.now())
+                router.bookings.first_byte(key, self.now())
             case "progress":
                 self.running[running] += rng.randrange(1, 6)
-                router.progress(key, self.running[running])
+                router.bookings.progress(key, self.running[running])
             case "free":
                 self.free(running)
             case "retry":
@@ -184,7 +184,7 @@ class SimReplica(Process):
     def free(self, running: Running) -> None:
         """The request ends."""
         del self.running[running]
-        self.replica.router(running[0]).free(running[1])
+        self.replica.router(running[0]).bookings.free(running[1])
 
     # As ReplicaLoop does it
 
@@ -274,7 +274,7 @@ class SimReplica(Process):
         router = self.replica.routers.get(PoolId(str(request.part)))
         if router is not None:
             self._flush()
-            self.line.publish(reply, router.source.answer(request, self.line.max_payload, self.now()))
+            self.line.publish(reply, router.feed.source.answer(request, self.line.max_payload, self.now()))
 
     def _flush_soon(self) -> None:
         if not self._is_flush_due:
@@ -283,7 +283,7 @@ class SimReplica(Process):
 
     def _flush(self) -> None:
         self._is_flush_due = False
-        self._publish(Router.frames)
+        self._publish(lambda router: router.feed.frames())
 
     def _publish(self, frames_of: Callable[[Router], list[bytes]]) -> None:
         router_id = self.replica.router_id
@@ -291,7 +291,7 @@ class SimReplica(Process):
             frames = frames_of(router)
             source = SyncSource(pool_id, router_id)
             facts = booking_facts(self.replica, pool_id, router_id)
-            self._histories.note(source, self.replica.incarnation, router.source.seq, facts)
+            self._histories.note(source, self.replica.incarnation, router.feed.source.seq, facts)
             for frame in frames:
                 self.line.publish(self._subjects.live_sync(pool_id, router_id), frame)
 
@@ -310,7 +310,7 @@ class SimReplica(Process):
 
     def _beat(self) -> None:
         self.replica.next_round(self.now())
-        self._publish(lambda router: router.check_frames(self.now()))
+        self._publish(lambda router: router.feed.check_frames(self.now()))
         if self.replica.hello() is not None:
             self.line.publish(self._subjects.hello, b"")
         self._publish_heartbeat()
@@ -319,8 +319,8 @@ class SimReplica(Process):
     def _tick(self) -> None:
         now = self.now()
         for router in self.replica.routers.values():
-            for key in router.due(now):
-                router.mark_prefill_completed(key, now)
+            for key in router.bookings.due(now):
+                router.bookings.mark_prefill_completed(key, now)
                 self._flush_soon()
         self._ask()
         self.after(TICK_S, self._tick)

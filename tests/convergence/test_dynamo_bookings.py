@@ -33,7 +33,7 @@ def test_free_cannot_overtake_add_request() -> None:
     owner.drain_requests()
     fleet.pass_beats(0.01)
     source = SyncSource(PoolId(min(owner.replica.routers)), owner.replica.router_id)
-    add, free = list(owner.replica.routers[source.pool].source._ring)[-2:]
+    add, free = list(owner.replica.routers[source.pool].feed.source._ring)[-2:]
     assert [AddRequest, Free] == [type(op) for frame in (add, free) for op in decode_frame(frame).ops or ()]
 
     peer.replica.sync_frame(source, free, peer.now())

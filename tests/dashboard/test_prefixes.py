@@ -25,7 +25,7 @@ async def test_counts_by_the_last_block_found(*, keeps: bool) -> None:
     rules = RouterRules(Kv(overlap_weight=100.0), random.Random(1).random, decisions=kept, mode="kv")
     router = Router(pool, rules, router_id=RouterId("me"), incarnation=1, synced=True)
     for chain in (OTHER, CHAIN, CHAIN, CHAIN, chain_from(9000, 4)):
-        router.free(router.route(request(prompt(chain)), 0.0).key)
+        router.bookings.free(router.route(request(prompt(chain)), 0.0).key)
     sample = await Prefixes(kept if keeps else None).sample()
 
     assert ((5, 4) if keeps else (0, 0)) == (sample.read, sample.cached)

@@ -105,7 +105,7 @@ def replay(name: str) -> list[Predicted]:
             predictions.append(Predicted(moment["label"], tokens, moment["cached_tokens"]))
             heapq.heappush(moments, (moment["t1"], 1_000_000 + len(predictions), placement.key))
         else:
-            router.free(moment)
+            router.bookings.free(moment)
         router.pool.active.check()
         router.pool.index.check()
     assert not router.pool.active.owners()

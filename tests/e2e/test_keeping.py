@@ -98,7 +98,7 @@ async def test_snapshot_before_the_card(nats_url: str, model_path: Path) -> None
 
         agent.send_signal(signal.SIGSTOP)
         joiner = await stack.enter_async_context(running_frontend(parse_options(flags)))
-        await until(lambda: any(router.early.held_bytes for router in joiner.replica.routers.values()))
+        await until(lambda: any(router.feed.early.held_bytes for router in joiner.replica.routers.values()))
         assert (0, 0) == holds(joiner, worker_id)
         agent.send_signal(signal.SIGCONT)
         await until(lambda: bool(router_of(joiner).pool.targets))

@@ -65,7 +65,7 @@ def is_settled(fleet: Fleet) -> bool:
 def has_every_frame(replica: Replica, fleet: Fleet) -> bool:
     """Whether its readers are at their sources' frames, and no booking is left."""
     sent = {
-        (frontend.replica.router_id, pool): router.source.seq
+        (frontend.replica.router_id, pool): router.feed.source.seq
         for frontend in fleet.frontends
         for pool, router in frontend.replica.routers.items()
     }

@@ -154,7 +154,7 @@ class Fleet:
             assert frontend.completions.idle.is_set()
             for router in frontend.replica.routers.values():
                 router.pool.active.check()
-                assert not router._own
+                assert not router.bookings._own
 
 
 class FleetOf(Protocol):

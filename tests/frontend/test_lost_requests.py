@@ -312,8 +312,8 @@ async def test_forged_words_of_a_peer(fleet_of: FleetOf, engines: list[Engine]) 
         claims._began_at = -1e6  # it has been there for long
         for _ in range(3):
             for worker in fleet.workers:
-                router._publish(LostWith(prompt, worker.id, 1000, 0))
-            router._publish(DeadlyPrompt(prompt, [worker.id for worker in fleet.workers], 600_000))
+                router.feed.publish(LostWith(prompt, worker.id, 1000, 0))
+            router.feed.publish(DeadlyPrompt(prompt, [worker.id for worker in fleet.workers], 600_000))
             forger.replica_loop.publishing.flush_soon()
             await until(lambda: claims._verdicts)
             assert 200 == (await ask(first.url, held(1))).status

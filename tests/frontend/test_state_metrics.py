@@ -79,9 +79,9 @@ async def test_predicted_times_to_first_token(fleet_of: FleetOf) -> None:
     async with fleet_of(*KV) as fleet:
         await fleet.ask()
         (router,) = fleet.frontends[0].replica.routers.values()
-        router.calibration.decided(0.5, 0.25)
-        router.calibration.measured(0.5, 0.75)
-        router.calibration.measured(60.0, 90.0)
+        router.bookings.calibration.decided(0.5, 0.25)
+        router.bookings.calibration.measured(0.5, 0.75)
+        router.bookings.calibration.measured(60.0, 90.0)
         lines = (await fleet.get("/metrics")).body.decode().splitlines()
 
     for line in (

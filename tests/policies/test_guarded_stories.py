@@ -90,8 +90,8 @@ def test_failing_worker_is_avoided(zoned: Any) -> None:
 
     def winner() -> str:
         placed = router.route(ask, 0.0)
-        router.answered(placed.key, 503 if placed.target.worker_id == "w1" else 200)
-        router.free(placed.key)
+        router.bookings.answered(placed.key, 503 if placed.target.worker_id == "w1" else 200)
+        router.bookings.free(placed.key)
         return str(placed.target.worker_id)
 
     assert ["w1", "w1", "w1", "w2"] == [winner() for _ in range(4)]

@@ -135,8 +135,8 @@ def new_router(tokens_per_s: int = 0) -> Router:
 def serve(router: Router, start: int, now: float, seconds: float) -> Target:
     """A request of 160 tokens whose first byte comes after `seconds`."""
     placed = router.route(request(prompt(chain_from(start, 10))), now)
-    router.first_byte(placed.key, now + seconds)
-    router.free(placed.key, now + seconds)
+    router.bookings.first_byte(placed.key, now + seconds)
+    router.bookings.free(placed.key, now + seconds)
     return placed.target
 
 
@@ -192,7 +192,7 @@ def test_an_unstreamed_answer_teaches_nothing() -> None:
     router = new_router()
     placed = router.route(request(prompt(chain_from(1, 10))), 0.0, streamed=False)
 
-    router.first_byte(placed.key, 9.0)
+    router.bookings.first_byte(placed.key, 9.0)
 
     assert 0 == router.tables.speeds.speed.samples
     assert placed.target in {T1, T2}
@@ -203,15 +203,15 @@ def test_predicted_first_bytes_are_measured() -> None:
     router = new_router()
     for number in range(FEW):
         serve(router, 1000 * number, float(number), 0.016)
-    assert Calibration() == router.calibration
+    assert Calibration() == router.bookings.calibration
     predicted_s = 160 * router.tables.speeds.speed.seconds_per_token
 
     serve(router, 50_000, 20.0, 0.5)
     placed = router.route(request(prompt(chain_from(60_000, 10))), 30.0, streamed=False)
-    router.first_byte(placed.key, 31.0)
-    router.free(router.route(request(prompt(chain_from(70_000, 10))), 40.0).key, 41.0)
+    router.bookings.first_byte(placed.key, 31.0)
+    router.bookings.free(router.route(request(prompt(chain_from(70_000, 10))), 40.0).key, 41.0)
 
-    counted = router.calibration
+    counted = router.bookings.calibration
     first, *others = counted.classes
     assert predicted_s < CLASSES_S[0]
     assert 1 == first.requests
@@ -232,7 +232,7 @@ def test_a_copy_is_counted_as_later() -> None:
 
     placed = router.route(request(prompt(chain)), 20.0)
 
-    counted = router.calibration
+    counted = router.bookings.calibration
     assert T2 == placed.target
     assert (1, 1) == (counted.decisions, counted.later)
     assert counted.later_s == pytest.approx(144 * router.tables.speeds.speed.seconds_per_token)

@@ -90,9 +90,9 @@ class Pools:
     def feed_seqs(self) -> dict[str, int]:
         """The last seq of each own feed that peers need to know."""
         return {
-            str(pool_id): router.feed_seq()
+            str(pool_id): router.feed.last_seq()
             for pool_id, router in self.routers.items()
-            if not (router.source.seq and self._is_over(pool_id))
+            if not (router.feed.source.seq and self._is_over(pool_id))
         }
 
     def router_for(self, model: str | None) -> Router:
@@ -118,8 +118,8 @@ class Pools:
 
     def _give_up(self, pool_id: PoolId, router: Router, now: float) -> None:
         del self.routers[pool_id], self._idle_rounds[pool_id]
-        if router.source.seq:
-            self._reached[pool_id] = router.source.seq
+        if router.feed.source.seq:
+            self._reached[pool_id] = router.feed.source.seq
         if not router.pool.names:
             return
         self._past.pop(pool_id, None)

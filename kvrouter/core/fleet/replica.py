@@ -225,7 +225,7 @@ class Replica:
             router.engine_lost(worker_id)
             self.claimed_losses.worker_ended(worker_id, now)
         if known is None:
-            router.card_arrived(worker_id, now)
+            router.feed.card_arrived(worker_id, now)
         if settles:
             self.routers[pool_id].report_workers()
         self._meet_awaited(worker_id)
@@ -318,7 +318,7 @@ class Replica:
         sizes = sizes_of_elders(self._credible_peers(), self.incarnation, self.router_id)
         for pool_id, router in self.routers.items():
             router.pool.next_round(self.settings.lease_rounds, sizes.get(pool_id, 0))
-            router.early.next_round(self.settings.lease_rounds)
+            router.feed.early.next_round(self.settings.lease_rounds)
         self._served_elsewhere.next_round(claims(self._serves().keys(), self._recent_peers()))
         self.refusals.next_round(REFUSED_LEASES * self.settings.lease_rounds)
         self._catch_up_routing()
@@ -658,7 +658,7 @@ class Replica:
     def _new_reader(self, source: Feed) -> FeedReader:
         router = self.router(source.pool)
         if isinstance(source, SyncSource):
-            return FeedReader(source.pool, router.copy_sink(source.router_id), self._chance, self._held)
+            return FeedReader(source.pool, router.feed.copy_sink(source.router_id), self._chance, self._held)
         pool = router.pool
         worker = pool.workers[source.worker_id]
         sink = KvSink(pool.index, source.target, worker.tier_sets(), pool.workers)
@@ -722,7 +722,7 @@ class Replica:
         self.feeds.end(source)
         router = self.routers.get(source.pool)
         if router is not None:
-            router.drop_peer(source.router_id)
+            router.feed.drop_peer(source.router_id)
 
     def _remove_router(self, router_id: RouterId) -> None:
         self._places.heard(self.peers.pop(router_id, None), None)
@@ -732,7 +732,7 @@ class Replica:
         self._leases.forget(RouterSource(router_id))
         self.feeds.end_router(router_id)
         for router in self.routers.values():
-            router.drop_peer(router_id)
+            router.feed.drop_peer(router_id)
 
     def _worker(self, worker_id: WorkerId) -> Worker | None:
         pool_id = self._worker_pools.get(worker_id)

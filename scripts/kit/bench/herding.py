@@ -72,16 +72,16 @@ def new_router(number: int, busy: int, rng: random.Random, *, learns: bool = Tru
     rules = RouterRules(Kv(), rng.random)
     router = Router(pool, rules, router_id=RouterId(f"r{number}"), incarnation=1, synced=True)
     if not learns:
-        router.unseen = SeesNothing()
+        router.feed.unseen = SeesNothing()
     return router
 
 
 def tell_peers(routers: Sequence[Router], now: float) -> None:
     """Deliver every replica's frames to all others."""
     for owner in routers:
-        for frame in owner.frames():
+        for frame in owner.feed.frames():
             for peer in routers:
-                sink = peer.copy_sink(owner.router_id)
+                sink = peer.feed.copy_sink(owner.router_id)
                 for op in decode_frame(frame).ops or () if peer is not owner else ():
                     sink.apply(op, now)
 
@@ -103,7 +103,7 @@ def place_bursts(
         found.append(Placed(targets.count(IDLE), max(loads)))
         tell_peers(routers, second + 0.001)
         for router, placement in placed:
-            router.free(placement.key)
+            router.bookings.free(placement.key)
         tell_peers(routers, second + 0.5)
     return found
 

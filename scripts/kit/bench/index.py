@@ -140,7 +140,7 @@ def _router(targets: int, *, uneven: bool) -> Callable[[], None]:
     request = RouteRequest("bench", (Prompt(chain, BLOCKS * BLOCK_SIZE + 8),))
 
     def route_and_free() -> None:
-        router.free(router.route(request, 0.0).key)
+        router.bookings.free(router.route(request, 0.0).key)
 
     return route_and_free
 

@@ -156,7 +156,7 @@ class World:
         self._turns: deque[Turn] = deque(maxlen=1000)
         self._routers = [self._new_router(mode, number) for number in range(2)]
         self._sinks = [
-            peer.copy_sink(owner.router_id)
+            peer.feed.copy_sink(owner.router_id)
             for owner, peer in zip(self._routers, reversed(self._routers), strict=True)
         ]
         self._engines = {target: Engine(load.capacity_blocks) for target in self._routers[0].pool.targets}
@@ -218,7 +218,7 @@ class World:
         self._later(now + rng.uniform(2.0, 8.0), partial(self._end, place, placed.key))
 
     def _first_byte(self, place: int, key: BookingKey, now: float) -> None:
-        self.meter(self._routers[place].first_byte, key, now)
+        self.meter(self._routers[place].bookings.first_byte, key, now)
         self._exchange(place, now)
 
     def _compute(self, target: Target, chain: array[int], now: float) -> None:
@@ -231,24 +231,24 @@ class World:
             self.meter(router.pool.index.remove, target, removed)
 
     def _end(self, place: int, key: BookingKey, now: float) -> None:
-        self.meter(self._routers[place].free, key)
+        self.meter(self._routers[place].bookings.free, key)
         self._exchange(place, now)
 
     def _upkeep(self, place: int, now: float) -> None:
         """The work of a replica's timers, once per second."""
         router = self._routers[place]
-        for key in router.due(now):
-            router.mark_prefill_completed(key, now)
+        for key in router.bookings.due(now):
+            router.bookings.mark_prefill_completed(key, now)
         router.pool.approx.expire(now)
         for _ in router.tables.texts.eviction(now):
             pass
-        for data in router.check_frames(now):
+        for data in router.feed.check_frames(now):
             self._hear(place, data, now)
         while router.pool.sweep(512):
             pass
 
     def _exchange(self, place: int, now: float) -> None:
-        for data in self.meter(self._routers[place].frames):
+        for data in self.meter(self._routers[place].feed.frames):
             self.meter(self._hear, place, data, now)
 
     def _hear(self, place: int, data: bytes, now: float) -> None:

@@ -141,8 +141,10 @@ async def _book(replica: Replica, publishing: Publishing, rate: float, seconds: 
         request = RouteRequest(str(time.monotonic_ns()), (Prompt(hashes, BLOCKS * BLOCK_SIZE),))
         placement = router.route(request, loop.time())
         publishing.flush_soon()
-        loop.call_later(PREFILL_S, _tell, publishing, router.mark_prefill_completed, placement.key, 0.0)
-        loop.call_later(HELD_S, _tell, publishing, router.free, placement.key)
+        loop.call_later(
+            PREFILL_S, _tell, publishing, router.bookings.mark_prefill_completed, placement.key, 0.0
+        )
+        loop.call_later(HELD_S, _tell, publishing, router.bookings.free, placement.key)
 
 
 def _tell(publishing: Publishing, change: Callable[..., None], *arguments: Any) -> None:

@@ -305,13 +305,13 @@ def test_answer_counts_in_the_block_size_of_its_booking() -> None:
     pool = of_three(16)
     router = of(pool)
     placed = router.route(hashed(range(160), 16), 0.0)
-    router.progress(placed.key, 32)
+    router.bookings.progress(placed.key, 32)
     turned(pool)
 
-    router.progress(placed.key, 48)
+    router.bookings.progress(placed.key, 48)
 
     assert 10 + 3 == pool.active.blocks(placed.target)
-    router.free(placed.key)
+    router.bookings.free(placed.key)
     assert 0 == pool.active.blocks(placed.target)
 
 
@@ -323,7 +323,7 @@ def test_blocks_of_the_former_size_are_not_assumed() -> None:
     placed = router.route(asked, 0.0)
     turned(pool)
 
-    router.mark_prefill_completed(placed.key, 1.0)
+    router.bookings.mark_prefill_completed(placed.key, 1.0)
 
     assert {} == pool.index.overlap(asked.prompts[0].hashes)
 

@@ -23,7 +23,7 @@ W1, W2 = WorkerId("w1"), WorkerId("w2")
 def lose(replica: Replica, worker: WorkerId, *others: Replica, sent_at: float) -> None:
     """A worker is lost a second after the killer was sent. It tells the others, which see it, too."""
     lost_at = sent_at + 1.0
-    replica.router(POOL).lost_with(KILLER, worker, sent_at=sent_at, lost_at=lost_at, now=lost_at)
+    replica.router(POOL).feed.lost_with(KILLER, worker, sent_at=sent_at, lost_at=lost_at, now=lost_at)
     carry(replica, *others, now=lost_at)
     for other in others:
         assert [worker] == list(other.claimed_losses.unproven(9))
@@ -40,7 +40,7 @@ def deadly_pair() -> tuple[Replica, Replica]:
     first, second = pair()
     lose(first, W1, second, sent_at=1.0)
     lose(second, W2, first, sent_at=10.0)
-    assert second.router(POOL).judge(KILLER, W2, 11.0 + SETTLE_S)
+    assert second.router(POOL).feed.judge(KILLER, W2, 11.0 + SETTLE_S)
     carry(second, first, now=11.0 + SETTLE_S)
     return first, second
 
@@ -59,12 +59,12 @@ def test_other_prompts_at_a_peer() -> None:
     other = PromptHash(b"another prompt..")
     for worker, at in ((W1, 2.0), (W2, 11.0)):
         for replica, prompt in ((first, KILLER), (second, other)):
-            replica.router(POOL).lost_with(prompt, worker, sent_at=at - 1, lost_at=at, now=at)
+            replica.router(POOL).feed.lost_with(prompt, worker, sent_at=at - 1, lost_at=at, now=at)
         for replica, peer in ((first, second), (second, first)):
             carry(replica, peer, now=at)
 
-    assert first.router(POOL).judge(KILLER, W2, 11.5) is None
-    assert second.router(POOL).judge(other, W2, 11.5) is None
+    assert first.router(POOL).feed.judge(KILLER, W2, 11.5) is None
+    assert second.router(POOL).feed.judge(other, W2, 11.5) is None
 
 
 def test_a_replica_that_joins() -> None:
@@ -76,7 +76,7 @@ def test_a_replica_that_joins() -> None:
     recover(joiner, first)
     assert [True] == refusing(joiner, at=1.0)
 
-    first.router(POOL).pardon(KILLER, 20.0)
+    first.router(POOL).feed.pardon(KILLER, 20.0)
     carry(first, second, now=20.0)
     late = new_replica(RouterId("late"), incarnation=6000)
     receive_worker(late, card("w1"))
@@ -92,18 +92,18 @@ def test_answer_at_one_replica() -> None:
     lose(first, W1, second, sent_at=1.0)
     assert second.deadly.suspects()
 
-    first.router(POOL).acquit(KILLER)
+    first.router(POOL).feed.acquit(KILLER)
     carry(first, second, now=4.0)
     assert not first.deadly.suspects() + second.deadly.suspects()
     lose(second, W2, first, sent_at=10.0)
 
-    assert second.router(POOL).judge(KILLER, W2, 11.0 + SETTLE_S) is None
+    assert second.router(POOL).feed.judge(KILLER, W2, 11.0 + SETTLE_S) is None
 
 
 def test_answer_does_not_pardon() -> None:
     """A peer's answer to a prompt that is refused here changes nothing: it may end some engines only."""
     first, second = deadly_pair()
-    second.router(POOL)._publish(Pardon(KILLER, 0))
+    second.router(POOL).feed.publish(Pardon(KILLER, 0))
     carry(second, first, now=14.0)
 
     assert [True] == refusing(first)
@@ -112,11 +112,11 @@ def test_answer_does_not_pardon() -> None:
 def test_pardon_everywhere() -> None:
     """A pardon at one replica is one at all, and a peer's older word, repeated, does not undo it."""
     first, second = deadly_pair()
-    first.router(POOL).pardon(KILLER, 13.0)
+    first.router(POOL).feed.pardon(KILLER, 13.0)
     carry(first, second, now=13.0)
     assert [False, False] == refusing(first, second)
 
-    second.router(POOL)._publish(DeadlyPrompt(KILLER, ["w1", "w2"], 600_000))
+    second.router(POOL).feed.publish(DeadlyPrompt(KILLER, ["w1", "w2"], 600_000))
     carry(second, first, now=14.0)
     assert [False, False] == refusing(first, second)
 
@@ -125,9 +125,9 @@ def test_forged_losses() -> None:
     """A peer's loss counts only at a worker that is known here and has ended, and only if it is recent."""
     first, second = pair()
     router = second.router(POOL)
-    router._publish(LostWith(KILLER, "nobody", 1000, 0))
-    router._publish(LostWith(KILLER, "w1", 10**9, 10**9))
-    router._publish(LostWith(KILLER, "w2", 1000, 0))
+    router.feed.publish(LostWith(KILLER, "nobody", 1000, 0))
+    router.feed.publish(LostWith(KILLER, "w1", 10**9, 10**9))
+    router.feed.publish(LostWith(KILLER, "w2", 1000, 0))
     carry(second, first, now=5.0)
 
     assert [W2] == list(first.claimed_losses.unproven(9))
@@ -142,9 +142,9 @@ def test_forged_verdicts() -> None:
     late = JOIN_S + 700.0
     router = second.router(POOL)
     for number in range(MOST_DEADLY + 10):
-        router._publish(DeadlyPrompt(number.to_bytes(16, "big"), ["w1", "w2"], 600_000))
+        router.feed.publish(DeadlyPrompt(number.to_bytes(16, "big"), ["w1", "w2"], 600_000))
     for workers in ([], ["w1"], ["w1", "w1"], ["w1", "nobody"], ["w1", "w2"]):
-        router._publish(DeadlyPrompt(KILLER, workers, 500_000))
+        router.feed.publish(DeadlyPrompt(KILLER, workers, 500_000))
         carry(second, first, now=late)
         assert first.deadly.is_empty
         first.claimed_losses.worker_ended(W1, late)
@@ -159,8 +159,8 @@ def test_workers_end_as_seen_here(how: str) -> None:
     first, second = pair()
     late = JOIN_S + 10.0
     for worker in (W1, W2):
-        second.router(POOL)._publish(LostWith(KILLER, worker, 1000, 0))
-    second.router(POOL)._publish(DeadlyPrompt(KILLER, [W1, W2], 600_000))
+        second.router(POOL).feed.publish(LostWith(KILLER, worker, 1000, 0))
+    second.router(POOL).feed.publish(DeadlyPrompt(KILLER, [W1, W2], 600_000))
     carry(second, first, now=late)
     assert first.deadly.is_empty
     if how == "silent":
@@ -174,9 +174,9 @@ def test_workers_end_as_seen_here(how: str) -> None:
 def test_a_pardon_forgets_claims() -> None:
     """What peers claimed before a pardon does not count after it."""
     first, second = pair()
-    second.router(POOL)._publish(DeadlyPrompt(KILLER, ["w1", "w2"], 600_000))
+    second.router(POOL).feed.publish(DeadlyPrompt(KILLER, ["w1", "w2"], 600_000))
     carry(second, first, now=900.0)
-    second.router(POOL).pardon(KILLER, 901.0)
+    second.router(POOL).feed.pardon(KILLER, 901.0)
     carry(second, first, now=901.0)
     for worker in (W1, W2):
         first.claimed_losses.worker_ended(worker, 902.0)
@@ -189,7 +189,7 @@ def test_own_words_do_not_return() -> None:
     first, second = pair()
     lose(first, W1, second, sent_at=1.0)
 
-    assert first.router(POOL).judge(KILLER, W1, 3.0) is None
+    assert first.router(POOL).feed.judge(KILLER, W1, 3.0) is None
 
 
 def test_nothing_is_published_unsynced() -> None:
@@ -200,8 +200,8 @@ def test_nothing_is_published_unsynced() -> None:
     lose(alone, W1, sent_at=1.0)
     lose(alone, W2, sent_at=10.0)
 
-    assert alone.router(POOL).judge(KILLER, W2, 12.0)
-    assert [] == alone.router(POOL).frames()
+    assert alone.router(POOL).feed.judge(KILLER, W2, 12.0)
+    assert [] == alone.router(POOL).feed.frames()
     assert [True] == refusing(alone)
 
 
@@ -224,13 +224,13 @@ def test_the_pool_ends() -> None:
     first.pools.routers.pop(POOL)
 
     assert [True] == refusing(first)
-    assert first.router(POOL).feed_seq()
+    assert first.router(POOL).feed.last_seq()
 
 
 def test_the_feeds_stay_live() -> None:
     """The new ops break no feed, nor the digests of bookings."""
     first, second = deadly_pair()
-    for frame in first.router(POOL).check_frames(30.0):
+    for frame in first.router(POOL).feed.check_frames(30.0):
         second.sync_frame(SyncSource(POOL, ME), frame, 30.0)
 
     assert "live" == second.readers[SyncSource(POOL, ME)].state.value

@@ -44,7 +44,7 @@ def honest_round(replicas: list[Replica], now: float) -> None:
             receive_worker(one, card(worker) if now % 10 == 0 else worker)
         one.next_round(now)
     for one, address in zip(replicas, ADDRESSES, strict=True):
-        frames = [*one.router(POOL).frames(), *one.router(POOL).check_frames(now)]
+        frames = [*one.router(POOL).feed.frames(), *one.router(POOL).feed.check_frames(now)]
         beat = encode(one.heartbeat("up", address))
         for listener in replicas:
             for frame in frames:
@@ -60,7 +60,7 @@ def repair(one: Replica, replicas: list[Replica], now: float) -> None:
     owners = {each.router_id: each for each in replicas}
     for source, wanted in one.feeds.due(now, 16):
         if isinstance(source, SyncSource) and source.router_id in owners and source.pool == POOL:
-            answer = owners[source.router_id].router(POOL).source.answer(wanted, 10**6, now)
+            answer = owners[source.router_id].router(POOL).feed.source.answer(wanted, 10**6, now)
             one.feeds.answered(source, answer, now)
         else:
             one.feeds.failed(source, now)

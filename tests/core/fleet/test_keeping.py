@@ -34,13 +34,13 @@ def serve(replica: Replica, now: float = 0.0) -> None:
     """A prompt is served by w1, and its answer has begun."""
     router = replica.router(POOL)
     placed = router.route(request(prompt(CHAIN), text=TEXT), now)
-    router.first_byte(placed.key, now)
-    router.free(placed.key)
+    router.bookings.first_byte(placed.key, now)
+    router.bookings.free(placed.key)
 
 
 def carry(sender: Replica, *receivers: Replica, now: float = 0.0) -> None:
     """The sender's frames arrive."""
-    for frame in sender.router(POOL).frames():
+    for frame in sender.router(POOL).feed.frames():
         for receiver in receivers:
             receiver.sync_frame(SyncSource(POOL, sender.router_id), frame, now)
 
@@ -53,7 +53,7 @@ def join(joiner: Replica, *owners: Replica, now: float = 0.0) -> None:
     while wanted := joiner.feeds.due(now, 16):
         for feed, what in wanted:
             assert isinstance(feed, SyncSource)
-            answer = named[feed.router_id].router(POOL).source.answer(what, 10**6, now)
+            answer = named[feed.router_id].router(POOL).feed.source.answer(what, 10**6, now)
             joiner.feeds.answered(feed, answer, now)
         while joiner.work(now):
             pass
@@ -74,7 +74,7 @@ def test_snapshot_before_the_card() -> None:
     """What a peer's snapshot says of a worker counts as soon as the worker's card arrives."""
     owner, joiner = replica_of(ME), replica_of(PEER, incarnation=2000, knows=None)
     serve(owner)
-    owner.router(POOL).frames()
+    owner.router(POOL).feed.frames()
 
     join(joiner, owner)
     assert (0, 0) == kept(joiner)
@@ -98,11 +98,11 @@ def test_card_after_the_lease() -> None:
     """A worker whose card arrives later than a lease holds nothing, and nothing is held for it."""
     owner, joiner = replica_of(ME), replica_of(PEER, incarnation=2000, knows=None)
     serve(owner)
-    owner.router(POOL).frames()
+    owner.router(POOL).feed.frames()
     join(joiner, owner)
 
     rounds(joiner, ROUNDS + 1)
-    assert 0 == joiner.router(POOL).early.held_bytes
+    assert 0 == joiner.router(POOL).feed.early.held_bytes
     receive_worker(joiner, SILENT)
 
     assert (0, 0) == kept(joiner)
@@ -112,7 +112,7 @@ def test_held_time_counts() -> None:
     """Time in which an entry is held is part of its time to live."""
     owner, joiner = replica_of(ME), replica_of(PEER, incarnation=2000, knows=None)
     serve(owner)
-    owner.router(POOL).frames()
+    owner.router(POOL).feed.frames()
     join(joiner, owner, now=10.0)
 
     receive_worker(joiner, SILENT)
@@ -173,7 +173,7 @@ def test_only_the_eldest_pass_on_what_others_sent() -> None:
     rounds(owner, 1, *others)
 
     def snapshot(replica: Replica) -> set[type]:
-        ops = {type(op) for op in replica.router(POOL)._state_ops(0.0)}
+        ops = {type(op) for op in replica.router(POOL).feed._state_ops(0.0)}
         return ops & {ApproxEntry, SentText}
 
     assert [{ApproxEntry, SentText}] * 3 + [set()] * 2 == [snapshot(one) for one in (owner, *others)]
@@ -236,7 +236,7 @@ def test_late_text_for_an_engine_that_is_down() -> None:
     placed = router.route(request(prompt(CHAIN), text=TEXT), 0.0)
     for replica in (owner, peer):
         receive_worker(replica, "w1", state="down")
-    router.first_byte(placed.key, 0.0)
+    router.bookings.first_byte(placed.key, 0.0)
     carry(owner, peer)
 
     assert [(0, 0)] * 2 == [kept(owner), kept(peer)]
@@ -245,7 +245,7 @@ def test_late_text_for_an_engine_that_is_down() -> None:
 def test_hold_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ops beyond the bound are dropped and counted."""
     joiner = replica_of(ME, knows=None)
-    early = joiner.router(POOL).early
+    early = joiner.router(POOL).feed.early
     text = SentText("w1", 0, "x" * 90_000)
     ops = [text] * 200
     for number, part in enumerate([ops[start : start + 5] for start in range(0, 200, 5)], 1):
@@ -262,4 +262,4 @@ def test_texts_of_a_target_are_not_kept_for_joiners() -> None:
     serve(owner)
     receive_worker(owner, "w1", state="leave")
 
-    assert [] == [op for op in owner.router(POOL)._state_ops(0.0) if isinstance(op, SentText)]
+    assert [] == [op for op in owner.router(POOL).feed._state_ops(0.0) if isinstance(op, SentText)]

@@ -51,7 +51,7 @@ def lose_a_frame(link: Link) -> None:
 
 def tell(sender: Replica, receiver: Replica) -> None:
     """The sender's frames arrive."""
-    for frame in sender.router(POOL).frames():
+    for frame in sender.router(POOL).feed.frames():
         receiver.sync_frame(SyncSource(POOL, sender.router_id), frame, 0.0)
 
 
@@ -63,7 +63,7 @@ def hear_peer(replica: Replica, feeds: dict[str, int], incarnation: int = 1000) 
 def repair(asking: Replica, owner: Replica) -> None:
     """The owner answers all replay requests."""
     for feed, wanted in asking.feeds.due(0.0, 16):
-        asking.feeds.answered(feed, owner.router(POOL).source.answer(wanted, 10**6, 0.0), 0.0)
+        asking.feeds.answered(feed, owner.router(POOL).feed.source.answer(wanted, 10**6, 0.0), 0.0)
     while asking.work(0.0):
         pass
 

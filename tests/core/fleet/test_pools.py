@@ -40,13 +40,13 @@ def test_pool_that_comes_back_continues_its_feed() -> None:
     replica = new_replica()
     receive_worker(replica, card())
     placed = replica.router(POOL).route(request(prompt(CHAIN)), 0.0)
-    replica.router(POOL).frames()
+    replica.router(POOL).feed.frames()
     receive_worker(replica, state="leave")
     rounds(replica, 3 * ROUNDS)
     assert [POOL] == list(replica.routers), "its booking is still in flight"
 
-    replica.router(POOL).free(placed.key)
-    replica.router(POOL).frames()
+    replica.router(POOL).bookings.free(placed.key)
+    replica.router(POOL).feed.frames()
     rounds(replica, 1)
     assert {POOL: 2} == replica.heartbeat("up", "").feeds, "peers may have missed the end"
     for _ in range(ROUNDS + 2):

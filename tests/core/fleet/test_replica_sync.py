@@ -38,7 +38,7 @@ def place(replica: Replica, start: int = 1000, now: float = 0.0) -> Placement:
 
 def carry(sender: Replica, *receivers: Replica, lost: bool = False, now: float = 0.0) -> None:
     """The sender's frames arrive at all replicas, also at the sender."""
-    frames = sender.router(POOL).frames()
+    frames = sender.router(POOL).feed.frames()
     for receiver in () if lost else (sender, *receivers):
         for frame in frames:
             receiver.sync_frame(SyncSource(POOL, sender.router_id), frame, now)
@@ -49,7 +49,7 @@ def recover(asking: Replica, owner: Replica) -> int:
     asked = 0
     while wanted := asking.feeds.due(0.0, 16):
         for feed, what in wanted:
-            answer = owner.router(POOL).source.answer(what, 10**6, 0.0)
+            answer = owner.router(POOL).feed.source.answer(what, 10**6, 0.0)
             asking.feeds.answered(feed, answer, 0.0)
             asked += 1
         while asking.work(0.0):
@@ -76,12 +76,12 @@ def test_peers_see_each_others_bookings() -> None:
     assert same(first, second)
     assert 10 == second.router(POOL).pool.active.blocks(placed.target)
 
-    router.first_byte(placed.key, 1.0)
-    router.progress(placed.key, 40)
+    router.bookings.first_byte(placed.key, 1.0)
+    router.bookings.progress(placed.key, 40)
     carry(first, second)
     assert same(first, second)
 
-    router.free(placed.key)
+    router.bookings.free(placed.key)
     carry(first, second)
     assert same(first, second)
     assert 0 == second.router(POOL).pool.active.requests(placed.target)
@@ -127,8 +127,8 @@ def test_joiner_gets_a_snapshot_of_bookings() -> None:
     """A replica that starts later has all bookings after one exchange."""
     first, _ = pair()
     placed = [place(first, start) for start in (1000, 2000, 3000)]
-    first.router(POOL).first_byte(placed[0].key, 1.0)
-    first.router(POOL).free(placed[1].key)
+    first.router(POOL).bookings.first_byte(placed[0].key, 1.0)
+    first.router(POOL).bookings.free(placed[1].key)
     carry(first)
     joiner = new_replica(RouterId("joiner"))
     receive_worker(joiner, card("w1"))
@@ -146,7 +146,7 @@ def test_lost_frames_are_repaired_after_a_heartbeat() -> None:
     first, second = pair()
     placed = place(first)
     carry(first, second)
-    first.router(POOL).free(placed.key)
+    first.router(POOL).bookings.free(placed.key)
     carry(first, second, lost=True)
     assert not same(first, second)
 
@@ -169,10 +169,10 @@ def test_free_cannot_overtake_add_request_by_construction(order: tuple[int, ...]
     for start in (1000, 2000):
         placed = place(first, start)
         was.append(bookings(first))
-        frames += first.router(POOL).frames()
-        first.router(POOL).free(placed.key)
+        frames += first.router(POOL).feed.frames()
+        first.router(POOL).bookings.free(placed.key)
         was.append(bookings(first))
-        frames += first.router(POOL).frames()
+        frames += first.router(POOL).feed.frames()
 
     for number in order:
         second.sync_frame(source, frames[number], 0.0)
@@ -193,9 +193,9 @@ def test_retry_of_a_peer_moves_its_booking() -> None:
     placed = place(first)
     carry(first, second)
 
-    first.router(POOL).free(placed.key)
+    first.router(POOL).bookings.free(placed.key)
     again = first.router(POOL).route(request(prompt(CHAIN)), 0.0, exclude=frozenset({placed.target}))
-    frames = first.router(POOL).frames()
+    frames = first.router(POOL).feed.frames()
     assert 1 == len(frames)
     second.sync_frame(SyncSource(POOL, ME), frames[0], 0.0)
 
@@ -268,11 +268,11 @@ def test_replicas_have_different_parts_of_the_cheapest_targets() -> None:
     rounds(second, 1, first)
     place(second)
     carry(second, first)
-    assert {0.0, 0.5} == {replica.router(POOL)._part for replica in (first, second)}
+    assert {0.0, 0.5} == {replica.router(POOL).feed.part for replica in (first, second)}
 
     for stays, leaves in ((first, second), (second, first)):
         stays.router_heartbeat(leaves.router_id, encode(leaves.heartbeat("leave", "")), 0.0)
-        assert 0.0 == stays.router(POOL)._part
+        assert 0.0 == stays.router(POOL).feed.part
 
 
 def test_check_finds_a_wrong_copy() -> None:
@@ -282,7 +282,7 @@ def test_check_finds_a_wrong_copy() -> None:
     carry(first, second)
     second.router(POOL).pool.active.free(placed.key)
 
-    for frame in first.router(POOL).check_frames(0.0):
+    for frame in first.router(POOL).feed.check_frames(0.0):
         second.sync_frame(SyncSource(POOL, ME), frame, 0.0)
     recover(second, first)
 
@@ -296,10 +296,10 @@ def test_sessions_outlive_the_replica_that_bound_them() -> None:
     for replica in (first, second):
         replica.router(POOL).modes.use_filters((Session(),))
     placed = first.router(POOL).route(RouteRequest("req", session="chat"), 0.0)
-    first.router(POOL).free(placed.key)
+    first.router(POOL).bookings.free(placed.key)
     carry(first, second)
     place(second)
-    second.router(POOL).frames()
+    second.router(POOL).feed.frames()
     joiner = new_replica(RouterId("joiner"))
     receive_worker(joiner, card("w1"))
     joiner.sync_frame(SyncSource(POOL, PEER), encode(Frame(VERSION, second.incarnation, 9, [])), 0.0)
@@ -315,8 +315,8 @@ def test_sessions_without_affinity_are_not_published() -> None:
     placed = first.router(POOL).route(RouteRequest("req", session="chat"), 0.0)
 
     assert 0 == len(first.router(POOL).tables.sessions)
-    assert b"chat" not in b"".join(first.router(POOL).frames())
-    first.router(POOL).free(placed.key)
+    assert b"chat" not in b"".join(first.router(POOL).feed.frames())
+    first.router(POOL).bookings.free(placed.key)
 
 
 def text_pair(*names: RouterId) -> list[Replica]:
@@ -333,8 +333,8 @@ def serve_text(replica: Replica, text: str) -> Target:
     """A prompt is served, and its answer has begun."""
     router = replica.router(POOL)
     placed = router.route(RouteRequest("req", text=text), 0.0)
-    router.first_byte(placed.key, 0.0)
-    router.free(placed.key)
+    router.bookings.first_byte(placed.key, 0.0)
+    router.bookings.free(placed.key)
     return placed.target
 
 
@@ -371,7 +371,7 @@ def test_texts_of_unknown_targets_are_not_remembered() -> None:
     """Nothing would ever drop them again."""
     first, second = text_pair(ME, PEER)
     target = serve_text(first, "once upon a time")
-    frames = first.router(POOL).frames()
+    frames = first.router(POOL).feed.frames()
     receive_worker(second, str(target.worker_id), state="leave")
 
     for frame in frames:
@@ -395,8 +395,8 @@ def test_peers_learn_from_each_others_first_bytes() -> None:
     first, second = pair()
     for number in range(10):
         placed = place(first, 1000 * number, now=number)
-        first.router(POOL).first_byte(placed.key, number + 0.5)
-        first.router(POOL).free(placed.key, number + 0.5)
+        first.router(POOL).bookings.first_byte(placed.key, number + 0.5)
+        first.router(POOL).bookings.free(placed.key, number + 0.5)
         carry(first, second, now=100.0 + number)
 
     learnt = [one.router(POOL).tables.speeds.speed for one in (first, second)]

@@ -18,7 +18,7 @@ def test_pools_that_end_are_freed() -> None:
     receive_worker(replica, card("w1"))
     receive_worker(replica, card("w2"), pool=OTHER_POOL)
     router = replica.routers[OTHER_POOL]
-    left = [weakref.ref(one) for one in (router, router.pool, router.source)]
+    left = [weakref.ref(one) for one in (router, router.pool, router.feed.source)]
     del router
     gc.collect()
     gc.disable()

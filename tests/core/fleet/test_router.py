@@ -71,7 +71,7 @@ class Listening(RoundRobin):
 
 def published(router: Router) -> list[list[Op]]:
     """The ops of each frame that is published now."""
-    return [decode_frame(frame).ops or [] for frame in router.frames()]
+    return [decode_frame(frame).ops or [] for frame in router.feed.frames()]
 
 
 def test_route_books_what_it_chose(router: Router, pool: Pool) -> None:
@@ -116,7 +116,7 @@ def test_retry_is_one_frame(router: Router) -> None:
     first = router.route(request(prompt(CHAIN)), 0.0)
     published(router)
 
-    router.free(first.key)
+    router.bookings.free(first.key)
     second = router.route(request(prompt(CHAIN)), 0.0, exclude=frozenset({first.target}))
 
     [[free, add]] = published(router)
@@ -131,11 +131,11 @@ def test_free_twice_is_published_once(router: Router, pool: Pool) -> None:
     key = router.route(request(prompt(CHAIN)), 0.0).key
     published(router)
 
-    router.free(key)
-    router.free(key)
-    router.mark_prefill_completed(key, 0.0)
-    router.first_byte(key, 0.0)
-    router.progress(key, 1000)
+    router.bookings.free(key)
+    router.bookings.free(key)
+    router.bookings.mark_prefill_completed(key, 0.0)
+    router.bookings.first_byte(key, 0.0)
+    router.bookings.progress(key, 1000)
 
     assert [[Free(key.number)]] == published(router)
     assert {} == pool.active.owners()
@@ -146,8 +146,8 @@ def test_first_byte_completes_prefill_and_is_a_sample(router: Router, pool: Pool
     placed = router.route(request(prompt(CHAIN)), 10.0)
     published(router)
 
-    router.first_byte(placed.key, 12.0)
-    router.first_byte(placed.key, 99.0)
+    router.bookings.first_byte(placed.key, 12.0)
+    router.bookings.first_byte(placed.key, 99.0)
 
     number = placed.key.number
     assert [[FirstByte(number, 2_000_000), MarkPrefillCompleted(number)]] == published(router)
@@ -161,11 +161,11 @@ def test_policy_receives_the_status_of_each_attempt(pool: Pool) -> None:
     router = Router(pool, RouterRules(policy, lambda: 0.5), router_id=ME, incarnation=1, synced=False)
     streamed, refused, left = [router.route(request(), 0.0) for _ in range(3)]
 
-    router.first_byte(streamed.key, 1.0)
-    router.answered(refused.key, 503)
-    router.answered(refused.key, 200)
+    router.bookings.first_byte(streamed.key, 1.0)
+    router.bookings.answered(refused.key, 503)
+    router.bookings.answered(refused.key, 200)
     for placed in (streamed, refused, left, left):
-        router.free(placed.key)
+        router.bookings.free(placed.key)
 
     assert [(streamed.target, 200), (refused.target, 503), (left.target, 499)] == policy.answers
 
@@ -173,41 +173,41 @@ def test_policy_receives_the_status_of_each_attempt(pool: Pool) -> None:
 def test_unstreamed_request_is_predicted(router: Router) -> None:
     """The pool's rate and the tokens charged before it predict the end of its prefill."""
     streamed = router.route(request(prompt(CHAIN)), 0.0)
-    router.first_byte(streamed.key, 1.0)
+    router.bookings.first_byte(streamed.key, 1.0)
     other = router.route(request(prompt(chain_from(5000, 20))), 1.0, streamed=False)
 
-    assert [] == router.due(2.99)
-    assert [other.key] == router.due(3.0)
-    assert [] == router.due(9.0), "once"
+    assert [] == router.bookings.due(2.99)
+    assert [other.key] == router.bookings.due(3.0)
+    assert [] == router.bookings.due(9.0), "once"
 
 
 def test_unstreamed_request_without_samples(router: Router) -> None:
     """Without any rate the charge stays until the response ends."""
     router.route(request(prompt(CHAIN)), 0.0, streamed=False)
 
-    assert [] == router.due(1e9)
+    assert [] == router.bookings.due(1e9)
 
 
 def test_unstreamed_request_that_ended_is_not_due(router: Router) -> None:
     """A response before the predicted end needs no mark."""
-    router.first_byte(router.route(request(prompt(CHAIN)), 0.0).key, 1.0)
+    router.bookings.first_byte(router.route(request(prompt(CHAIN)), 0.0).key, 1.0)
     key = router.route(request(prompt(CHAIN)), 1.0, streamed=False).key
 
-    router.free(key)
+    router.bookings.free(key)
 
-    assert [] == router.due(1e9)
+    assert [] == router.bookings.due(1e9)
 
 
 def test_predictions_of_ended_requests_are_dropped(router: Router) -> None:
     """A worker was slow once, so an hour is predicted, and every request ends at once."""
-    router.first_byte(router.route(request(prompt(CHAIN)), 0.0).key, 3600.0)
+    router.bookings.first_byte(router.route(request(prompt(CHAIN)), 0.0).key, 3600.0)
     waiting = [router.route(request(prompt(CHAIN)), 3600.0, streamed=False).key for _ in range(3)]
 
     for _ in range(300):
-        router.free(router.route(request(prompt(CHAIN)), 3600.0, streamed=False).key)
+        router.bookings.free(router.route(request(prompt(CHAIN)), 3600.0, streamed=False).key)
 
-    assert len(router._predicted) <= 100
-    assert set(waiting) == set(router.due(1e9)), "those in flight are still due"
+    assert len(router.bookings._predicted) <= 100
+    assert set(waiting) == set(router.bookings.due(1e9)), "those in flight are still due"
 
 
 def test_output_blocks(router: Router, pool: Pool) -> None:
@@ -216,7 +216,7 @@ def test_output_blocks(router: Router, pool: Pool) -> None:
     published(router)
 
     for tokens in (1, 10, 11, 26, 27):
-        router.progress(placed.key, tokens)
+        router.bookings.progress(placed.key, tokens)
 
     assert [[Progress(1, 1), Progress(1, 2)]] == published(router)
     assert 10 + 2 == pool.active.blocks(placed.target)
@@ -228,7 +228,7 @@ def test_several_prompts_are_booked_as_their_union(router: Router, pool: Pool) -
 
     assert 12 == pool.active.blocks(placed.target)
     assert 160 + 96 == pool.active.charged_tokens(placed.target)
-    router.free(placed.key)
+    router.bookings.free(placed.key)
     assert 0 == pool.active.blocks(placed.target)
     pool.active.check()
 
@@ -237,14 +237,14 @@ def test_booking_of_60_001_blocks(router: Router, pool: Pool) -> None:
     """The first 60,000 hashes and a count of the others fit one frame below 512 KiB, and peers agree."""
     router.route(request(prompt(range(2**63, 2**63 + MAX_BOOKING_HASHES + 1))), 0.0)
 
-    (frame,) = router.frames()
+    (frame,) = router.feed.frames()
 
     assert len(frame) < MAX_FRAME_BYTES
     (add,) = decode_frame(frame).ops or []
     assert isinstance(add, AddRequest)
     assert (MAX_BOOKING_HASHES * 8, 1) == (len(add.hashes), add.anonymous_blocks)
     peer = new_pool(card("w1"), card("w2"))
-    reader = FeedReader(POOL, new_router(peer).copy_sink(ME), lambda: 0.5)
+    reader = FeedReader(POOL, new_router(peer).feed.copy_sink(ME), lambda: 0.5)
     reader.frame(frame, 0.0)
     assert pool.active.digest(ME) == peer.active.digest(ME)
 
@@ -270,14 +270,14 @@ def test_check_follows_frames(router: Router, pool: Pool) -> None:
     """One Check after the last frame, then nothing until the next op."""
     router.route(request(prompt(CHAIN)), 0.0)
 
-    (frame,) = router.check_frames(0.0)
+    (frame,) = router.feed.check_frames(0.0)
 
     assert Check(*pool.active.digest(ME)) == (decode_frame(frame).ops or [])[-1]
-    assert [] == router.check_frames(0.0)
+    assert [] == router.feed.check_frames(0.0)
     router.route(request(), 0.0)
-    assert 1 == len(router.frames())
-    assert 1 == len(router.check_frames(0.0))
-    assert [] == router.check_frames(0.0)
+    assert 1 == len(router.feed.frames())
+    assert 1 == len(router.feed.check_frames(0.0))
+    assert [] == router.feed.check_frames(0.0)
 
 
 def test_unsynced_router_publishes_nothing(pool: Pool) -> None:
@@ -285,12 +285,12 @@ def test_unsynced_router_publishes_nothing(pool: Pool) -> None:
     router = new_router(pool, synced=False)
 
     key = router.route(request(prompt(CHAIN)), 0.0).key
-    router.progress(key, 100)
-    router.mark_prefill_completed(key, 0.0)
-    router.free(key)
+    router.bookings.progress(key, 100)
+    router.bookings.mark_prefill_completed(key, 0.0)
+    router.bookings.free(key)
 
-    assert [] == router.frames() == router.check_frames(0.0)
-    assert 0 == router.source.seq
+    assert [] == router.feed.frames() == router.feed.check_frames(0.0)
+    assert 0 == router.feed.source.seq
 
 
 def test_snapshot_ahead_of_the_outbox() -> None:
@@ -298,19 +298,19 @@ def test_snapshot_ahead_of_the_outbox() -> None:
     pool, peer = new_pool(card("w1"), card("w2")), new_pool(card("w1"), card("w2"))
     router = new_router(pool)
     keys = [router.route(request(prompt(chain_from(100 * n, 3))), 0.0).key for n in range(1, 5)]
-    router.frames()
-    router.mark_prefill_completed(keys[0], 0.0)
-    router.progress(keys[1], 40)
-    router.free(keys[2])
+    router.feed.frames()
+    router.bookings.mark_prefill_completed(keys[0], 0.0)
+    router.bookings.progress(keys[1], 40)
+    router.bookings.free(keys[2])
     router.route(request(prompt(CHAIN)), 0.0)
-    reader = FeedReader(POOL, new_router(peer).copy_sink(ME), lambda: 0.5)
-    reader.heartbeat(1000, router.source.seq, 0.0)
+    reader = FeedReader(POOL, new_router(peer).feed.copy_sink(ME), lambda: 0.5)
+    reader.heartbeat(1000, router.feed.source.seq, 0.0)
     wanted = reader.due(0.0)
     assert isinstance(wanted, ReplayRequest)
-    reader.answer(router.source.answer(wanted, 10**6, 0.0), 0.0)
+    reader.answer(router.feed.source.answer(wanted, 10**6, 0.0), 0.0)
     reader.work(10**6, 0.0)
 
-    for frame in router.check_frames(0.0):
+    for frame in router.feed.check_frames(0.0):
         reader.frame(frame, 0.0)
 
     assert (FeedState.LIVE, 0) == (reader.state, reader.counters.digest_mismatches)
@@ -323,18 +323,18 @@ def test_assumptions_without_kv_events(own: bool) -> None:
     """After prefill, owner and peer assume that the blocks are cached, for the TTL."""
     pool, peer = new_pool(card(), use_kv_events=False, ttl_s=5.0), new_pool(card(), use_kv_events=False)
     router = new_router(pool)
-    reader = FeedReader(POOL, new_router(peer).copy_sink(ME), lambda: 0.5)
+    reader = FeedReader(POOL, new_router(peer).feed.copy_sink(ME), lambda: 0.5)
     placed = router.route(request(prompt(CHAIN)), 0.0)
     errored = router.route(request(prompt(chain_from(500, 2))), 0.0)
-    router.free(errored.key)
-    router.first_byte(placed.key, 1.0)
-    for frame in router.frames():
+    router.bookings.free(errored.key)
+    router.bookings.first_byte(placed.key, 1.0)
+    for frame in router.feed.frames():
         reader.frame(frame, 1.0)
 
     index = pool.index if own else peer.index
     assert {T1: 10} == index.overlap(CHAIN)
     assert {} == index.overlap(chain_from(500, 2)), "a booking that an error ends leaves no assumed blocks"
-    answer = decode_answer(router.source.answer(ReplayRequest(1, POOL, 1000, 0), 10**6, 0.0))
+    answer = decode_answer(router.feed.source.answer(ReplayRequest(1, POOL, 1000, 0), 10**6, 0.0))
     assert isinstance(answer, SnapshotChunk)
     assert [6000] == [op.ttl_ms for op in answer.ops if isinstance(op, ApproxEntry)]
 
@@ -345,11 +345,11 @@ def test_no_assumptions_about_engines_without_a_cache(caches: bool | None, found
     facts = card(prefix_caching=caches)
     pool, peer = new_pool(facts, use_kv_events=False), new_pool(facts, use_kv_events=False)
     router = new_router(pool)
-    reader = FeedReader(POOL, new_router(peer).copy_sink(ME), lambda: 0.5)
+    reader = FeedReader(POOL, new_router(peer).feed.copy_sink(ME), lambda: 0.5)
     placed = router.route(request(prompt(CHAIN)), 0.0)
     again = router.route(request(prompt(CHAIN)), 0.5)
-    router.first_byte(placed.key, 1.0)
-    for frame in router.frames():
+    router.bookings.first_byte(placed.key, 1.0)
+    for frame in router.feed.frames():
         reader.frame(frame, 1.0)
 
     assert (found, found) == (pool.index.overlap(CHAIN), peer.index.overlap(CHAIN))
@@ -380,8 +380,8 @@ def test_ghost_caches_contain_the_prompts_of_peers() -> None:
     sender, pool = new_router(new_pool(card("w1"))), new_pool(card("w1"))
     here = new_router(pool, router_id=RouterId("peer"))
     sender.route(request(prompt(chain)), 0.0)
-    reader = FeedReader(POOL, here.copy_sink(ME), lambda: 0.5)
-    for frame in sender.frames():
+    reader = FeedReader(POOL, here.feed.copy_sink(ME), lambda: 0.5)
+    for frame in sender.feed.frames():
         reader.frame(frame, 0.0)
 
     here.route(request(prompt(chain)), 0.0)

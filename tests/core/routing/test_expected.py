@@ -34,7 +34,7 @@ def served(router: Router, session: str, parent: str = "", *, known: bool = Fals
     """A request of the session that has ended; without a known prompt unless `known`."""
     prompts = (PROMPT,) if known else ()
     placed = router.route(request(*prompts, session=session, parent_session=parent), 0.0)
-    router.free(placed.key)
+    router.bookings.free(placed.key)
     return placed.target
 
 
@@ -113,7 +113,7 @@ def _run(*, is_on: bool, known: bool) -> Counter[str]:
         turns[chat] += 1
         chain = chain_from(chat * 100_000, 4 * turns[chat])
         placed = router.route(request(*([prompt(chain)] if known else []), session=f"chat {chat}"), 0.0)
-        router.mark_prefill_completed(placed.key, 0.0)
+        router.bookings.mark_prefill_completed(placed.key, 0.0)
         found["cached"] += pool.index.overlap(chain).get(placed.target, 0)
         found["same worker"] += last.get(chat) == placed.target
         pool.index.store(placed.target, chain)
@@ -121,5 +121,5 @@ def _run(*, is_on: bool, known: bool) -> Counter[str]:
         running.append(placed.key)
         found["fullest"] = max(found["fullest"], *(pool.active.requests(target) for target in pool.targets))
         if len(running) > 24:
-            router.free(running.popleft())  # type: ignore[arg-type]
+            router.bookings.free(running.popleft())  # type: ignore[arg-type]
     return found

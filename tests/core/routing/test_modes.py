@@ -88,7 +88,7 @@ def test_texts_are_remembered_by_the_mode_that_asked(router: Router) -> None:
     """A request in prefix-affinity records its text, one in kv does not."""
     for mode, text in (("prefix-affinity", "hello"), ("", "world")):
         placed = router.route(RouteRequest("req", text=text, mode=mode), 0.0)
-        router.mark_prefill_completed(placed.key, 0.0)
+        router.bookings.mark_prefill_completed(placed.key, 0.0)
 
     assert 5 == sum(router.tables.texts.chars(target) for target in (T1, T2, T3))
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvrouter.core.fleet.router import GIVEN_UP, Router, RouterRules
+from kvrouter.core.fleet.own_bookings import GIVEN_UP
+from kvrouter.core.fleet.router import Router, RouterRules
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment
 from kvrouter.core.routing.candidates import Candidates
 from kvrouter.core.routing.policy import RouteRequest
@@ -77,12 +78,12 @@ def test_a_changed_card_is_reported(router: Router, policy: Recorder) -> None:
 def test_the_status_of_a_response_is_reported_once(router: Router, policy: Recorder) -> None:
     """The first status counts; a request freed without one gets 499; unknown bookings are ignored."""
     begun, refused, left = (router.route(RouteRequest(name), 0.0).key for name in ("a", "b", "c"))
-    router.first_byte(begun, 1.0)
-    router.answered(begun, 500)
-    router.answered(refused, 429)
+    router.bookings.first_byte(begun, 1.0)
+    router.bookings.answered(begun, 500)
+    router.bookings.answered(refused, 429)
     for key in (begun, refused, left, left):
-        router.free(key)
-    router.answered(left, 200)
+        router.bookings.free(key)
+    router.bookings.answered(left, 200)
 
     assert [("a", 200), ("b", 429), ("c", GIVEN_UP)] == policy.statuses
 
@@ -90,9 +91,9 @@ def test_the_status_of_a_response_is_reported_once(router: Router, policy: Recor
 def test_a_predicted_prefill_is_not_a_response(router: Router, policy: Recorder) -> None:
     """The status of what is not streamed is known at its end only."""
     key = router.route(request(), 0.0, streamed=False).key
-    router.mark_prefill_completed(key, 1.0)
+    router.bookings.mark_prefill_completed(key, 1.0)
     assert [] == policy.statuses
-    router.answered(key, 503)
+    router.bookings.answered(key, 503)
     assert [("req", 503)] == policy.statuses
 
 

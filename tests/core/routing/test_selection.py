@@ -170,11 +170,11 @@ def test_text_is_remembered_when_prefill_is_done(pool: Pool) -> None:
     router, asked = new_router(pool, PrefixAffinity()), RouteRequest("req", text="hello world")
     texts = router.tables.texts
     failed = router.route(asked, 0.0)
-    router.free(failed.key)
+    router.bookings.free(failed.key)
     served = router.route(asked, 1.0)
     assert 0 == sum(texts.chars(one) for one in (T1, T2, T3))
 
-    router.first_byte(served.key, 2.0)
+    router.bookings.first_byte(served.key, 2.0)
 
     assert 11 == texts.chars(served.target) == sum(texts.chars(one) for one in (T1, T2, T3))
     router.forget([served.target])
@@ -186,6 +186,6 @@ def test_rates_are_those_the_policy_sees(pool: Pool) -> None:
     router = new_router(pool)
     placed = router.route(request(prompt(CHAIN)), 0.0)
 
-    router.first_byte(placed.key, 0.5)
+    router.bookings.first_byte(placed.key, 0.5)
 
     assert [320.0, 320.0] == router.tables.rates.peaks([placed.target, target("w9")])
