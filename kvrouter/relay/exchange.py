@@ -301,6 +301,7 @@ class Attempt:
     def cut_off(self, error: KvRouterError) -> None:
         """End an answer that has begun, with an error event, because this process ends."""
         if not self.outcome.done():
+            self._keeps_alive = False  # the client's next request must go to another replica
             self._break_off(str(error), error, spares_worker=True)
 
     def move(self, reason: str) -> None:
@@ -647,14 +648,19 @@ class Attempt:
         spares_worker: bool = False,
         is_cut: bool = False,
     ) -> None:
-        """End an answer that has begun, with an error event where the framing allows one."""
+        """End an answer that has begun, with an error event where the framing allows one.
+
+        With the event the body is complete. Its connection then serves the next request, if its head has
+        said so: clients send that one at once, and would lose it if the connection were closed.
+        """
         head, begun = self._head, self._begun
         assert head is not None
         takes_event = head.is_event_stream and (self._was_at_boundary if begun is None else begun.ends_event)
         if takes_event:
             event = self._form.error_event(error or WorkerDiedError(reason))
             self._client.write(self._framed_end(head, event))
-        self._finish(Done(head.status, False, reason, not takes_event, spares_worker, is_cut))
+        keeps_alive = takes_event and self._keeps_alive
+        self._finish(Done(head.status, keeps_alive, reason, not takes_event, spares_worker, is_cut))
 
     def _ends_already(self) -> bool:
         """End a stream that lacks only the end of its body. False: the last event of its API is not there."""
@@ -669,9 +675,8 @@ class Attempt:
             self._client.write(LAST_CHUNK if begun is None else begun.end)
         trouble = self._trouble or _GOOD
         needs_reset = head.length is not None and begun is None
-        self._finish(
-            Done(head.status, False, trouble.reason, needs_reset, spares_worker=trouble.spares_worker)
-        )
+        keeps_alive, spares_worker = self._keeps_alive and not needs_reset, trouble.spares_worker
+        self._finish(Done(head.status, keeps_alive, trouble.reason, needs_reset, spares_worker))
         return True
 
     def _framed_end(self, head: ResponseHead, event: bytes) -> bytes:

@@ -154,10 +154,48 @@ async def test_death_between_chunks(fleet_of: FleetOf, failure: str) -> None:
 
         assert response.is_whole
         assert ["a", "BadGatewayError"] == texts(response.events)
-        assert await client.is_closed()
         assert 1 == len(fleet.requests)
         assert ["broken"] == [one["outcome"] for one in fleet.logged("request.failed")]
         assert b"kvrouter_broken_streams_total 1.0" in (await fleet.get("/metrics")).body
+
+
+OPEN_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
+PING = b": ping\n\n"
+BEGUN = {  # how a stream may begin: the client gets the engine's chunks, the router's, or none
+    "chunks": [ONE],
+    "ping before chunks": [SSE_HEAD + chunk(PING), chunk(event("a"))],
+    "ping before no chunks": [OPEN_HEAD + PING, event("a")],
+    "no chunks": [OPEN_HEAD, event("a")],
+}
+CUT: dict[str, tuple[Callable[..., Script], bytes]] = {  # how it ends, and what the engine says before
+    "reset": (says_and_resets, b""),
+    "close": (says_and_closes, b""),
+    "silence": (says_and_stalls, b""),
+    "error": (says_and_closes, b'data: {"error": {"message": "x", "code": 500}}\n\n'),
+    "no end of the body": (says_and_stalls, b"data: [DONE]\n\n"),
+    "part of an event": (says_and_resets, b"data: {"),
+}
+
+
+@pytest.mark.parametrize("begins", BEGUN)
+@pytest.mark.parametrize("cut", CUT)
+async def test_next_request_after_a_cut_stream(fleet_of: FleetOf, begins: str, cut: str) -> None:
+    """If the body is complete and its head keeps the connection, the next request on it is answered.
+
+    Clients send it at once, so it would be lost if the connection were closed behind the body.
+    """
+    ends, last = CUT[cut]
+    said = [chunk(last) if "no chunks" not in begins else last] if last else []
+    dying = ends(*BEGUN[begins], *said)
+    async with fleet_of("--idle-timeout-s", "0.05", scripts=(in_turn(dying, OK),)) as fleet:
+        async with fleet.connected() as client:
+            response = await client.ask(STREAM)
+            stays = response.is_whole and response.header("connection") == "keep-alive"
+            assert stays == (begins != "no chunks") or cut == "part of an event"
+            if stays:
+                assert 200 == (await client.ask(BODY)).status
+            else:
+                assert await client.is_closed()
 
 
 @pytest.mark.parametrize("dies", [says_and_resets, says_and_closes])
