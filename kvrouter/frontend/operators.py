@@ -9,7 +9,7 @@ listener checks, before it routes, that a request does not come from a page of a
 
     Sec-Fetch-Site, Origin    the browser says which site asks
     Host                      a foreign name leads here if its owner changes its DNS (DNS rebinding)
-    content type              what pages may send unasked (forms, text/plain) is no JSON
+    content type              what pages may send unasked (forms, text/plain, no type at all) is no JSON
 
 PROBES are free of all this: probes and scrapers have no key, and use any name. The page's own files are
 static and free of the key, which the page asks for.
@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import base64
 import hmac
+import re
 from collections.abc import Callable, Iterable, Mapping
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import TypeAlias
-from urllib.parse import urlsplit
 
 from kvrouter.dashboard.page import FILES_PATH, PAGE_PATH
 from kvrouter.errors import (
@@ -43,8 +43,20 @@ Gate: TypeAlias = Callable[[str, Mapping[str, str]], None]
 PROBES = frozenset({"/live", "/ready", "/metrics"})
 """Paths of the admin listener that anyone may read."""
 _READS = frozenset({"GET", "HEAD"})
-# A proxy on this host passes on what others send: its address is not theirs.
-_FORWARDED = frozenset({"forwarded", "x-forwarded-for", "x-real-ip"})
+# A proxy on this host passes on what others send: its address is not theirs. Each adds some of these headers:
+# RFC 7239 and 9110, nginx, HAProxy, Envoy, Traefik, IIS, and those of clouds and CDNs. `via` and `forwarded`
+# are no part of a longer name: clients have headers such as `x-via-app`.
+_FORWARDED = re.compile(
+    r"via|(?:x-)?forwarded(?:-.*)?|cdn-loop|x-(?:original|envoy|proxy|proxied|amzn|azure|appengine|arr)-.*"
+    r"|(?:.*-)?(?:client|real|remote|connecting|originating|proxyuser|source)-?(?:ip|ipv6|addr|address|host)"
+)
+# uri-host [ ":" port ] (RFC 3986): an address in brackets, or a name of labels.
+_AUTHORITY = re.compile(
+    r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>(?:[A-Za-z0-9_-]{1,63}\.)*[A-Za-z0-9_-]{1,63})\.?)"
+    r"(?::(?P<port>[0-9]{0,5}))?"
+)
+_MOST_PORT = 65535
+_MOST_AUTHORITY = 300
 # The types that a page may send to another site without asking it first (Fetch standard, CORS-safelisted).
 _FORM = "multipart/form-data"
 _UNASKED = frozenset({"text/plain", "application/x-www-form-urlencoded", _FORM})
@@ -174,7 +186,7 @@ class AdminGate:
     def _check_host(self, hosts: tuple[str, ...], own_address: str) -> None:
         known = self._names | {_plain_host(own_address)}
         for given in hosts or ("",):
-            host = _plain_host(_split(given)[0])
+            host, _ = _split(given)
             if not (host and (host in known or host == "localhost" or is_loopback(host))):
                 raise ForeignRequestError(
                     f"host {given[:100]!r} is not a name of this admin listener: use its address, or allow "
@@ -182,7 +194,7 @@ class AdminGate:
                 )
 
     def _check_peer(self, request: Request) -> None:
-        is_forwarded = not _FORWARDED.isdisjoint(request.headers)
+        is_forwarded = any(map(_FORWARDED.fullmatch, request.headers))
         if (is_loopback(request.client.address) and not is_forwarded) or self.key.is_in(request.headers):
             return
         by = "a proxy's client" if is_forwarded else request.client.address
@@ -224,17 +236,12 @@ def _opens_page(request: Request) -> bool:
 
 def _is_same(origin: str, host: str) -> bool:
     """Whether a page of this origin was loaded from this host and port."""
-    try:
-        parts = urlsplit(origin)
-        its_port = parts.port
-    except ValueError:
+    scheme, _, authority = origin.partition("://")
+    usual = _HTTP_PORTS.get(scheme.lower())
+    if usual is None:
         return False
-    usual = _HTTP_PORTS.get(parts.scheme)
-    if usual is None or not parts.hostname or parts.path or parts.query or parts.username is not None:
-        return False
-    name, port = _split(host)
-    same_port = str(its_port or usual) == (port.lstrip("0") or str(usual))
-    return same_port and _plain_host(parts.hostname) == _plain_host(name)
+    (its_name, its_port), (name, port) = _split(authority), _split(host)
+    return bool(its_name) and (its_name, its_port or usual) == (name, port or usual)
 
 
 def check_type(request: Request, *, has_body: bool) -> None:
@@ -243,7 +250,7 @@ def check_type(request: Request, *, has_body: bool) -> None:
     is_sent = request.head.method not in _READS and (has_body or "content-type" in request.headers)
     if not is_sent or kind == "application/json" or kind.endswith("+json"):
         return
-    if path in engine_routes.PATHS:
+    if path in engine_routes.PATHS and "/" in request.headers.get("content-type", ""):
         is_form = kind == _FORM and path in engine_routes.FORMS
         if is_form or kind not in _UNASKED:
             return
@@ -274,10 +281,20 @@ def _address(text: str) -> IPv4Address | IPv6Address | None:
     return mapped or address
 
 
-def _split(authority: str) -> tuple[str, str]:
-    """Host and port of `HOST`, `HOST:PORT` or `[HOST]:PORT`, as `host_error` lets them through."""
-    name, colon, port = authority.rpartition(":")
-    return (name, port) if colon and (not port or port.isdecimal()) and "]" not in port else (authority, "")
+def _split(authority: str) -> tuple[str, int]:
+    """Host, in its plain form, and port of `HOST`, `HOST:PORT` or `[HOST]:PORT`; without one it is 0.
+
+    The host is empty if the text is nothing of these: a part of it may be an address that is known.
+    """
+    found = _AUTHORITY.fullmatch(authority)
+    if found is None or len(authority) > _MOST_AUTHORITY:
+        return "", 0
+    v6, name, port = found["v6"], found["name"], int(found["port"] or 0)
+    try:
+        host = _plain_host(str(IPv6Address(v6))) if v6 is not None else _plain_host(name)
+    except ValueError:
+        return "", 0
+    return (host, port) if port <= _MOST_PORT else ("", 0)
 
 
 def _password(credentials: str) -> str:

@@ -41,6 +41,23 @@ HOSTS = {
     "": 403,
     ":{port}": 403,
     ".": 403,
+    # a known address or name with something before, behind or around it
+    "127.0.0.1%2f": 403,
+    "127.0.0.1%2f.evil.example": 403,
+    "127.0.0.1%25lo": 403,
+    "localhost%00": 403,
+    "[127.0.0.1]": 403,
+    "[::1.]": 403,
+    "127.0.0.1..": 403,
+    ".localhost": 403,
+    "-.127.0.0.1": 403,
+    "127.0.0.01": 403,
+    "127.1": 403,
+    "127.0.0.1:65536": 403,
+    "localhost;x": 403,
+    "localhost:{port}:{port}": 400,
+    "evil@localhost": 400,
+    "[::1%25lo]": 400,
 }
 SITES = {
     "origin: http://127.0.0.1:{port}": 200,
@@ -64,7 +81,27 @@ SITES = {
     # a proxy on this host: who asks it is not on loopback
     "x-forwarded-for: 10.0.0.7": 403,
     "forwarded: for=10.0.0.7": 403,
+    "origin: http://127.0.0.1%2f:{port}": 403,
+    "origin: http://[127.0.0.1]:{port}": 403,
+    "origin: http://x@127.0.0.1:{port}": 403,
+    "origin: http://127.0.0.1:{port}/": 403,
+    "origin: http://127.0.0.1:{port}?": 403,
 }
+# What proxies add to a request: standards, servers, clouds.
+PROXIES = """
+    via forwarded x-forwarded x-forwarded-for x-forwarded-host x-forwarded-proto x-forwarded-port
+    x-forwarded-server x-forwarded-prefix x-forwarded-client-cert forwarded-for x-real-ip x-client-ip
+    client-ip true-client-ip cf-connecting-ip cf-connecting-ipv6 fastly-client-ip fly-client-ip
+    x-cluster-client-ip x-proxyuser-ip x-remote-ip x-remote-addr remote-addr x-originating-ip
+    x-original-host x-original-url x-original-forwarded-for x-envoy-external-address x-envoy-original-path
+    x-azure-clientip x-azure-socketip x-appengine-user-ip x-amzn-trace-id x-arr-ssl cdn-loop
+    proxy-client-ip wl-proxy-client-ip x-source-ip x-proxied-by
+"""
+# What clients send themselves.
+CLIENTS_OWN = """
+    user-agent accept accept-encoding x-request-id x-stainless-lang x-session-id openai-organization
+    traceparent x-kvrouter-mode x-via-app x-api-key anthropic-version x-client-name cache-control
+"""
 NAMES = ("--advertise", "replica.example", "--admin-allowed-host", "allowed.example")
 FLAGS = (*NAMES, "--admin-allowed-host", "2001:db8::7")
 
@@ -137,6 +174,26 @@ async def test_sites(fleet_of: FleetOf) -> None:
             assert found == SITES, path
 
 
+async def test_proxies(fleet_of: FleetOf, tmp_path: Path) -> None:
+    """What came through a proxy on this host needs the key: the peer on loopback is the proxy."""
+    key = tmp_path / "key"
+    key.write_text("s3cret")
+    async with (
+        fleet_of("--admin-key-file", str(key)) as fleet,
+        connected(fleet.frontend.admin_url) as client,
+    ):
+
+        async def status(*lines: str) -> int:
+            client.send(b"", *lines, path="/workers", method="GET")
+            return (await client.response()).status
+
+        client.host = "localhost"
+        for name in (PROXIES + PROXIES.title()).split():
+            assert 401 == await status(f"{name}: 1.1"), name
+            assert 200 == await status(f"{name}: ", "authorization: Bearer s3cret"), name
+        assert 200 == await status(*(f"{name}: 1.1" for name in CLIENTS_OWN.split()))
+
+
 async def test_links_to_the_page(fleet_of: FleetOf) -> None:
     """Another site may link to the page, and neither frame it nor load it."""
     opens = ("sec-fetch-site: cross-site", "sec-fetch-mode: navigate", "sec-fetch-dest: document")
@@ -169,7 +226,11 @@ async def test_links_to_the_page(fleet_of: FleetOf) -> None:
         ("/nowhere", "text/plain", 404),
         ("/v1/completions", "text/plain", 415),
         ("/v1/completions", "multipart/form-data; boundary=x", 415),
-        ("/v1/completions", None, 404),
+        ("/v1/completions", None, 415),
+        ("/v1/completions", "", 415),
+        ("/v1/completions", "x", 415),
+        ("/v1/audio/transcriptions", None, 415),
+        ("/v1/audio/transcriptions", "application/x-www-form-urlencoded", 415),
         ("/v1/audio/transcriptions", "multipart/form-data; boundary=x", 404),
     ],
 )

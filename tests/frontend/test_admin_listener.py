@@ -158,7 +158,7 @@ async def test_head(fleet_of: FleetOf, path: str, is_admin: bool) -> None:
 async def test_bodies(fleet_of: FleetOf, is_admin: bool) -> None:
     """Packed, chunked and expected bodies are read on both listeners."""
     data = json.dumps(BODY).encode()
-    start = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\n"
+    start = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-type: application/json\r\n"
     packed = gzip.compress(data)
     async with (
         fleet_of() as fleet,
@@ -199,7 +199,8 @@ async def test_refused(fleet_of: FleetOf, lines: str, status: int) -> None:
         fleet_of("--max-body-mib", "1") as fleet,
         connected(fleet.frontend.admin_url) as client,
     ):
-        client.writer.write(f"POST /v1/completions HTTP/1.1\r\n{lines}".encode())
+        head = "POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\n"
+        client.writer.write(f"{head}{lines}".encode())
 
         assert status == (await client.response()).status
         assert not fleet.requests

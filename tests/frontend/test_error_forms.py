@@ -29,6 +29,7 @@ UNKNOWN = (
 )
 ID = "x-request-id: r1"
 HOST = "host: test"
+JSON = "content-type: application/json"
 LIMIT = 1 << 20
 _ANTHROPIC = {
     400: "invalid_request_error",
@@ -94,7 +95,7 @@ async def test_bodies(fleet_of: FleetOf, case: str) -> None:
         for url in (fleet.url, fleet.frontend.admin_url):
             for method, path, api in ROUTES:
                 if method != "GET":
-                    answer = await refused(url, f"{method} {path}", HOST, length, body=data)
+                    answer = await refused(url, f"{method} {path}", HOST, JSON, length, body=data)
 
                     assert status == answer.status, path
                     assert message_in(api, answer)
@@ -137,7 +138,7 @@ async def test_unknown_paths(fleet_of: FleetOf, path: str) -> None:
 
 
 HEADS: dict[str, tuple[int, Callable[[str], tuple[str, ...]]]] = {
-    "too large": (413, lambda path: (f"POST {path}", HOST, f"content-length: {LIMIT + 1}")),
+    "too large": (413, lambda path: (f"POST {path}", HOST, JSON, f"content-length: {LIMIT + 1}")),
     "unknown coding": (
         415,
         lambda path: (f"POST {path}", HOST, "content-encoding: nonsense", "content-length: 1"),
@@ -201,7 +202,7 @@ async def test_the_body_is_invited_on_the_admin_listener(fleet_of: FleetOf) -> N
     async with fleet_of() as fleet, connected(fleet.frontend.admin_url) as client:
         for expectation in ("100-continue", "100-Continue"):
             length, data = _posted({**NAMELESS, "model": "m"})
-            head = ["POST /v1/completions HTTP/1.1", HOST, length, f"expect: {expectation}", "", ""]
+            head = ["POST /v1/completions HTTP/1.1", HOST, JSON, length, f"expect: {expectation}", "", ""]
             client.writer.write("\r\n".join(head).encode())
             assert b"HTTP/1.1 100 Continue\r\n\r\n" == await client.read_until(b"\r\n\r\n")
             client.writer.write(data)

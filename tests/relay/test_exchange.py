@@ -187,15 +187,15 @@ async def test_next_request_after_a_cut_stream(fleet_of: FleetOf, begins: str, c
     ends, last = CUT[cut]
     said = [chunk(last) if "no chunks" not in begins else last] if last else []
     dying = ends(*BEGUN[begins], *said)
-    async with fleet_of("--idle-timeout-s", "0.05", scripts=(in_turn(dying, OK),)) as fleet:
-        async with fleet.connected() as client:
-            response = await client.ask(STREAM)
-            stays = response.is_whole and response.header("connection") == "keep-alive"
-            assert stays == (begins != "no chunks") or cut == "part of an event"
-            if stays:
-                assert 200 == (await client.ask(BODY)).status
-            else:
-                assert await client.is_closed()
+    flags = ("--idle-timeout-s", "0.05")
+    async with fleet_of(*flags, scripts=(in_turn(dying, OK),)) as fleet, fleet.connected() as client:
+        response = await client.ask(STREAM)
+        stays = response.is_whole and response.header("connection") == "keep-alive"
+        assert stays == (begins != "no chunks") or cut == "part of an event"
+        if stays:
+            assert 200 == (await client.ask(BODY)).status
+        else:
+            assert await client.is_closed()
 
 
 @pytest.mark.parametrize("dies", [says_and_resets, says_and_closes])
