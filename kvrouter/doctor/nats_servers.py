@@ -83,7 +83,8 @@ async def connect(bus: Bus, server: Server) -> bool:
     except TimeoutError:
         if not server.kind:
             server.kind = "nats.rejected"
-            server.trouble = bus.last_error or f"no connection within {CONNECT_S:g} s"
+            why = bus.outage_reason if bus.is_rejected else bus.last_error  # the first names the files
+            server.trouble = why or f"no connection within {CONNECT_S:g} s"
         return False
     return True
 

@@ -58,6 +58,8 @@ class ServeOptions(Settings):
             raise ConfigError(
                 "--engine is missing: give the URL of each engine, as in --engine http://127.0.0.1:9000"
             )
+        if self.state_dir is not None and not self.state_dir.is_dir():
+            raise ConfigError(f"--state-dir {self.state_dir}: give a directory that exists")
         check_different(self.engines)
         last = (*self.ports()[-1], self.metrics_ports()[-1])
         for flag, port in zip(("--port", "--admin-port", "--metrics-port"), last, strict=True):

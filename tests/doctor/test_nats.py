@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.bus import NatsOptions, accounts
+from kvrouter.bus import NatsOptions, accounts, local_users
 from kvrouter.bus.server_info import ServerInfo, read_info
 from kvrouter.config import NamespaceOptions
 from kvrouter.doctor import examination, nats_servers
@@ -77,6 +77,29 @@ async def test_rejected(new_nats_server: NewServer, tmp_path: Path) -> None:
     assert "Authorization Violation" in seen(rejected, "nats.rejected")
     assert ["nats.max_payload"] == [*codes(accepted)]
     assert ["fleet.silent"] == accepted.ignored
+
+
+@pytest.mark.parametrize("kept", ["nothing", "a directory", "another server's"])
+async def test_files_of_another_user(
+    new_nats_server: NewServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: str
+) -> None:
+    """Without a user of the server, `doctor` names the file that it lacks, and what to do."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    config = tmp_path / "nats.conf"
+    config.write_text("authorization { user: a, password: b }\n")
+    server = new_nats_server(config)
+    server.start()
+    port = int(server.url.rpartition(":")[2])
+    file = local_users.directory_of(port) / "frontend.nk"
+    if kept == "a directory":
+        file.mkdir(parents=True)
+    elif kept == "another server's":
+        local_users.make(port)
+    report = await examined(server.url, "n")
+
+    found = seen(report, "nats.rejected")
+    assert str(file if kept != "another server's" else file.parent) in found
+    assert "run this as the same Unix user" in found
 
 
 async def test_denied(new_nats_server: NewServer, tmp_path: Path) -> None:

@@ -140,3 +140,11 @@ def test_access_to_engines(tmp_path: Path) -> None:
     assert (files, ca) == (options.frontend.tls.files, options.frontend.tls.worker_ca)
     with pytest.raises(ConfigError, match="--tls-cert without --tls-key"):
         parse(f"--tls-cert={files.cert}")
+
+
+def test_state_dir_that_is_none(tmp_path: Path) -> None:
+    """The error names the flag that the operator gave, not that of an agent made from it."""
+    (tmp_path / "file").touch()
+    for wrong in ("missing", "missing/deeper", "file", "file/below"):
+        with pytest.raises(ConfigError, match=r"^--state-dir .*: give a directory that exists$"):
+            parse("--state-dir", str(tmp_path / wrong))
