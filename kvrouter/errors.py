@@ -15,6 +15,23 @@ class KvRouterError(Exception):
     # Whether part of the request's body was not read. Its connection must then be closed, as the rest of the
     # body would be taken for the next request.
     is_body_left = False
+    # Whether the message names nothing of the fleet but the models that it serves: no worker, URL, pool or
+    # peer. Not inherited, see `for_clients`.
+    names_nothing = False
+    # What clients get in place of the message if it may name something that they may not see.
+    unnamed = "the request failed; the log of the replica has the details"
+
+    def for_clients(self) -> KvRouterError:
+        """The error for clients that may see neither workers nor peers (--expose without `headers`).
+
+        A class without `names_nothing` of its own keeps its message from them, so a new one does.
+        """
+        if vars(type(self)).get("names_nothing"):
+            return self
+        error = type(self).__new__(type(self))
+        error.__dict__.update(self.__dict__)
+        error.args = (self.unnamed,)
+        return error
 
 
 class ConfigError(KvRouterError):
@@ -24,6 +41,7 @@ class ConfigError(KvRouterError):
 class BadRequestError(KvRouterError):
     """The client's request is wrong."""
 
+    names_nothing = True
     status = 400
     type = "BadRequestError"
 
@@ -35,6 +53,7 @@ class BadRequestError(KvRouterError):
 class RequestTooLargeError(BadRequestError):
     """The body is larger than the limit."""
 
+    names_nothing = True
     status = 413
     is_body_left = True
 
@@ -42,6 +61,7 @@ class RequestTooLargeError(BadRequestError):
 class RequestStalledError(BadRequestError):
     """The client stopped sending in the middle of its body."""
 
+    names_nothing = True
     status = 408
     is_body_left = True
 
@@ -49,46 +69,55 @@ class RequestStalledError(BadRequestError):
 class InvalidBodyError(BadRequestError):
     """The framing of the body is invalid: where it ends is not known."""
 
+    names_nothing = True
     is_body_left = True
 
 
 class TargetTooLongError(BadRequestError):
     """The first line of the request is longer than the limit."""
 
+    names_nothing = True
     status = 414
 
 
 class HeadTooLargeError(BadRequestError):
     """The headers of the request are larger than the limit."""
 
+    names_nothing = True
     status = 431
 
 
 class NotMendedError(BadRequestError):
     """The body is no JSON that is read fast. It is large: mend it in slices and read it again."""
 
+    names_nothing = True
+
 
 class UnsupportedCodingError(BadRequestError):
     """The body is packed in a way that is not supported (`content-encoding`)."""
 
+    names_nothing = True
     status = 415
 
 
 class BodyTypeError(BadRequestError):
     """The admin listener takes JSON: a page of another site may send forms and plain text unasked."""
 
+    names_nothing = True
     status = 415
 
 
 class ExpectationError(BadRequestError):
     """The request expects (`Expect`) something else than 100-continue."""
 
+    names_nothing = True
     status = 417
 
 
 class UnknownModelError(BadRequestError):
     """No worker has announced the model."""
 
+    names_nothing = True
     status = 404
     type = "NotFoundError"
 
@@ -96,6 +125,7 @@ class UnknownModelError(BadRequestError):
 class UnknownTargetError(BadRequestError):
     """The worker or rank named by the client does not exist."""
 
+    unnamed = "the worker or rank that the request names does not exist"
     status = 404
     type = "NotFoundError"
 
@@ -103,6 +133,7 @@ class UnknownTargetError(BadRequestError):
 class UnknownResponseError(BadRequestError):
     """`previous_response_id` names no response of this client. The form is vLLM's."""
 
+    names_nothing = True
     status = 404
     type = "invalid_request_error"
 
@@ -127,6 +158,7 @@ class UnknownPromptError(BadRequestError):
 class NoRouteError(KvRouterError):
     """The path does not exist."""
 
+    names_nothing = True
     status = 404
     type = "NotFoundError"
 
@@ -134,6 +166,7 @@ class NoRouteError(KvRouterError):
 class TrailingSlashError(NoRouteError):
     """The path without its last slash exists: the answer leads the client there."""
 
+    names_nothing = True
     status = 307
     type = "RedirectError"
 
@@ -146,10 +179,13 @@ class TrailingSlashError(NoRouteError):
 class OperatorsOnlyError(NoRouteError):
     """The path exists on the admin listener, not on the clients' port."""
 
+    names_nothing = True
+
 
 class WrongAdminKeyError(KvRouterError):
     """The path requires the operators' key, which the request lacks."""
 
+    names_nothing = True
     status = 401
     type = "AuthenticationError"
     # Browsers ask for a password; Chromium would not if Bearer, which is also taken, were named too.
@@ -159,6 +195,8 @@ class WrongAdminKeyError(KvRouterError):
 class NoAdminKeyError(WrongAdminKeyError):
     """The admin listener requires the operators' key of peers that are not on loopback."""
 
+    names_nothing = True
+
     # the page asks for the key itself
     challenge = 'Bearer realm="kvrouter"'
 
@@ -166,6 +204,7 @@ class NoAdminKeyError(WrongAdminKeyError):
 class PeerNotAllowedError(KvRouterError):
     """The admin listener has no key, so it serves peers on loopback only."""
 
+    names_nothing = True
     status = 403
     type = "PermissionDeniedError"
 
@@ -173,6 +212,7 @@ class PeerNotAllowedError(KvRouterError):
 class ForeignRequestError(KvRouterError):
     """The request to the admin listener comes from a page of another site, or names a foreign host."""
 
+    names_nothing = True
     status = 403
     type = "PermissionDeniedError"
 
@@ -180,6 +220,7 @@ class ForeignRequestError(KvRouterError):
 class WrongMethodError(KvRouterError):
     """The path does not support the request's method."""
 
+    names_nothing = True
     status = 405
     type = "MethodNotAllowedError"
 
@@ -192,6 +233,7 @@ class WrongMethodError(KvRouterError):
 class HttpVersionError(KvRouterError):
     """The request uses an unsupported major version of HTTP."""
 
+    names_nothing = True
     status = 505
     type = "HTTPVersionNotSupportedError"
 
@@ -199,6 +241,7 @@ class HttpVersionError(KvRouterError):
 class LoopError(KvRouterError):
     """The request has passed this fleet before: a worker's URL leads back to a replica."""
 
+    unnamed = "loop detected: the request has passed this fleet before"
     status = 508
     type = "LoopDetectedError"
 
@@ -206,6 +249,7 @@ class LoopError(KvRouterError):
 class NoWorkersError(KvRouterError):
     """No live worker serves the model; the client may retry."""
 
+    unnamed = "no worker can take this request now; send it again later"
     status = 503
     type = "ServiceUnavailableError"
 
@@ -213,6 +257,7 @@ class NoWorkersError(KvRouterError):
 class ShuttingDownError(KvRouterError):
     """The replica is shutting down; the client may retry at another one."""
 
+    names_nothing = True
     status = 503
     type = "ServiceUnavailableError"
 
@@ -220,14 +265,19 @@ class ShuttingDownError(KvRouterError):
 class QueueFullError(NoWorkersError):
     """The queue of requests waiting for a worker is full; the client may retry."""
 
+    names_nothing = True
+
 
 class QueueTimeoutError(NoWorkersError):
     """The request waited for a worker for as long as the queue allows; the client may retry."""
+
+    names_nothing = True
 
 
 class OutOfResourcesError(KvRouterError):
     """The replica cannot open another connection; the client may retry, preferably at another one."""
 
+    unnamed = "this replica is at its limits; send the request again"
     status = 503
     type = "ServiceUnavailableError"
 
@@ -235,16 +285,20 @@ class OutOfResourcesError(KvRouterError):
 class TooManyViewersError(OutOfResourcesError):
     """As many dashboards are open at this replica as it serves at a time."""
 
+    names_nothing = True
+
 
 class BodiesFullError(OutOfResourcesError):
     """Incomplete request bodies already take all the memory allowed for them; the client may retry."""
 
+    names_nothing = True
     is_body_left = True
 
 
 class WorkerDiedError(KvRouterError):
     """The worker's connection broke off in the middle of its answer."""
 
+    unnamed = "the worker failed; the log of the replica has the details"
     status = 502
     type = "BadGatewayError"
 
@@ -252,6 +306,7 @@ class WorkerDiedError(KvRouterError):
 class RequestEndsWorkersError(KvRouterError):
     """Workers were lost with the request in hand, so it is sent to none any more."""
 
+    names_nothing = True
     status = 502
     type = "BadGatewayError"
     code = "request_ends_workers"
@@ -259,6 +314,8 @@ class RequestEndsWorkersError(KvRouterError):
 
 class WorkerRejectedError(KvRouterError):
     """The worker rejected a request whose stream had begun: its answer becomes an error event."""
+
+    names_nothing = True
 
     def __init__(self, status: int, message: str, kind: str = "") -> None:
         """`kind`: the type that the worker's own error names."""
@@ -270,6 +327,7 @@ class WorkerRejectedError(KvRouterError):
 class WorkerSilentError(KvRouterError):
     """The worker sent nothing for too long."""
 
+    names_nothing = True
     status = 504
     type = "GatewayTimeoutError"
 

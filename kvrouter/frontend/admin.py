@@ -106,13 +106,15 @@ class Admin:
         """200 while the event loop runs."""
         return Answer(200, b"ok\n", {"content-type": TEXT})
 
-    async def ready(self, request: Request) -> Answer:
+    async def ready(self, request: Request, *, sees: Callable[[Request], bool]) -> Answer:
         """503 until the first recovery is complete, while draining, and while only peers serve anything.
 
-        Otherwise 200, degraded or not.
+        Otherwise 200, degraded or not. `sees`: whether the client may see names of workers and peers.
         """
         status, body = self._readiness()
         body["router_id"] = self._replica.router_id
+        if not sees(request):
+            return json_answer(body | {"reasons": _counted(body.get("reasons", ()))}, status=status)
         return json_answer(body | self._feed_states("verbose" in request.query), status=status)
 
     def readiness(self) -> dict[str, Any]:
@@ -142,6 +144,8 @@ class Admin:
         if unserved := self._replica.unserved():
             return 503, {"status": "unserved", "reasons": unserved}
         reasons = self._degraded()
+        if missing and not timed_out:  # ready, as requests wait for a first worker
+            reasons = list(dict.fromkeys([*reasons, *self._why_no_worker()]))
         if timed_out or (self._gave_up_waiting and reasons):  # reported until no reason is left
             limit = f"--ready-timeout-s {self._ready_timeout_s:g} s"
             reasons.insert(0, f"not all workers and feeds are known, but {limit} passed")
@@ -173,18 +177,19 @@ class Admin:
         behind = [row for row in rows if row["state"] != "live" or row["lag"]][:MOST_FEEDS]
         return {"feeds": behind, "feeds_omitted": len(rows) - len(behind), "all_feeds": "/ready?verbose=1"}
 
-    async def health(self, _request: Request) -> Answer:
-        reasons = self._degraded()
+    async def health(self, request: Request, *, sees: Callable[[Request], bool]) -> Answer:
+        """What runs here. `sees`: whether the client may see names of workers and peers."""
+        reasons, sees_names = self._degraded(), sees(request)
         return json_answer(
             Health(
                 status="degraded" if reasons else "ok",
-                reasons=reasons,
+                reasons=reasons if sees_names else _counted(reasons),
                 version=__version__,
                 router_id=self._replica.router_id,
                 pid=os.getpid(),
                 url=self._listeners.url,
                 nats_connected=self._bus.connected,
-                peers=sorted(self._replica.peers),
+                peers=sorted(self._replica.peers) if sees_names else [],
                 workers=sum(len(router.pool.workers) for router in self._replica.routers.values()),
             )
         )
@@ -282,6 +287,11 @@ class Admin:
     def _problems(self, pool: Pool, worker_id: str) -> list[str]:
         """Problems that the last look found. An empty id stands for the pool itself."""
         return [problem.text for problem in self._audit.problems(pool.id, worker_id)]
+
+
+def _counted(reasons: Sequence[str]) -> list[str]:
+    """Reasons for clients that may not see the names in them."""
+    return [f"{len(reasons)}: see /ready of the admin listener (--expose)"] if reasons else []
 
 
 def _pool(pool: Pool) -> dict[str, Any]:

@@ -83,8 +83,6 @@ RELAY_TIMED_EVERY = 128
 _BUSY = frozenset({429, 503})
 # Paths that the label `route` of kvrouter_requests_total may have.
 ROUTES = engine_routes.PATHS
-# For a client that may not see which worker it had.
-_UNNAMED = "the worker failed; the log of the replica has the details"
 
 
 class Completions:
@@ -146,7 +144,11 @@ class Completions:
         """Add what is served here. `rights`: of the port's clients."""
         # Without HEAD: a worker's answer to it has a length and no body, and would never end.
         for method, path, api in engine_routes.relayed():
-            routes.add(method, path, partial(self.serve, api, rights))
+            serve = self._serve_limited if rights.are_limited else self.serve
+            routes.add(method, path, partial(serve, api, rights))
+
+    async def _serve_limited(self, api: Api, rights: Rights, request: Request) -> Served:
+        return await self.serve(rights.form(api, request), rights, request)
 
     async def serve(self, api: Api, rights: Rights, request: Request) -> Served:
         """Serve one request to its end. Every error becomes a body of the API.
@@ -602,7 +604,7 @@ class Completions:
             case TimedOut(silent_s):
                 raise WorkerSilentError(f"the worker sent no output for {silent_s:g} s")
             case Lost(reason) | Retried(reason):
-                raise WorkerDiedError(reason if work.shows_worker else _UNNAMED)
+                raise WorkerDiedError(reason)
             case None:
                 raise NoWorkersError("no worker was tried")
 

@@ -16,6 +16,7 @@ import logging
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 import structlog
@@ -25,7 +26,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from kvrouter.frontend.admin import MODEL_PATH, Admin
 from kvrouter.frontend.admin_listener import application
 from kvrouter.frontend.completions import Completions
-from kvrouter.frontend.engine_routes import error_answer, why_closed
+from kvrouter.frontend.engine_routes import why_closed
 from kvrouter.frontend.openapi import OPENAPI_PATH, document
 from kvrouter.frontend.operators import (
     AdminGate,
@@ -83,10 +84,14 @@ class Site:
         self.max_body_bytes = options.max_body_bytes
         self.root_path = options.root_path
 
-    def for_clients(self, gate: KeyGate) -> Routes:
+    def for_clients(self, rights: Rights) -> Routes:
         """The routes of the clients' port."""
         metrics = self.admin.clients_metrics if "metrics" in self._options.expose else None
-        return self._routes(Rights(gate, gate.key, self._options), metrics)
+        return self._routes(rights, metrics)
+
+    def clients_rights(self, gate: KeyGate) -> Rights:
+        """What clients may do and see."""
+        return Rights(gate, gate.key, self._options)
 
     def for_admin(self, key: AdminKey) -> Routes:
         """The routes of the admin listener."""
@@ -101,19 +106,19 @@ class Site:
             "/v1/models": admin.models,
             MODEL_PATH: admin.model,
             "/live": admin.live,
-            "/ready": admin.ready,
-            "/health": admin.health,
+            "/ready": partial(admin.ready, sees=rights.sees_workers),
+            "/health": partial(admin.health, sees=rights.sees_workers),
         }
         if metrics is not None:
             views["/metrics"] = metrics
         for path, view in views.items():
-            _add(routes, "GET", path, answering(view, open_gate, completions.refused))
+            _add(routes, "GET", path, answering(view, rights, open_gate, completions.refused))
         for method, path, view in self._for_operators:
-            _add(routes, method, path, answering(view, gate, completions.refused))
+            _add(routes, method, path, answering(view, rights, gate, completions.refused))
         if self.root_path:
-            _add(routes, "GET", "", answering(self._root, open_gate, completions.refused))
+            _add(routes, "GET", "", answering(self._root, rights, open_gate, completions.refused))
         view = self._described(routes, gate)
-        _add(routes, "GET", OPENAPI_PATH, answering(view, open_gate, completions.refused))
+        _add(routes, "GET", OPENAPI_PATH, answering(view, rights, open_gate, completions.refused))
         return routes
 
     def _described(self, routes: Routes, gate: Gate) -> View:
@@ -152,9 +157,10 @@ async def _clients_port(
     site: Site, sock: socket.socket, tls: ssl.SSLContext | None, gate: KeyGate
 ) -> AsyncIterator[tuple[asyncio.Server, Connections]]:
     """The clients' port. It does not accept connections yet."""
+    rights = site.clients_rights(gate)
     connections = Connections(
-        site.for_clients(gate),
-        error_answer,
+        site.for_clients(rights),
+        rights.unread_answer,
         max_body_bytes=site.max_body_bytes,
         arriving=ArrivingBytes(site.max_body_bytes),
         keep_alive_s=KEEP_ALIVE_S,

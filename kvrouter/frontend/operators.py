@@ -28,13 +28,16 @@ from kvrouter.dashboard.page import FILES_PATH, PAGE_PATH
 from kvrouter.errors import (
     BodyTypeError,
     ForeignRequestError,
+    KvRouterError,
     NoAdminKeyError,
     OperatorsOnlyError,
     PeerNotAllowedError,
     WrongAdminKeyError,
 )
 from kvrouter.frontend import engine_routes
+from kvrouter.frontend.bodies.apis import Api, unnamed
 from kvrouter.frontend.settings import ClientsOptions
+from kvrouter.relay.answer import Answer
 from kvrouter.relay.request import Request
 
 Gate: TypeAlias = Callable[[str, Mapping[str, str]], None]
@@ -124,6 +127,24 @@ class Rights:
         self._obeys_clients = options is None or options.client_overrides == "on"
         self.are_limited = not (self._shows_workers and self._obeys_clients)
         """Whether some clients may not do or see everything."""
+
+    def sees_workers(self, request: Request) -> bool:
+        """Whether the client may see names of workers and peers, in headers, errors and reports."""
+        return self._shows_workers or lets_in(self.gate, request.headers)
+
+    def form(self, api: Api, request: Request) -> Api:
+        """The API as the client of this request gets it: the one place where errors lose names."""
+        return api if self.sees_workers(request) else unnamed(api)
+
+    def error_answer(self, request: Request, error: KvRouterError, request_id: str) -> Answer:
+        """The answer to a request that no worker's route serves."""
+        api = engine_routes.api_of(request.head.route)
+        return self.form(api, request).error_answer(error, request_id)
+
+    def unread_answer(self, path: str, error: KvRouterError, request_id: str) -> Answer:
+        """The answer to a request whose headers were not read."""
+        api = engine_routes.api_of(path)
+        return (api if self._shows_workers else unnamed(api)).error_answer(error, request_id)
 
     def of(self, request: Request) -> tuple[bool, bool]:
         """Whether the client may override how it is routed, and see which worker answers.

@@ -17,8 +17,7 @@ import msgspec
 import structlog
 
 from kvrouter.errors import KvRouterError
-from kvrouter.frontend.engine_routes import error_answer
-from kvrouter.frontend.operators import Gate
+from kvrouter.frontend.operators import Gate, Rights
 from kvrouter.relay.answer import Answer, Events, Lines, Served, internal_error
 from kvrouter.relay.connection import Refused
 from kvrouter.relay.exchange import ClientSide
@@ -37,12 +36,12 @@ def json_answer(body: object, status: int = 200) -> Answer:
     return Answer(status, msgspec.json.encode(body) + b"\n", {})
 
 
-def answering(view: View, gate: Gate, on_refused: Refused = lambda *_: None) -> Serve:
-    """Make a route of a view. Every error gets the form of the path's API."""
-    return partial(_serve, view, gate, on_refused)
+def answering(view: View, rights: Rights, gate: Gate, on_refused: Refused = lambda *_: None) -> Serve:
+    """Make a route of a view. Every error gets the form of the path's API, as `rights` has it."""
+    return partial(_serve, view, rights, gate, on_refused)
 
 
-async def _serve(view: View, gate: Gate, on_refused: Refused, request: Request) -> Served:
+async def _serve(view: View, rights: Rights, gate: Gate, on_refused: Refused, request: Request) -> Served:
     closes = False
     try:
         await request.read()  # in any case: what is not read would be taken for the next request
@@ -55,10 +54,10 @@ async def _serve(view: View, gate: Gate, on_refused: Refused, request: Request) 
     except KvRouterError as error:
         request_id = request_id_of(request.headers)
         on_refused(request, request_id, error, request.client.address)
-        answer, closes = error_answer(request.head.route, error, request_id), error.is_body_left
+        answer, closes = rights.error_answer(request, error, request_id), error.is_body_left
     except Exception:
         log.exception("request.failed", path=request.head.route)
-        answer = error_answer(request.head.route, internal_error(), request_id_of(request.headers))
+        answer = rights.error_answer(request, internal_error(), request_id_of(request.headers))
     return request.reply(answer, closes=closes)
 
 

@@ -123,7 +123,9 @@ async def test_wait_for_workers(fleet_of: FleetOf) -> None:
     """With --wait-for-workers-s it is ready without a worker, and requests wait for the first one."""
     async with fleet_of("--wait-for-workers-s", "30", scripts=()) as fleet:
         ready = await until_ready(fleet.url)
-        assert ("degraded", ["no worker is known"]) == (ready.json["status"], ready.json["reasons"])
+        (known, remedy) = ready.json["reasons"]
+        assert ("degraded", "no worker is known") == (ready.json["status"], known)
+        assert remedy.startswith(f"nobody is heard in namespace {fleet.subjects.namespace!r}: start an agent")
         asked = asyncio.create_task(fleet.ask())
         also = asyncio.create_task(fleet.ask())
         first_worker = fleet.frontend.completions._accept._first_worker

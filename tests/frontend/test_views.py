@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 import pytest
 from structlog.testing import capture_logs
 
-from kvrouter.frontend.operators import open_gate
+from kvrouter.frontend.operators import AdminKey, Rights, open_gate
 from kvrouter.frontend.views import answering
 from kvrouter.relay.answer import Lines
 from kvrouter.relay.begun import Begun
 from kvrouter.relay.request import Request, RequestHead
+
+ALL = Rights(open_gate, AdminKey(None))
 
 
 class SlowClient:
@@ -55,7 +57,7 @@ async def test_no_faster_than_it_is_read() -> None:
         return Lines(lines())
 
     client = SlowClient()
-    task = asyncio.ensure_future(answering(view, open_gate)(request_of(client)))
+    task = asyncio.ensure_future(answering(view, ALL, open_gate)(request_of(client)))
     for expected in ([0], [0, 1], [0, 1, 2]):
         while not client.waiting:  # noqa: ASYNC110  # nothing but the task runs
             await asyncio.sleep(0)
@@ -82,7 +84,7 @@ async def test_error_on_the_way(method: str, parts: int, is_reset: bool) -> None
     client = SlowClient()
     client.when_drained = lambda call: call()  # type: ignore[method-assign]
     with capture_logs() as logs:
-        served = await answering(view, open_gate)(request_of(client, method))
+        served = await answering(view, ALL, open_gate)(request_of(client, method))
 
     assert (parts, is_reset) == (len(client.written), served.needs_reset)
     assert ["request.failed"] * is_reset == [entry["event"] for entry in logs]

@@ -6,6 +6,7 @@ Each route of an API is in engine_routes.py, which says what the API of any path
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Literal, Protocol, TypeAlias
 
 from msgspec import Struct
@@ -55,6 +56,19 @@ class Api(Struct, frozen=True):
         if self.id_header:
             headers[self.id_header] = request_id
         return Answer(error.status, self.error_body(error, request_id), headers)
+
+
+@cache
+def unnamed(api: Api) -> Api:
+    """The API for clients that may see neither workers nor peers: all its errors go through `for_clients`."""
+
+    def error_body(error: KvRouterError, request_id: str = "", /) -> bytes:
+        return api.error_body(error.for_clients(), request_id)
+
+    def error_event(error: KvRouterError) -> bytes:
+        return api.error_event(error.for_clients())
+
+    return replace(api, error_body=error_body, error_event=error_event)
 
 
 CHAT = Api(openai.parse_chat, is_native=True)
