@@ -140,7 +140,7 @@ class Admin:
         if self._is_draining:
             return 503, {"status": "draining"}
         if missing and not timed_out and not self._waits_for_first():
-            return 503, {"status": "starting", "reasons": [*missing, *self._why_no_worker()]}
+            return 503, {"status": "starting", "reasons": [*self._why_no_worker(), *missing]}
         if unserved := self._replica.unserved():
             return 503, {"status": "unserved", "reasons": unserved}
         reasons = self._degraded()

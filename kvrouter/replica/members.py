@@ -124,8 +124,8 @@ class Members:
             self._warn("worker.lost", worker=worker_id, pool=seen.pool, reason=reason)
 
     def _find(self, worker_id: WorkerId) -> tuple[PoolId, Worker] | None:
-        pools = (router.pool for router in self._replica.routers.values())
-        return next(((pool.id, pool.workers[worker_id]) for pool in pools if worker_id in pool.workers), None)
+        pool_id, worker = self._replica.pool_of(worker_id), self._replica.worker(worker_id)
+        return (pool_id, worker) if pool_id is not None and worker is not None else None
 
     def _log(self, event: str, **facts: object) -> None:
         self._lines += 1

@@ -75,6 +75,8 @@ class FeedReader:
         self.counters = FeedCounters()
         self.unanswered = 0
         """Questions in a row that got no answer."""
+        self.has_answered = False
+        """Whether a question was ever answered."""
         self._part = part
         self._sink = sink
         self._held = HeldFrames(budget or HeldBudget())
@@ -167,7 +169,7 @@ class FeedReader:
     def answer(self, data: bytes, now: float) -> None:
         """Take the source's answer to the request that `due` returned."""
         asked, self._asked = self._asked, None
-        self.unanswered = 0
+        self.unanswered, self.has_answered = 0, True
         if self.state is not FeedState.RECOVERING:
             return
         try:

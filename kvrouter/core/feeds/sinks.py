@@ -196,7 +196,8 @@ class SyncSink:
 
     A snapshot is loaded in place, because bookings do not depend on each other: equal ones stay, and at the
     end bookings that the snapshot did not name are dropped. `booked`, `prefill_completed`, `assume`,
-    `learn` and `hear_of_prompt` pass on the ops that change other tables.
+    `learn` and `hear_of_prompt` pass on the ops that change other tables. `is_early`: whether a session's
+    worker is not known, and the op was put aside.
     """
 
     def __init__(
@@ -208,6 +209,7 @@ class SyncSink:
         prefill_completed: Callable[[Booking, float], None],
         assume: Callable[[ApproxEntry, float], None],
         sessions: SessionTable | None = None,
+        is_early: Callable[[Bind, float], bool] = lambda *_: False,
         learn: Callable[[SentText, float], None] | None = None,
         speeds: PrefillSpeeds | None = None,
         hear_of_prompt: Callable[[LostWith | DeadlyPrompt | Pardon, float], None] = lambda *_: None,
@@ -217,7 +219,7 @@ class SyncSink:
         self._booked = booked
         self._prefill_completed = prefill_completed
         self._assume = assume
-        self._sessions = sessions
+        self._sessions, self._is_early = sessions, is_early
         self._learn = learn
         self._speeds = speeds
         self._hear_of_prompt = hear_of_prompt
@@ -245,7 +247,7 @@ class SyncSink:
                 self._active.free(BookingKey(self._router_id, op.number), now)
             case SentText() if self._learn is not None:
                 self._learn(op, now)
-            case Bind() if self._sessions is not None:
+            case Bind() if self._sessions is not None and not self._is_early(op, now):
                 target = Target(WorkerId(op.worker_id), op.rank)
                 self._sessions.receive(op.session, target, now, op.ttl_ms / 1000, self._router_id)
             case LostWith() | DeadlyPrompt() | Pardon():
@@ -279,8 +281,9 @@ class SyncSink:
             case ApproxEntry():
                 self._assume(op, now)
             case Bind() if self._sessions is not None:
-                target = Target(WorkerId(op.worker_id), op.rank)
-                self._sessions.restore(op.session, target, now, op.ttl_ms / 1000, self._router_id)
+                if not self._is_early(op, now):
+                    target = Target(WorkerId(op.worker_id), op.rank)
+                    self._sessions.restore(op.session, target, now, op.ttl_ms / 1000, self._router_id)
             case _:
                 return self.apply(op, now)
         return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import ParamSpec, TypeVar
 
 from kvrouter.core.feeds.lease import Leases
@@ -18,8 +19,13 @@ from kvrouter.core.wire.values import MOST_AMOUNT
 # The most feeds at a time; further ones are ignored. A reader takes about 3 KB before it holds anything, and
 # anyone with permission to publish can name new feeds.
 MOST_FEEDS = 65_536
+# Of these, of peers' bookings: 32 replicas in 256 pools. Each is visited a few times a second, which takes
+# about 0.1 s of each second with this number.
+MOST_SYNC_FEEDS = 8192
 # The most feeds that keep a chunk of a snapshot in memory (512 KB and more) until it is loaded.
 MOST_LOADING = 16
+# Feeds of each kind that one look for questions visits: about 0.2 ms.
+_VISITED_MOST = 256
 _MOST_FAILURES = 100
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -31,8 +37,9 @@ class Following:
     Each step of a reader is guarded. If it raises, that is a bug here, triggered by a message. It breaks that
     feed only, and the shell logs it.
 
-    Invariant: every reader that is not at rest is in `_restless`. `due` and `load` visit only these, of
-    thousands, as they run many times a second.
+    Invariant: every reader that is not at rest is in `_restless`, or in `_silent` if its last question got no
+    answer, or if it is a peer's and has answered none; every reader that loads is in `_loading`. `due` and
+    `load` visit only these, of thousands, as they run many times a second.
     """
 
     def __init__(self, leases: Leases[Source], new_reader: Callable[[Feed], FeedReader]) -> None:
@@ -41,24 +48,29 @@ class Following:
         self._new_reader = new_reader
         self._cancelled: list[Feed] = []
         self._restless: dict[Feed, FeedReader] = {}
+        self._silent: dict[Feed, FeedReader] = {}
+        self._loading: dict[Feed, FeedReader] = {}
         self._ranks: dict[WorkerId, set[KvSource]] = {}
+        self._pools: dict[RouterId, set[SyncSource]] = {}
+        self._sync_feeds = 0
         self._failures: deque[tuple[Feed, Exception]] = deque(maxlen=_MOST_FAILURES)
 
     # What arrives
 
     def heartbeat(
         self, source: Feed, incarnation: int, seq: int, interval_ms: int | None, now: float
-    ) -> None:
-        """A heartbeat with the seq of the feed. The feed is followed from now on."""
+    ) -> bool:
+        """A heartbeat with the seq of the feed. The feed is followed from now on; False: there is no room."""
         reader = self.readers.get(source)
         if reader is None:
-            if len(self.readers) >= MOST_FEEDS:
-                return
+            if not self._has_room(source):
+                return False
             reader = self._begin(source, self._new_reader(source))
             self._leases.renew(source)
         if self._step(source, reader, now, reader.heartbeat, incarnation, seq, now):
             self._leases.renew(source, interval_ms)
         self._look_at(source, reader)
+        return True
 
     def kv_frame(self, source: KvSource, data: bytes, now: float) -> bool:
         """A frame of a worker's events; False if the worker's card is missing."""
@@ -77,12 +89,13 @@ class Following:
         """
         reader = self.readers.get(source)
         if reader is None:
-            if len(self.readers) >= MOST_FEEDS:
+            if not self._has_room(source):
                 return False
             reader = self._new_reader(source)
         is_good = bool(self._step(source, reader, now, reader.frame, data, now))
-        if is_good:
+        if is_good and source not in self.readers:
             self._begin(source, reader)
+        if is_good:
             self._leases.renew(source)
         if source in self.readers:
             self._look_at(source, reader)
@@ -91,26 +104,32 @@ class Following:
     # What to do
 
     def due(self, now: float, most: int) -> list[tuple[Feed, ReplayRequest]]:
-        """The replay requests to send now, at most `most`."""
+        """The replay requests to send now, at most `most`.
+
+        Each call visits some feeds in turn, and those that have answered nothing last: invented ones, however
+        many, neither delay the others nor take more time.
+        """
         requests: list[tuple[Feed, ReplayRequest]] = []
-        restless = list(self._restless.items())
-        most = min(most, MOST_LOADING - sum(reader.is_loading for _, reader in restless))
-        for source, reader in restless:
-            if len(requests) >= most:
-                break
-            request = self._step(source, reader, now, reader.due, now)
-            if request is not None:
-                requests.append((source, request))
-            elif reader.is_at_rest:
-                del self._restless[source]
+        most = min(most, MOST_LOADING - sum(reader.is_loading for reader in self._loading.values()))
+        for feeds in (self._restless, self._silent):
+            for source, reader in list(islice(feeds.items(), _VISITED_MOST)):
+                if len(requests) >= most:
+                    return requests
+                del feeds[source]
+                request = self._step(source, reader, now, reader.due, now)
+                if request is not None:
+                    requests.append((source, request))
+                if request is not None or not reader.is_at_rest:
+                    feeds[source] = reader
         return requests
 
     def load(self, hashes: int, now: float) -> bool:
         """One slice of a snapshot, if one is being loaded."""
-        for source, reader in self._restless.items():
+        for source, reader in list(self._loading.items()):
             if reader.is_loading:
                 self._step(source, reader, now, reader.work, hashes, now)
                 return True
+            del self._loading[source]
         return False
 
     def answered(self, source: Feed, data: bytes, now: float) -> None:
@@ -118,12 +137,18 @@ class Following:
         reader = self.readers.get(source)
         if reader is not None:
             self._step(source, reader, now, reader.answer, data, now)
+            if self._silent.pop(source, None) is not None:
+                self._restless[source] = reader
+            if reader.is_loading:
+                self._loading[source] = reader
 
     def failed(self, source: Feed, now: float) -> None:
         """A request was not answered."""
         reader = self.readers.get(source)
         if reader is not None:
             reader.failed(now)
+            if self._restless.pop(source, None) is not None:
+                self._silent[source] = reader
 
     def malformed(self, source: Feed) -> int:
         """The messages of this feed that could not be read."""
@@ -169,9 +194,12 @@ class Following:
         """Drop the reader. The next heartbeat begins a new one, which accepts any incarnation."""
         self._leases.forget(source)
         reader = self.readers.pop(source, None)
-        self._restless.pop(source, None)
+        for feeds in (self._restless, self._silent, self._loading):
+            feeds.pop(source, None)
         if isinstance(source, KvSource):
             self._forget_rank(source)
+        elif reader is not None:
+            self._forget_pool(source)
         if reader is not None:
             reader.close()
             if reader.is_asking:
@@ -186,13 +214,16 @@ class Following:
         sources = self._ranks.get(worker_id, ())
         self._end_all(source for source in sources if source.pool == pool_id and source.rank >= ranks)
 
-    def end_router(self, router_id: RouterId) -> None:
-        """End a peer's feeds in all pools."""
-        self._end_all(source for source in self._sync() if source.router_id == router_id)
+    def end_router(self, router_id: RouterId) -> set[PoolId]:
+        """End a peer's feeds in all pools, and return these."""
+        sources = list(self._pools.get(router_id, ()))
+        self._end_all(sources)
+        return {source.pool for source in sources}
 
     def end_pools(self, pools: Collection[PoolId]) -> None:
         """End the peers' feeds in pools that are gone."""
-        self._end_all(source for source in self._sync() if source.pool in pools)
+        if pools:
+            self._end_all(source for source in self._sync() if source.pool in pools)
 
     def pools_with_bookings(self) -> set[PoolId]:
         """Pools in which a peer has had bookings, by its heartbeats."""
@@ -211,7 +242,14 @@ class Following:
         self.readers[source] = reader
         if isinstance(source, KvSource):
             self._ranks.setdefault(source.worker_id, set()).add(source)
+        else:
+            self._pools.setdefault(source.router_id, set()).add(source)
+            self._sync_feeds += 1
         return reader
+
+    def _has_room(self, source: Feed) -> bool:
+        has_room = len(self.readers) < MOST_FEEDS
+        return has_room and (isinstance(source, KvSource) or self._sync_feeds < MOST_SYNC_FEEDS)
 
     def _forget_rank(self, source: KvSource) -> None:
         ranks = self._ranks.get(source.worker_id, set())
@@ -219,13 +257,22 @@ class Following:
         if not ranks:
             self._ranks.pop(source.worker_id, None)
 
+    def _forget_pool(self, source: SyncSource) -> None:
+        self._sync_feeds -= 1
+        feeds = self._pools[source.router_id]
+        feeds.discard(source)
+        if not feeds:
+            del self._pools[source.router_id]
+
     def _look_at(self, source: Feed, reader: FeedReader) -> None:
         """After each message. An answer needs no call: a feed that awaits one is restless."""
-        if not reader.is_at_rest:
-            self._restless[source] = reader
+        if reader.is_at_rest or source in self._silent:
+            return
+        is_claim = isinstance(source, SyncSource) and not reader.has_answered
+        (self._silent if is_claim else self._restless)[source] = reader
 
     def _sync(self) -> Iterator[SyncSource]:
-        return (source for source in self.readers if isinstance(source, SyncSource))
+        return (source for sources in self._pools.values() for source in sources)
 
 
 def _heard(readers: Sequence[FeedReader]) -> Heard:

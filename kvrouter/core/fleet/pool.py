@@ -196,14 +196,19 @@ class Pool:
 
     def remove(self, worker_id: WorkerId) -> list[Target]:
         """Drop a worker with its blocks; returns its targets. Bookings stay: only their owner ends them."""
-        worker = self.workers.pop(worker_id, None)
+        worker = self._take_out(worker_id)
         if worker is None:
             return []
-        self.ranks -= worker.card.ranks
-        self._one_less.discard(worker_id)
-        self._forget_blocks(worker)
         self._choose_targets()
         return worker.targets()
+
+    def _take_out(self, worker_id: WorkerId) -> Worker | None:
+        worker = self.workers.pop(worker_id, None)
+        if worker is not None:
+            self.ranks -= worker.card.ranks
+            self._one_less.discard(worker_id)
+            self._forget_blocks(worker)
+        return worker
 
     def silence(self, worker_ids: set[WorkerId]) -> list[WorkerId]:
         """The leases of these workers ended: drop their blocks; returns the workers that are removed.
@@ -218,7 +223,8 @@ class Pool:
         self._choose_targets()
         gone = worker_ids.difference(target.worker_id for target in self.targets)
         for worker_id in gone:
-            self.remove(worker_id)
+            self._take_out(worker_id)
+        self._choose_targets()
         return list(gone)
 
     def reuse_one_less(self, worker_id: WorkerId, is_so: bool) -> None:

@@ -117,6 +117,7 @@ class Pools:
         return self._idle_rounds.get(pool_id, 0) > self._lease_rounds
 
     def _give_up(self, pool_id: PoolId, router: Router, now: float) -> None:
+        router.feed.early.clear()
         del self.routers[pool_id], self._idle_rounds[pool_id]
         if router.feed.source.seq:
             self._reached[pool_id] = router.feed.source.seq

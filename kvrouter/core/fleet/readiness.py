@@ -6,13 +6,15 @@ hello ──> answers of workers and replicas ──> first recoveries ──> r
                     until its heartbeat arrives or for a lease
 
 A feed whose owner answers no question, or badly, is awaited no longer: a forged heartbeat names such feeds.
+Those of a peer that has answered nothing, neither a question nor at its address, are awaited for CLAIMED_S in
+all, however many there are.
 
 `ServedElsewhere`: whether a replica should get no traffic because only its peers serve anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import NamedTuple
 
 from kvrouter.core.feeds.reader import FeedReader
@@ -20,7 +22,7 @@ from kvrouter.core.feeds.trust import FeedState
 from kvrouter.core.fleet.pool import NAMED_MOST
 from kvrouter.core.wire.heartbeats import RouterBeat
 from kvrouter.core.wire.ids import PoolId, RouterId, WorkerId
-from kvrouter.core.wire.senders import Feed, name
+from kvrouter.core.wire.senders import Feed, KvSource, name
 
 # Replicas and agents answer a hello within 50 ms. A slower agent is awaited if a replica names its worker.
 HELLO_S = 0.2
@@ -28,6 +30,9 @@ HELLO_S = 0.2
 AWAITED_MOST = 4096
 # So many questions in a row without an answer, 2 s each, until a feed is awaited no longer.
 UNANSWERED_MOST = 4
+
+# After the hello. Replicas answer a question within 10 ms, so this is time for a hundred, one after another.
+CLAIMED_S = 2.0
 
 
 class Readiness:
@@ -65,11 +70,27 @@ class Readiness:
         """Whether a hello was published."""
         return self._hello_at is not None
 
-    def missing(self, readers: Mapping[Feed, FeedReader], now: float) -> list[str]:
-        """Why this replica should not get traffic yet; always empty after it was ready once."""
+    def missing(
+        self, readers: Mapping[Feed, FeedReader], now: float, has_answered: Callable[[RouterId], bool]
+    ) -> list[str]:
+        """Why this replica should not get traffic yet; always empty after it was ready once.
+
+        `has_answered`: whether a peer has answered at its address.
+        """
         if self.is_ready:
             return []
-        answering = {source: reader for source, reader in readers.items() if is_awaited(reader)}
+        are_claims_over = self._hello_at is not None and now >= self._hello_at + CLAIMED_S
+        answering = {
+            source: reader
+            for source, reader in readers.items()
+            if is_awaited(reader)
+            and (
+                not are_claims_over
+                or reader.has_answered
+                or isinstance(source, KvSource)
+                or has_answered(source.router_id)
+            )
+        }
         reasons = [*self._greetings(now), *self._absent(), *behind(answering)]
         self.is_ready = not reasons
         return reasons
@@ -153,7 +174,9 @@ def is_awaited(reader: FeedReader) -> bool:
 
 
 def behind(readers: Mapping[Feed, FeedReader]) -> Iterator[str]:
-    """Sentences about the feeds that are not live."""
-    for source, reader in readers.items():
-        if reader.state is not FeedState.LIVE:
-            yield f"{name(source)}: {reader.state.value}, {reader.lag} frames behind"
+    """Sentences about the feeds that are not live: the first NAMED_MOST, and how many more there are."""
+    found = [(source, reader) for source, reader in readers.items() if reader.state is not FeedState.LIVE]
+    for source, reader in found[:NAMED_MOST]:
+        yield f"{name(source)}: {reader.state.value}, {reader.lag} frames behind"
+    if len(found) > NAMED_MOST:
+        yield f"{len(found) - NAMED_MOST} other feeds are not live"

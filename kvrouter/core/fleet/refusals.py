@@ -19,6 +19,8 @@ SenderT = TypeVar("SenderT", bound=Hashable)
 # A string of Python without its characters, with its place in a tuple; an entry of a dict with its key.
 _STRING_BYTES, _ENTRY_BYTES = 64, 160
 _STRUCT_BYTES = 512
+# A rank that a card names: its target with a place in each of the pool's dicts and columns.
+_RANK_BYTES = 256
 # A card with 1,000 adapters of 60 characters takes 120 KiB.
 WORKER_BYTES = 256 * 1024
 # 16,384 workers with 8 KiB each; a usual card takes 2 KiB.
@@ -86,10 +88,10 @@ class Refusals:
 
 
 def card_bytes(card: Card) -> int:
-    """About what a card takes here."""
+    """About what a card takes here, with a target for each of its ranks."""
     texts = (card.worker_id, card.url, card.model, card.engine, card.engine_version, card.tokenizer)
     named = (card.served_names, card.lora_names, card.notes, card.tiers, card.labels, card.labels.values())
-    return _STRUCT_BYTES + _strings(texts) + sum(map(_strings, named))
+    return _STRUCT_BYTES + _RANK_BYTES * card.ranks + _strings(texts) + sum(map(_strings, named))
 
 
 def rank_bytes(rank: RankBeat) -> int:

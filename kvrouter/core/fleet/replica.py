@@ -20,7 +20,7 @@ from kvrouter.core.feeds.buffers import HeldBudget
 from kvrouter.core.feeds.lease import DEFAULT_ROUNDS, Leases
 from kvrouter.core.feeds.reader import FeedReader
 from kvrouter.core.feeds.sinks import KvSink
-from kvrouter.core.fleet.following import Following
+from kvrouter.core.fleet.following import MOST_SYNC_FEEDS, Following
 from kvrouter.core.fleet.hellos import Hellos
 from kvrouter.core.fleet.places import ReplicaPlaces
 from kvrouter.core.fleet.pool import NAMED_MOST, Pool, PoolSettings
@@ -52,6 +52,7 @@ from kvrouter.core.fleet.routing_changes import follow, median, refused
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.claimed_losses import ClaimedLosses
 from kvrouter.core.tables.deadly_prompts import DeadlyPrompts
+from kvrouter.core.tables.early_ops import EarlyBudget
 from kvrouter.core.wire.addresses import Network, host_error
 from kvrouter.core.wire.heartbeats import (
     Heard,
@@ -157,7 +158,7 @@ class Replica:
         """The change of routing that it follows, by an operator here or at a peer; the shell applies it."""
         self._worker_pools: dict[WorkerId, PoolId] = {}
         self._leases: Leases[Source] = Leases(settings.lease_rounds, settings.heartbeat_s)
-        self._held = HeldBudget()
+        self._held, self._early = HeldBudget(), EarlyBudget()
         self.feeds = Following(self._leases, self._new_reader)
         self.readers = self.feeds.readers
         self._readiness = Readiness()
@@ -190,7 +191,7 @@ class Replica:
     ) -> None:
         """A decoded heartbeat."""
         pool_id = PoolId(beat.pool)
-        known = self._worker(worker_id)
+        known = self.worker(worker_id)
         # Late heartbeats of an agent's former life must not undo the present one. After the lease a lower
         # incarnation counts: the new agent's clock may be behind.
         if known is not None and not known.silent and beat.incarnation < known.incarnation:
@@ -205,7 +206,7 @@ class Replica:
             self._hellos.lacks_card = True
         if self._readiness.is_waiting_for(worker_id):
             self._leases.renew(AwaitedSource(worker_id), beat.interval_ms)  # `hello` asks for its card
-        if beat.card is None and self._worker(worker_id) is None:
+        if beat.card is None and self.worker(worker_id) is None:
             return  # without a card neither its URL nor its block size is known
         if not self._may_begin(pool_id, served=True) or not self._may_add(worker_id, beat):
             return
@@ -214,7 +215,7 @@ class Replica:
             self.refusals.refuse(f"worker {worker_id}", reason)
             return
         self.refusals.accept(f"worker {worker_id}")
-        known = self._worker(worker_id)
+        known = self.worker(worker_id)
         has_lost_cache = known is not None and known.has_lost_cache(beat)
         router = self.router(pool_id)
         if not router.pool.update(worker_id, beat, settles=settles):
@@ -342,7 +343,9 @@ class Replica:
         is_known = source.pool in self.routers
         if not (is_known or seq) or not self._may_begin(source.pool, served=False):
             return  # pool names in heartbeats cost nothing, so an attacker could send many
-        self.feeds.heartbeat(source, beat.incarnation, seq, beat.interval_ms, now)
+        if not self.feeds.heartbeat(source, beat.incarnation, seq, beat.interval_ms, now):
+            most = f"{MOST_SYNC_FEEDS} feeds of bookings are followed, and no more"
+            self._refuse_peer(source.router_id, f"{most}: its bookings are not known here")
 
     def _wait_for_workers(self, beat: RouterBeat, router_id: RouterId) -> None:
         """Await workers that only a peer knows, each for a lease: a joiner is not ready without them.
@@ -367,6 +370,8 @@ class Replica:
             return
         if self.feeds.sync_frame(source, data, now):
             self._leases.renew(RouterSource(source.router_id))
+        elif source not in self.readers and (router := self.routers.get(source.pool)) is not None:
+            router.feed.drop_peer(source.router_id)  # nothing is kept of a sender without a good frame
 
     # What to do
 
@@ -460,6 +465,7 @@ class Replica:
             seq=seq,
             is_elder=self._is_elder,
             claimed=self.claimed_losses,
+            early=self._early,
         )
         router.unheard = self._unheard()
         router.pool.avoid(self._places.names)
@@ -472,8 +478,9 @@ class Replica:
 
     def _note_unheard(self) -> None:
         """Without sync, the queues at workers are longer than this replica knows."""
-        for router in self.routers.values():
-            router.unheard = self._unheard()
+        if not self.settings.synced:
+            for router in self.routers.values():
+                router.unheard = self._unheard()
 
     def _unheard(self) -> str:
         return UNHEARD if self.peers and not self.settings.synced else ""
@@ -501,7 +508,7 @@ class Replica:
 
     def _may_add(self, worker_id: WorkerId, beat: WorkerBeat) -> bool:
         """Whether the worker is known, or there is room for it and its ranks."""
-        known, card = self._worker(worker_id), beat.card
+        known, card = self.worker(worker_id), beat.card
         if card is None or (known is not None and known.card.ranks >= card.ranks):
             return True
         ranks = sum(router.pool.ranks for router in self.routers.values())
@@ -512,7 +519,7 @@ class Replica:
 
     def _why_refused(self, worker_id: WorkerId, beat: WorkerBeat) -> str:
         """Why nothing of this heartbeat is kept: where the worker is, or what it would take; empty: it is."""
-        known = self._worker(worker_id)
+        known = self.worker(worker_id)
         card = beat.card or (known.card if known is not None else None)
         if card is None:
             return ""
@@ -523,7 +530,7 @@ class Replica:
 
     def not_ready(self, now: float) -> list[str]:
         """Why this replica should not get traffic yet; always empty after it was ready once."""
-        return self._readiness.missing(self.readers, now)
+        return self._readiness.missing(self.readers, now, self._has_answered)
 
     def awaited(self, now: float) -> list[str]:
         """What requests of some model wait for; empty while each known model has a live target."""
@@ -610,6 +617,10 @@ class Replica:
             and self.reached.is_reached(one.router_id, self.peers[one.router_id])
         ]
 
+    def _has_answered(self, router_id: RouterId) -> bool:
+        peer = self.peers.get(router_id)
+        return peer is not None and self.reached.is_reached(router_id, peer)
+
     def _has_failed(self, router_id: RouterId) -> bool:
         return self.reached.has_failed(router_id, self.peers[router_id])
 
@@ -683,8 +694,10 @@ class Replica:
                 self._readiness.met(source.worker_id)
 
     def _lose_workers(self, worker_ids: set[WorkerId]) -> None:
-        for pool_id in {self._worker_pools[worker_id] for worker_id in worker_ids}:
-            members = {worker_id for worker_id in worker_ids if self._worker_pools.get(worker_id) == pool_id}
+        pools: dict[PoolId, set[WorkerId]] = {}
+        for worker_id in worker_ids:
+            pools.setdefault(self._worker_pools[worker_id], set()).add(worker_id)
+        for pool_id, members in pools.items():
             router = self.routers[pool_id]
             lost = [router.pool.workers[worker_id] for worker_id in members & router.pool.workers.keys()]
             removed = router.pool.silence(members)
@@ -730,10 +743,14 @@ class Replica:
         self._heard_since.pop(router_id, None)
         self._note_unheard()
         self._leases.forget(RouterSource(router_id))
-        self.feeds.end_router(router_id)
-        for router in self.routers.values():
-            router.feed.drop_peer(router_id)
+        for pool_id in self.feeds.end_router(router_id) & self.routers.keys():
+            self.routers[pool_id].feed.drop_peer(router_id)
 
-    def _worker(self, worker_id: WorkerId) -> Worker | None:
+    def pool_of(self, worker_id: WorkerId) -> PoolId | None:
+        """The pool of a known worker."""
+        return self._worker_pools.get(worker_id)
+
+    def worker(self, worker_id: WorkerId) -> Worker | None:
+        """A known worker, in any state."""
         pool_id = self._worker_pools.get(worker_id)
         return self.routers[pool_id].pool.workers.get(worker_id) if pool_id else None

@@ -28,6 +28,7 @@ from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.bookings import Booking
 from kvrouter.core.tables.claimed_losses import ClaimedLosses
 from kvrouter.core.tables.deadly_prompts import DeadlyPrompts
+from kvrouter.core.tables.early_ops import EarlyBudget, EarlyOps
 from kvrouter.core.tables.ghosts import Reuse
 from kvrouter.core.tables.predictions import PredictionTable
 from kvrouter.core.wire.heartbeats import Card
@@ -84,12 +85,14 @@ class Router:
         seq: int = 0,
         is_elder: Callable[[], bool] = lambda: True,
         claimed: ClaimedLosses | None = None,
+        early: EarlyBudget | None = None,
     ) -> None:
         """`seq`: the last number of this pool's feed, if the pool was dropped before and begins again.
 
         `synced`: whether bookings are published to peers.
         `is_elder()`: whether this router's snapshots also contain what it has learnt from other replicas.
         `claimed`: the replica's, and with it its deadly prompts; None: no prompt is refused.
+        `early`: shared with its other pools.
         """
         self.pool = pool
         self.router_id = router_id
@@ -110,6 +113,7 @@ class Router:
             seq=seq,
             is_elder=is_elder,
             reuse=self._reuse,
+            early=EarlyOps(early),
         )
         self.bookings = OwnBookings(pool, rules.tables, self.feed, router_id, rules.circuits)
         self.predictions = PredictionTable()

@@ -18,8 +18,8 @@ from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.reuse import ReuseMeter
 from kvrouter.core.routing.builtin_policy import RoutingTables
 from kvrouter.core.tables.bookings import Booking, UnseenBookings, booking_ops
-from kvrouter.core.tables.claimed_losses import ClaimedLoss, ClaimedLosses
-from kvrouter.core.tables.deadly_prompts import KEPT_S, Deadly
+from kvrouter.core.tables.claimed_losses import ClaimedLosses
+from kvrouter.core.tables.deadly_prompts import Deadly
 from kvrouter.core.tables.early_ops import EarlyOps
 from kvrouter.core.tables.text_index import KeptTexts
 from kvrouter.core.wire.hashes import hashes_of, pack_hashes
@@ -61,6 +61,7 @@ class SyncFeed:
         seq: int,
         is_elder: Callable[[], bool],
         reuse: ReuseMeter,
+        early: EarlyOps,
     ) -> None:
         """`synced`, `seq`, `is_elder` and `claimed` as Router has them."""
         # Weak: in a reference cycle, a router outlived its pool by up to an hour (full collections are rare).
@@ -73,7 +74,7 @@ class SyncFeed:
         self.source.seq = seq
         self.is_followed = synced
         """Whether peers may follow it; else nothing is published."""
-        self.early = EarlyOps()
+        self.early = early
         self.unseen = UnseenBookings()
         self.deadly = claimed.prompts
         self.part = 0.0
@@ -85,6 +86,7 @@ class SyncFeed:
         self._is_elder = is_elder
         self._reuse = reuse
         self._peers: set[RouterId] = set()
+        self._smaller_peers = 0
         self._has_learned = False  # whether its state has something that is in no frame of its own
         self._own_texts, self._learned_texts = KeptTexts(), KeptTexts()
         self._outbox: list[Op] = []
@@ -174,8 +176,9 @@ class SyncFeed:
 
     def copy_sink(self, router_id: RouterId) -> SyncSink:
         """The sink that writes a peer's bookings into this pool's tables."""
-        self._peers.add(router_id)
-        self._count_replicas()
+        if router_id not in self._peers:
+            self._peers.add(router_id)
+            self._count_replicas(router_id, 1)
         return SyncSink(
             self._pool.active,
             router_id,
@@ -183,6 +186,7 @@ class SyncFeed:
             prefill_completed=lambda booking, now: self.assume(booking, now, own=False),
             assume=self._take_assumption,
             sessions=self._tables.sessions,
+            is_early=self._is_early,
             learn=self._learn_text,
             speeds=self._tables.speeds,
             hear_of_prompt=self._hear_of_prompt,
@@ -191,11 +195,13 @@ class SyncFeed:
     def drop_peer(self, router_id: RouterId) -> None:
         """A peer has left, or its bookings are followed no longer."""
         self._pool.active.drop_owner(router_id)
-        self._peers.discard(router_id)
-        self._count_replicas()
+        if router_id in self._peers:
+            self._peers.remove(router_id)
+            self._count_replicas(router_id, -1)
 
-    def _count_replicas(self) -> None:
-        self.part = sum(peer < self._router_id for peer in self._peers) / (len(self._peers) + 1)
+    def _count_replicas(self, router_id: RouterId, more: int) -> None:
+        self._smaller_peers += more * (router_id < self._router_id)
+        self.part = self._smaller_peers / (len(self._peers) + 1)
 
     def _booked_elsewhere(self, booking: Booking, now: float) -> None:
         self._reuse.booked_elsewhere(booking)
@@ -224,6 +230,13 @@ class SyncFeed:
             self._pool.approx.insert(target, hashes, now, ttl_s=entry.ttl_ms / 1000, capacity=room)
             self._has_learned = True
 
+    def _is_early(self, bind: Bind, now: float) -> bool:
+        """Whether the session's worker is not known here: then the op waits for its card."""
+        is_known = bind.worker_id in self._pool.workers
+        if not is_known:
+            self.early.hold(bind, now)
+        return not is_known
+
     def _learn_text(self, sent: SentText, now: float) -> None:
         target = Target(WorkerId(sent.worker_id), sent.rank)
         # a peer may still publish a target that has left: `forget` would not be called for it again
@@ -237,10 +250,14 @@ class SyncFeed:
     def card_arrived(self, worker_id: WorkerId, now: float) -> None:
         """What peers have said of the worker before its card counts from now on."""
         for op in self.early.take(worker_id, now):
-            if isinstance(op, SentText):
-                self._learn_text(op, now)
-            else:
-                self._take_assumption(op, now)
+            match op:
+                case SentText():
+                    self._learn_text(op, now)
+                case ApproxEntry():
+                    self._take_assumption(op, now)
+                case Bind(session, _, rank, ttl_ms):
+                    target = Target(worker_id, rank)
+                    self._tables.sessions.restore(session, target, now, ttl_ms / 1000, RouterId(""))
 
     def forget_texts(self, target: Target) -> None:
         """The target is gone, or another engine has taken its place."""
@@ -279,22 +296,7 @@ class SyncFeed:
         self.publish(Pardon(prompt, round(self.deadly.ttl_s * 1000)))
 
     def _hear_of_prompt(self, op: LostWith | DeadlyPrompt | Pardon, now: float) -> None:
-        """What a peer says of a prompt."""
-        prompt, pool_id = PromptHash(op.prompt), self._pool.id
-        match op:
-            # a worker that is not known here cannot be lost; an old loss proves nothing any more
-            case LostWith(_, worker_id, sent_ms, lost_ms):
-                if worker_id in self._pool.workers and lost_ms < KEPT_S * 1000:
-                    loss = ClaimedLoss(prompt, pool_id, now - sent_ms / 1000, now - lost_ms / 1000)
-                    self._claimed.lost(WorkerId(worker_id), loss, now)
-            case DeadlyPrompt(_, worker_ids, ttl_ms):
-                self._claimed.deadly(prompt, pool_id, [*map(WorkerId, worker_ids)], ttl_ms / 1000, now)
-            case Pardon(_, 0):
-                self._claimed.pardoned(prompt)
-                self.deadly.answered(prompt)
-            case Pardon(_, ttl_ms):
-                self._claimed.pardoned(prompt)
-                self.deadly.pardon(prompt, pool_id, ttl_ms / 1000, now)
+        self._claimed.hear(op, self._pool.id, self._pool.workers.keys(), now)
 
 
 def _deadly_op(one: Deadly, now: float) -> DeadlyPrompt:

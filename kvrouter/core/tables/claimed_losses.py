@@ -15,11 +15,19 @@ peers.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
-from kvrouter.core.tables.deadly_prompts import DEATH_S, DOUBT_S, MOST_DEADLY, MOST_DEATHS, DeadlyPrompts
+from kvrouter.core.tables.deadly_prompts import (
+    DEATH_S,
+    DOUBT_S,
+    KEPT_S,
+    MOST_DEADLY,
+    MOST_DEATHS,
+    DeadlyPrompts,
+)
 from kvrouter.core.wire.ids import PoolId, PromptHash, WorkerId
+from kvrouter.core.wire.ops import DeadlyPrompt, LostWith, Pardon
 
 # Losses that are claimed of one worker, and workers of which any are; beyond it the oldest are forgotten.
 MOST_CLAIMED = 512
@@ -76,6 +84,24 @@ class ClaimedLosses:
         prompt, pool, sent_at, lost_at = loss
         self.prompts.lost(prompt, pool, worker, sent_at=sent_at, lost_at=lost_at, now=now)
 
+    def hear(self, op: LostWith | DeadlyPrompt | Pardon, pool: PoolId, known: Set[str], now: float) -> None:
+        """Take what a peer says of a prompt. `known`: the workers of the pool."""
+        prompt = PromptHash(op.prompt)
+        match op:
+            # a worker that is not known here cannot be lost; an old loss proves nothing any more
+            case LostWith(_, worker_id, sent_ms, lost_ms):
+                if worker_id in known and lost_ms < KEPT_S * 1000:
+                    loss = ClaimedLoss(prompt, pool, now - sent_ms / 1000, now - lost_ms / 1000)
+                    self.lost(WorkerId(worker_id), loss, now)
+            case DeadlyPrompt(_, worker_ids, ttl_ms):
+                self.deadly(prompt, pool, [*map(WorkerId, worker_ids)], ttl_ms / 1000, now)
+            case Pardon(_, 0):
+                self._forget(prompt)
+                self.prompts.answered(prompt)
+            case Pardon(_, ttl_ms):
+                self._forget(prompt)
+                self.prompts.pardon(prompt, pool, ttl_ms / 1000, now)
+
     def lost(self, worker: WorkerId, loss: ClaimedLoss, now: float) -> None:
         """A peer has lost a worker that is known here."""
         if not self.prompts.ttl_s:
@@ -109,8 +135,7 @@ class ClaimedLosses:
     def _is_proven(self, workers: Sequence[WorkerId]) -> bool:
         return len(self._ended.keys() & set(workers)) >= 2
 
-    def pardoned(self, prompt: PromptHash) -> None:
-        """The prompt may pass: what was claimed of it is forgotten."""
+    def _forget(self, prompt: PromptHash) -> None:
         self._verdicts.pop(prompt, None)
         for worker, losses in list(self._losses.items()):
             self._losses[worker] = [loss for loss in losses if loss.prompt != prompt]

@@ -2,10 +2,12 @@
 
     bind(session, target, now)  →  target_of(session) until ttl_s after the last use
 
-Every use renews the binding. Beyond `max_sessions` the least recently used binding is removed.
+Every use renews the binding. Beyond `max_sessions` or `most_bytes` the least recently used one is removed.
 
 Replicas publish every use. Two replicas that bind one new session at the same moment both keep the smaller
-target: each can find that without another message. Invariant: `_bindings` is in the order of last use.
+target: each can find that without another message.
+
+Invariants: `_bindings` is in the order of last use; `used_bytes` is the sum of their sizes.
 """
 
 from __future__ import annotations
@@ -19,6 +21,10 @@ from kvrouter.core.wire.ids import Target
 
 DEFAULT_TTL_S = 600.0
 DEFAULT_MAX_SESSIONS = 100_000
+# 100,000 sessions with ids of 100 characters; anyone with permission to publish can name longer ones.
+MOST_BYTES = 56 * 1024 * 1024
+# A binding, its times and its target with their places in dicts, without the characters of the names.
+_BINDING_BYTES = 400
 # Two replicas that bind a session within 0.1 s had not received each other's binding.
 SETTLE_S = 0.1
 # Each use removes up to two expired bindings: more than it can add, so the table needs no sweep of its own.
@@ -35,9 +41,15 @@ class Binding(NamedTuple):
 
 
 class SessionTable:
-    def __init__(self, ttl_s: float = DEFAULT_TTL_S, max_sessions: int = DEFAULT_MAX_SESSIONS) -> None:
+    def __init__(
+        self,
+        ttl_s: float = DEFAULT_TTL_S,
+        max_sessions: int = DEFAULT_MAX_SESSIONS,
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
         self.ttl_s = ttl_s
-        self.max_sessions = max_sessions
+        self.max_sessions, self.most_bytes = max_sessions, most_bytes
+        self.used_bytes = 0
         self.has_received = False
         """Whether another replica has bound a session."""
         self._bindings: OrderedDict[str, Binding] = OrderedDict()
@@ -73,11 +85,16 @@ class SessionTable:
                 yield session, binding.target, binding.expires - now
 
     def _put(self, session: str, binding: Binding) -> None:
+        known = self._bindings.get(session)
+        self.used_bytes += _bytes(session, binding) - (_bytes(session, known) if known is not None else 0)
         self._bindings[session] = binding
         self._bindings.move_to_end(session)
         self.expire(binding.bound_at, _EXPIRED_A_USE)
-        while len(self._bindings) > self.max_sessions:
-            self._bindings.popitem(last=False)
+        while len(self._bindings) > self.max_sessions or self.used_bytes > self.most_bytes:
+            self._remove(next(iter(self._bindings)))
+
+    def _remove(self, session: str) -> None:
+        self.used_bytes -= _bytes(session, self._bindings.pop(session))
 
     def target_of(self, session: str, now: float) -> Target | None:
         binding = self._bindings.get(session)
@@ -89,10 +106,15 @@ class SessionTable:
             session, binding = next(iter(self._bindings.items()))
             if binding.expires > now:
                 return  # a binding behind it with a shorter TTL is removed later; `target_of` checks the time
-            del self._bindings[session]
+            self._remove(session)
 
     def drop(self, targets: Set[Target]) -> None:
         """Remove every binding to targets that have left, in one scan (40 ms for 100,000 sessions)."""
         gone = [session for session, binding in self._bindings.items() if binding.target in targets]
         for session in gone:
-            del self._bindings[session]
+            self._remove(session)
+
+
+def _bytes(session: str, binding: Binding) -> int:
+    characters = len(session) if session.isascii() else 4 * len(session)
+    return _BINDING_BYTES + characters + len(binding.target.worker_id)

@@ -7,8 +7,8 @@ import pytest
 from kvrouter.core.feeds.lease import Leases
 from kvrouter.core.feeds.reader import FeedReader
 from kvrouter.core.feeds.trust import BROKEN_RETRY_S, FeedState
-from kvrouter.core.fleet.following import MOST_LOADING, Following
-from kvrouter.core.wire.ids import WorkerId
+from kvrouter.core.fleet.following import _VISITED_MOST, MOST_LOADING, Following
+from kvrouter.core.wire.ids import RouterId, WorkerId
 from kvrouter.core.wire.ops import (
     VERSION,
     Check,
@@ -16,11 +16,12 @@ from kvrouter.core.wire.ops import (
     Cleared,
     Frame,
     Op,
+    ReplayRequest,
     SnapshotChunk,
     Stored,
     encode,
 )
-from kvrouter.core.wire.senders import Feed, KvSource
+from kvrouter.core.wire.senders import Feed, KvSource, SyncSource
 from tests.core.worlds import POOL
 
 W1 = WorkerId("w1")
@@ -73,7 +74,7 @@ def check(following: Following, seq: int, now: float) -> None:
 def load_snapshot(following: Following, seq: int, now: float) -> None:
     """Request a snapshot and load it."""
     assert [FEED] == [source for source, _ in following.due(now, MOST)]
-    following.readers[FEED].answer(encode(SnapshotChunk(1, seq, 0, 1, [], 1)), now)
+    following.answered(FEED, encode(SnapshotChunk(1, seq, 0, 1, [], 1)), now)
     while following.load(100, now):
         pass
 
@@ -162,3 +163,63 @@ def test_snapshots_in_memory_are_bounded() -> None:
     assert [] == following.due(0.1, 1000)
     assert following.load(1000, 0.2)
     assert 1 == len(following.due(0.3, 1000))
+
+
+def test_silent_feeds_come_last(following: Following) -> None:
+    """Feeds that were asked in vain do not delay those that were not asked yet."""
+    silent = [KvSource(POOL, WorkerId(f"ghost-{number}"), 0) for number in range(100)]
+    for source in silent:
+        following.heartbeat(source, 1, 5, 1000, 0.0)
+        following.due(0.0, MOST)
+        following.failed(source, 0.0)
+    late = KvSource(POOL, WorkerId("late"), 0)
+    following.heartbeat(late, 1, 5, 1000, 10.0)
+
+    assert late == following.due(10.0, 1)[0][0]
+    assert MOST == len(following.due(10.0, MOST))
+
+
+class Counted(FeedReader):
+    """Counts how often any reader is asked for its next question."""
+
+    visits = 0
+
+    def due(self, now: float) -> ReplayRequest | None:
+        """As ever."""
+        Counted.visits += 1
+        return super().due(now)
+
+
+def test_claims_of_peers_come_last() -> None:
+    """A peer's feed that has answered nothing delays no worker's."""
+    following = Following(Leases(), lambda _feed: FeedReader(0, Sink(), lambda: 0.0))
+    for number in range(1000):
+        following.heartbeat(SyncSource(POOL, RouterId(f"ghost-{number}")), 1, 5, 1000, 0.0)
+    following.heartbeat(FEED, 1, 5, 1000, 0.0)
+
+    assert [FEED, MOST] == [following.due(0.0, 1)[0][0], len(following.due(0.0, MOST))]
+
+
+@pytest.mark.parametrize("feeds", [10, 1000, 5000])
+def test_look_for_questions_takes_bounded_time(feeds: int) -> None:
+    """However many feeds are behind, a look visits some hundred of them; in time each is asked."""
+    following = Following(Leases(), lambda _feed: Counted(0, Sink(), lambda: 0.0))
+    sources: list[Feed] = [KvSource(POOL, WorkerId(f"w{number}"), 0) for number in range(feeds)]
+    for source in sources:
+        following.heartbeat(source, 1, 5, 1000, 0.0)
+
+    asked: list[Feed] = []
+    while len(asked) < feeds:
+        Counted.visits = 0
+        found = following.due(0.0, MOST)
+        assert found
+        assert Counted.visits <= 2 * _VISITED_MOST
+        for source, _ in found:
+            following.failed(source, 0.0)
+        asked += [source for source, _ in found]
+
+    assert sorted(sources) == sorted(asked)
+    assert feeds == len(following._silent)
+    following.answered(sources[-1], encode(SnapshotChunk(1, 5, 0, 1, [], 1)), 1.0)
+    assert following.load(100, 1.0)
+    assert FeedState.LIVE is following.readers[sources[-1]].state

@@ -9,8 +9,10 @@ import pytest
 from kvrouter.core.fleet.pools import POOLS_MOST
 from kvrouter.core.fleet.refusals import NAMED_MOST, PEERS_BYTES, WORKERS_BYTES
 from kvrouter.core.fleet.replica import Replica
-from kvrouter.core.wire.heartbeats import encode
-from kvrouter.core.wire.ids import RouterId, WorkerId
+from kvrouter.core.tables.early_ops import MOST_BYTES, MOST_BYTES_OF_ALL
+from kvrouter.core.wire.heartbeats import RouterBeat, encode
+from kvrouter.core.wire.ids import PoolId, RouterId, Target, WorkerId
+from kvrouter.core.wire.ops import VERSION, Bind
 from kvrouter.core.wire.senders import KvSource, RouterSource, Source, SyncSource, WorkerSource
 from scripts.kit.fuzz.forged import Forger, Real
 from scripts.kit.fuzz.mutate import Mutator
@@ -144,3 +146,84 @@ def check_afterwards(one: Replica, other: Replica) -> None:
 def _owner(source: Source) -> str:
     assert isinstance(source, KvSource | SyncSource)
     return source.router_id if isinstance(source, SyncSource) else source.worker_id
+
+
+def heard_peer(replica: Replica, name: str, feeds: int) -> None:
+    """A heartbeat of a peer with so many feeds of bookings."""
+    named = {POOL if number == 0 else f"pool-{number}": 3 for number in range(feeds)}
+    beat = RouterBeat(VERSION, 5, "up", "", named, 1, 1000, [])
+    replica.router_heartbeat(RouterId(name), encode(beat), 0.0)
+
+
+@pytest.mark.parametrize("peers", [(40, 40), (300, 1), (3, 60)])
+def test_feeds_of_bookings_are_bounded(monkeypatch: pytest.MonkeyPatch, peers: tuple[int, int]) -> None:
+    """Peers whose feeds find no room are refused by name; those that leave make room, in every table."""
+    for module in ("following", "replica"):
+        monkeypatch.setattr(f"kvrouter.core.fleet.{module}.MOST_SYNC_FEEDS", 50)
+    count, feeds = peers
+    replica = new_replica()
+    receive_worker(replica, card("w1"))
+    for number in range(count):
+        heard_peer(replica, f"ghost-{number}", feeds)
+
+    assert 50 == sum(isinstance(source, SyncSource) for source in replica.readers)
+    assert min(count - 50 // feeds, NAMED_MOST) == len(replica.refusals.named())
+    assert all("50 feeds of bookings" in reason for reason in replica.refusals.named().values())
+
+    for number in range(count):
+        gone = RouterBeat(VERSION, 5, "leave", "", {}, 2, 1000, [])
+        replica.router_heartbeat(RouterId(f"ghost-{number}"), encode(gone), 0.0)
+    assert {W1} == {_owner(source) for source in replica.readers}
+    assert {} == replica.feeds._pools
+    assert (0, set()) == (replica.feeds._sync_feeds, replica.router(POOL).feed._peers)
+    heard_peer(replica, "real", 1)
+    assert SyncSource(POOL, RouterId("real")) in replica.readers
+
+
+def test_forged_frames_leave_nothing_behind() -> None:
+    """Frames that cannot be read, in the names of a thousand replicas: no reader and no peer of the pool."""
+    replica = new_replica()
+    receive_worker(replica, card("w1"))
+    for number in range(1000):
+        replica.sync_frame(SyncSource(POOL, RouterId(f"ghost-{number}")), b"\x00", 0.0)
+
+    assert not [source for source in replica.readers if isinstance(source, SyncSource)]
+    assert set() == replica.router(POOL).feed._peers
+
+
+@pytest.mark.parametrize("is_snapshot", [False, True])
+@pytest.mark.parametrize("pool", [POOL, PoolId("invented")])
+def test_sessions_of_unknown_workers(pool: PoolId, is_snapshot: bool) -> None:
+    """No table has them: they wait for the card, within a bound over all pools, for a lease."""
+    replica = new_replica()
+    receive_worker(replica, card("w2"))
+    router = replica.router(pool)
+    sink = router.feed.copy_sink(PEER)
+    for number in range(20_000):
+        bind = Bind(f"{'s' * 1000}{number}", "w1", 0, 5000)
+        (sink.load if is_snapshot else sink.apply)(bind, 1.0)
+
+    assert 0 == len(router.tables.sessions)
+    assert 1_000_000 < router.feed.early.held_bytes <= MOST_BYTES
+    assert router.feed.early.held_bytes == replica._early.used_bytes <= MOST_BYTES_OF_ALL
+
+    receive_worker(replica, card("w1"), pool=pool)
+    assert 0 == replica._early.used_bytes
+    first = f"{'s' * 1000}0"
+    assert Target(W1, 0) == router.tables.sessions.target_of(first, 4.0)
+    assert None is router.tables.sessions.target_of(first, 6.1)
+
+
+def test_invented_pools_share_what_waits() -> None:
+    """The bound is over all pools; pools that end, and workers that never come, give it back."""
+    replica = new_replica()
+    for number in range(20):
+        sink = replica.router(PoolId(f"invented-{number}")).feed.copy_sink(PEER)
+        for session in range(2000):
+            sink.apply(Bind(f"{'s' * 1000}{session}", "ghost", 0, 5000), 1.0)
+
+    assert MOST_BYTES_OF_ALL - 10_000 < replica._early.used_bytes <= MOST_BYTES_OF_ALL
+    for now in range(3 * ROUNDS):
+        replica.next_round(float(now))
+        replica.router_heartbeat(replica.router_id, encode(replica.heartbeat("up", "")), float(now))
+    assert 0 == replica._early.used_bytes == len(replica.routers)

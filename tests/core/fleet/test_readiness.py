@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from kvrouter.core.fleet.readiness import HELLO_S, UNANSWERED_MOST
+from kvrouter.core.fleet.pool import NAMED_MOST
+from kvrouter.core.fleet.readiness import CLAIMED_S, HELLO_S, UNANSWERED_MOST
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.wire.heartbeats import RouterBeat, State, encode
 from kvrouter.core.wire.ids import PoolId, RouterId
@@ -333,3 +334,34 @@ def test_not_connected_is_not_ready() -> None:
 
     assert "not connected to NATS yet" in replica.not_ready(100.0)
     assert not replica.has_greeted
+
+
+@pytest.mark.parametrize("peers", [1, 10, 300])
+def test_claimed_feeds_hold_up_a_joiner_for_one_short_time(replica: Replica, peers: int) -> None:
+    """Peers that answer nothing, however many, are awaited for CLAIMED_S in all, and take one line each."""
+    receive_worker(replica, card("w1"))
+    for number in range(peers):
+        beat = RouterBeat(VERSION, 5, "up", "http://127.0.0.1:9", {POOL: 7}, 1, 1000, [])
+        replica.router_heartbeat(RouterId(f"ghost-{number}"), encode(beat), 0.0)
+
+    reasons = replica.not_ready(CLAIMED_S - 0.1)
+    assert "recovering" in reasons[0]
+    assert min(peers, NAMED_MOST + 1) == len(reasons)
+    assert (peers <= NAMED_MOST) or f"{peers - NAMED_MOST} other feeds are not live" == reasons[-1]
+    assert [] == replica.not_ready(CLAIMED_S)
+    assert len(replica.degraded()) <= NAMED_MOST + 1
+
+
+@pytest.mark.parametrize("how", ["at its address", "a question"])
+def test_peers_that_answer_are_awaited(replica: Replica, how: str) -> None:
+    """The bookings of a real replica that is slow: it has answered at its address, or a question before."""
+    receive_worker(replica, card("w1"))
+    beat = RouterBeat(VERSION, 5, "up", URL, {POOL: 7}, 1, 1000, [])
+    replica.router_heartbeat(PEER, encode(beat), 0.0)
+    if how == "a question":
+        ((source, _),) = replica.feeds.due(0.0, 16)
+        replica.feeds.answered(source, b"", 0.0)
+    else:
+        reach(replica, {URL: PEER})
+
+    assert [f"sync peer in {POOL}: recovering, 7 frames behind"] == replica.not_ready(CLAIMED_S)

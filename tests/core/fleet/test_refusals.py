@@ -174,3 +174,8 @@ def test_too_many_replicas(replica: Replica, monkeypatch: pytest.MonkeyPatch) ->
         replica.router_heartbeat(RouterId(name), encode(beat), 0.0)
 
     assert ["replica p2 is refused: 1 others are known"] == refused(replica)
+
+
+def test_ranks_take_bytes() -> None:
+    """A card that only names many ranks is counted by them."""
+    assert card_bytes(card("w1", ranks=1001)) - card_bytes(card("w1")) >= 1000 * 200

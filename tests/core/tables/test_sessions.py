@@ -130,3 +130,31 @@ def test_each_use_removes_expired_bindings(sessions: SessionTable) -> None:
     sessions.bind("c", W1, 30.0)
 
     assert 1 == len(sessions)
+
+
+@pytest.mark.parametrize("name", ["x" * 1000, "é" * 1000, "𝄞" * 1000])
+def test_bound_in_bytes(name: str) -> None:
+    """Names of any length and width take no more than the bound; what is used last stays."""
+    sessions = SessionTable(ttl_s=10.0, most_bytes=50_000)
+    for number in range(200):
+        sessions.receive(f"{name}{number % 150}", W1, number / 1000, 10.0, "other")
+        assert sessions.used_bytes <= 50_000
+
+    assert 10 <= len(sessions) <= 40
+    assert W1 == sessions.target_of(f"{name}49", 1.0)
+
+
+def test_bytes_are_freed(sessions: SessionTable) -> None:
+    """However a binding ends or moves, its bytes are counted once."""
+    sessions.bind("a", W1, 0.0)
+    once = sessions.used_bytes
+    sessions.bind("a", target("w11"), 0.0)
+    assert once + 1 == sessions.used_bytes
+    for name in "bcde":
+        sessions.bind(name, W2, 0.0)
+    assert 3 * once == sessions.used_bytes
+    sessions.drop({W2})
+    assert 0 == sessions.used_bytes
+    sessions.bind("a", W1, 0.0)
+    sessions.expire(10.0)
+    assert 0 == sessions.used_bytes
