@@ -13,12 +13,10 @@ from time import perf_counter
 import structlog
 
 from kvrouter.bus import Subjects
+from kvrouter.core.feeds.receipt import Receipt, Verdict
 from kvrouter.core.fleet.replica import Replica
-from kvrouter.core.wire.heartbeats import decode_router_beat, decode_worker_beat
 from kvrouter.core.wire.ids import RouterId
-from kvrouter.core.wire.ops import decode_frame
 from kvrouter.core.wire.senders import KvSource, RouterSource, Source, SyncSource, WorkerSource, name
-from kvrouter.errors import MalformedFrameError
 from kvrouter.replica.feed_log import FeedLog
 from kvrouter.replica.members import Members
 from kvrouter.replica.recovery import Recovery
@@ -36,6 +34,7 @@ SLICE_S, LONGEST_SLICE_S = 0.001, 0.003
 BEHIND_S, LONGEST_SLICE_BEHIND_S = 0.2, 0.05
 # A worker has a few subjects and each is parsed once. When the cache is full, it is emptied and fills again.
 SUBJECTS_KEPT = 16_384
+_NO_SUBJECT = Receipt(Verdict.UNKNOWN, "not a subject of this version")
 
 
 class Inbox:
@@ -157,27 +156,26 @@ class Inbox:
 
     def _dispatch(self, subject: str, data: bytes, arrived: float, now: float) -> None:
         source = self._source_of(subject)
-        malformed = self._malformed(source)
         match source:
             case KvSource():
-                if not self._replica.feeds.kv_frame(source, data, now):
-                    self._replica.counters.unknown_messages += 1  # its worker's card has not arrived
+                receipt = self._replica.feeds.kv_frame(source, data, now)
             case SyncSource():
-                self._replica.sync_frame(source, data, now)
+                receipt = self._replica.sync_frame(source, data, now)
             case WorkerSource(worker_id):
                 # Leases count from when a heartbeat arrived: a backlog here must not prolong them.
-                self._replica.worker_heartbeat(worker_id, data, arrived, settles=False)
+                receipt = self._replica.worker_heartbeat(worker_id, data, arrived, settles=False)
                 self._members.worker_heartbeat(worker_id)
             case RouterSource(router_id):
-                self._router_heartbeat(router_id, data, arrived)
+                receipt = self._router_heartbeat(router_id, data, arrived)
             case None:
-                self._replica.counters.unknown_messages += 1
-                self._log.malformed(subject, "not a subject of this version")
-        if self._malformed(source) > malformed:
-            self._log.malformed(subject, _why_malformed(source, data))
+                receipt = _NO_SUBJECT
+        if receipt.verdict is Verdict.UNKNOWN:
+            self._replica.counters.unknown_messages += 1
+        if receipt.trouble:
+            self._log.malformed(subject, receipt.trouble)
 
-    def _router_heartbeat(self, router_id: RouterId, data: bytes, arrived: float) -> None:
-        self._replica.router_heartbeat(router_id, data, arrived, settles=False)
+    def _router_heartbeat(self, router_id: RouterId, data: bytes, arrived: float) -> Receipt:
+        receipt = self._replica.router_heartbeat(router_id, data, arrived, settles=False)
         if router_id == self._replica.router_id:
             self._members.round_ended()
         else:
@@ -188,12 +186,7 @@ class Inbox:
         if self._replica.routing is not self._routing:
             self._routing = self._replica.routing
             self.on_routing()
-
-    def _malformed(self, source: Source | None) -> int:
-        """Messages of a feed that could not be read; for a member, malformed heartbeats of all members."""
-        if isinstance(source, KvSource | SyncSource):
-            return self._replica.feeds.malformed(source)
-        return self._replica.counters.malformed_heartbeats
+        return receipt
 
     def _source_of(self, subject: str) -> Source | None:
         source = self._sources.get(subject)
@@ -208,18 +201,3 @@ class Inbox:
     def _log_failures(self) -> None:
         for source, error in self._replica.feeds.take_failures():
             self._log.failed(name(source), error)
-
-
-def _why_malformed(source: Source | None, data: bytes) -> str:
-    """The replica only counts, so decode the message once more for the reason."""
-    try:
-        match source:
-            case WorkerSource(worker_id):
-                decode_worker_beat(data, worker_id)
-            case RouterSource():
-                decode_router_beat(data)
-            case _:
-                return decode_frame(data).trouble
-    except MalformedFrameError as error:
-        return str(error)
-    return ""

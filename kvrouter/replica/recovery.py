@@ -11,10 +11,10 @@ import structlog
 
 from kvrouter.bus import Bus, Subjects
 from kvrouter.core.fleet.replica import Replica
-from kvrouter.core.wire.ops import ReplayRequest, decode_answer
+from kvrouter.core.wire.ops import ReplayRequest
 from kvrouter.core.wire.ops import encode as encode_request
 from kvrouter.core.wire.senders import Feed, name
-from kvrouter.errors import KvRouterError, MalformedFrameError
+from kvrouter.errors import KvRouterError
 from kvrouter.replica.feed_log import FeedLog
 
 log = structlog.get_logger()
@@ -71,12 +71,11 @@ class Recovery:
             log.info("feed.no_answer", source=name(source), error=str(error))
             self._replica.feeds.failed(source, self._loop.time())
             return
-        malformed = self._replica.feeds.malformed(source)
-        self._replica.feeds.answered(source, data, self._loop.time())
+        receipt = self._replica.feeds.answered(source, data, self._loop.time())
         for failed, bug in self._replica.feeds.take_failures():
             self._log.failed(name(failed), bug)
-        if self._replica.feeds.malformed(source) > malformed:
-            self._log.malformed(f"answer of {name(source)}", _why_malformed(data))
+        if receipt.trouble:
+            self._log.malformed(f"answer of {name(source)}", receipt.trouble)
         on_answer()
 
     async def _ask(self, source: Feed, payload: bytes) -> bytes:
@@ -101,12 +100,3 @@ class Recovery:
         awaited = self._awaited.get(subject)
         if awaited is not None and not awaited.done():
             awaited.set_result(data)
-
-
-def _why_malformed(answer: bytes) -> str:
-    """The reader only counts, so decode the answer once more for the reason."""
-    try:
-        decode_answer(answer)
-    except MalformedFrameError as error:
-        return str(error)
-    return "a frame in it cannot be read, or it contradicts itself"

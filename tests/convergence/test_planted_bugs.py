@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, Phase, find, settings
 from kvrouter.core.feeds.buffers import HeldFrames
 from kvrouter.core.feeds.lease import Leases
 from kvrouter.core.feeds.reader import FeedReader
+from kvrouter.core.feeds.receipt import Receipt
 from kvrouter.core.feeds.trust import FeedState
 from kvrouter.core.fleet import replica as replica_module
 from kvrouter.core.fleet.block_size import PoolBlockSize
@@ -50,7 +51,7 @@ def assert_seen() -> None:
 class SeesNoGaps(FeedReader):
     """Any frame counts as the next one, and a heartbeat's seq as applied."""
 
-    def frame(self, data: bytes, now: float) -> bool:
+    def frame(self, data: bytes, now: float) -> Receipt:
         """Ignore the seq."""
         decoded = decode_frame(data)
         if self.state is FeedState.LIVE and decoded.incarnation == self.incarnation:
@@ -76,10 +77,10 @@ class HoldsNothing(FeedReader):
         self._is_loaded = True
         super()._finish_load(*facts)
 
-    def _catch_up(self, now: float) -> None:
+    def _catch_up(self, now: float) -> str:
         if self._is_loaded:
             self.seq, self._is_loaded = max(self.seq, self.source_seq), False
-        super()._catch_up(now)
+        return super()._catch_up(now)
 
 
 def test_gap_detection_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:

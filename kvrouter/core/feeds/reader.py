@@ -11,6 +11,9 @@ its ring or chunks of a snapshot; `work` loads a snapshot in slices into fresh s
 them in one step. The state of a broken source is dropped, because it can no longer be kept up to date. Time
 is passed in; nothing here waits.
 
+A state is entered in `_go_on_from` and `_replay` (live), `_recover` and `_break`. Each may follow any other,
+except waiting, so there is no table of them: it would forbid nothing. What arrives decides.
+
 One odd number (a seq far ahead, another version) counts only until the source's next heartbeat or answer;
 another incarnation, until its lease has ended. What an answer brought is provisional: if two later heartbeats
 in a row report fewer frames, a snapshot is asked for.
@@ -25,6 +28,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kvrouter.core.feeds.buffers import HeldBudget, HeldFrames, Loading, cost
+from kvrouter.core.feeds.receipt import OTHER_VERSION, STALE, TAKEN, Receipt, Verdict, malformed
 from kvrouter.core.feeds.sinks import FeedSink
 from kvrouter.core.feeds.trust import (
     BAD_ANSWERS,
@@ -122,19 +126,19 @@ class FeedReader:
 
     # What arrives
 
-    def frame(self, data: bytes, now: float) -> bool:
-        """Take a live frame; False if it is unreadable, of an older incarnation or another version.
+    def frame(self, data: bytes, now: float) -> Receipt:
+        """Take a live frame. Never raises for bad data: that is counted and leads to a recovery.
 
-        Never raises for bad data: that is counted and leads to a recovery.
+        A frame whose ops cannot be read is taken, with the trouble: its source lives, and is asked for it.
         """
         try:
             decoded = decode_frame(data)
-        except MalformedFrameError:
+        except MalformedFrameError as error:
             self.counters.malformed += 1
-            return False  # its number is unknown too: the next frame or heartbeat shows the gap
+            return malformed(error)  # its number is unknown too: the next frame or heartbeat shows the gap
         if decoded.version != VERSION:
             self._meet_other_version(decoded.version, now)
-            return False
+            return OTHER_VERSION
         return self._see(decoded, len(data), now)
 
     def heartbeat(self, incarnation: int, seq: int, now: float) -> bool:
@@ -166,23 +170,24 @@ class FeedReader:
             self.counters.gaps += 1
             self._recover(now)
 
-    def answer(self, data: bytes, now: float) -> None:
+    def answer(self, data: bytes, now: float) -> Receipt:
         """Take the source's answer to the request that `due` returned."""
         asked, self._asked = self._asked, None
         self.unanswered, self.has_answered = 0, True
         if self.state is not FeedState.RECOVERING:
-            return
+            return STALE
         try:
             answer = decode_answer(data)
-        except MalformedFrameError:
+        except MalformedFrameError as error:
             self._meet_bad_answer("sent a malformed answer", now)
-            return
+            return malformed(error)
         if isinstance(answer, SnapshotChunk):
-            self._take_chunk(answer, now)
-        elif asked is not None and not asked.from_seq:
-            self._meet_bad_answer("sent frames where a snapshot was asked for", now)
-        else:
-            self._replay(answer, now)
+            return self._take_chunk(answer, now)
+        if asked is not None and not asked.from_seq:
+            reason = "sent frames where a snapshot was asked for"
+            self._meet_bad_answer(reason, now)
+            return Receipt(Verdict.MALFORMED, reason)
+        return self._replay(answer, now)
 
     def _meet_bad_answer(self, reason: str, now: float) -> None:
         """Ask again after a pause; the second bad answer in a row breaks the source."""
@@ -250,18 +255,18 @@ class FeedReader:
 
     # Frames
 
-    def _see(self, decoded: Decoded, size: int, now: float) -> bool:
+    def _see(self, decoded: Decoded, size: int, now: float) -> Receipt:
         self.received_at = now
         self.counters.unknown_ops += decoded.unknown_ops
         if decoded.incarnation < self._newest:
             self.counters.stale += 1
-            return False
+            return STALE
         if decoded.incarnation > self._newest:
             self._meet(decoded.incarnation, decoded.seq - 1, now)
         self.source_seq = max(self.source_seq, decoded.seq)
         self._live_seq = max(self._live_seq, decoded.seq)
         if self.state is FeedState.BROKEN:
-            return True  # the next snapshot contains it
+            return TAKEN  # the next snapshot contains it
         if self.state is not FeedState.LIVE:
             self._hold(decoded, size, now)
         elif decoded.seq <= self.seq:
@@ -270,9 +275,9 @@ class FeedReader:
             self.counters.gaps += 1
             self._hold(decoded, size, now)
             self._recover(now)
-        else:
-            self._apply(decoded, now)
-        return True
+        elif trouble := self._apply(decoded, now):
+            return Receipt(Verdict.TAKEN, trouble)
+        return TAKEN
 
     def _meet(self, incarnation: int, seq: int, now: float) -> None:
         """A greater incarnation: the source restarted. Before its first frame no snapshot is needed."""
@@ -285,16 +290,13 @@ class FeedReader:
             self._recover(now, snapshot=True)
             return
         self._sink.reset()
-        self.incarnation = self._wanted_incarnation = incarnation
-        self.seq = 0
-        self._want_snapshot = False
-        self.state = FeedState.LIVE
-        self._catch_up(now)
+        self._go_on_from(incarnation, 0, now)
 
-    def _apply(self, decoded: Decoded, now: float) -> None:
+    def _apply(self, decoded: Decoded, now: float) -> str:
+        """Apply the next frame; returns why its ops cannot be read, or nothing."""
         if decoded.ops is None:
             self._meet_malformed(decoded.seq, now)
-            return
+            return decoded.trouble
         for op in decoded.ops:
             if isinstance(op, Check | CheckResumable):
                 self._compare(op, now)
@@ -302,10 +304,11 @@ class FeedReader:
                 self.counters.contradictions += 1
                 self._doubt(f"contradicts itself: {trouble}", now)
             if self.state is not FeedState.LIVE and self._want_snapshot:
-                return  # `seq` stays: the frame is not applied to its end, and the snapshot replaces it
+                return ""  # `seq` stays: the frame is not applied to its end, and the snapshot replaces it
         self.seq = decoded.seq
         self._backoff.reset()
         self.counters.applied += 1
+        return ""
 
     def _meet_malformed(self, seq: int, now: float) -> None:
         """Ask for the frame again; if it is malformed a second time, ask for a snapshot."""
@@ -357,79 +360,94 @@ class FeedReader:
         self._want_snapshot = self._want_snapshot or snapshot
         self._backoff.end(now)
 
-    def _replay(self, answer: ReplayFrames, now: float) -> None:
+    def _replay(self, answer: ReplayFrames, now: float) -> Receipt:
         if self._want_snapshot:
-            return  # since the question something happened that frames cannot repair
+            return STALE  # since the question something happened that frames cannot repair
         before = self.seq
         self._bad_answers = 0
         self._answered_at = now
         self.state = FeedState.LIVE
-        for data in answer.frames:
-            self._replay_frame(data, now)
+        troubles = [self._replay_frame(data, now) for data in answer.frames]
         self.counters.replayed += self.seq - before
         if answer.seq is not None:
             self._learn_end(answer.seq)
-        self._catch_up(now)
+        troubles.append(self._catch_up(now))
         if self.state is FeedState.RECOVERING and self.seq == before:
             self._backoff.begin(now)
+        return Receipt(Verdict.TAKEN, next(filter(None, troubles), ""))
 
     def _learn_end(self, seq: int) -> None:
         """The source had sent `seq` frames when it answered: a higher number received before is damage."""
         self.counters.unsent += self._held.drop_unsent(seq, self._questions)
         self.source_seq = max(seq, self._live_seq)
 
-    def _replay_frame(self, data: bytes, now: float) -> None:
+    def _replay_frame(self, data: bytes, now: float) -> str:
+        """Apply a frame of the ring if it is the next one; returns why it cannot be read, or nothing."""
         try:
             decoded = decode_frame(data)
-        except MalformedFrameError:
+        except MalformedFrameError as error:
             self._meet_malformed(self.seq + 1, now)
-            return
+            return str(error)
         if decoded.version != VERSION:
             self._meet_other_version(decoded.version, now)
-            return
+            return ""
         follows = decoded.incarnation == self.incarnation and decoded.seq == self.seq + 1
-        if follows and self.state is FeedState.LIVE:
-            self._apply(decoded, now)
+        return self._apply(decoded, now) if follows and self.state is FeedState.LIVE else ""
 
-    def _catch_up(self, now: float) -> None:
-        """Apply held frames; if they end before what the source has sent, ask for the rest."""
-        self._drain_held(now)
+    def _go_on_from(self, incarnation: int, seq: int, now: float) -> None:
+        """The sink has everything up to `seq` of `incarnation`: go on with what was held."""
+        self.incarnation = self._wanted_incarnation = incarnation
+        self.seq = seq
+        self._want_snapshot = False
+        self.state = FeedState.LIVE
+        self._catch_up(now)
+
+    def _catch_up(self, now: float) -> str:
+        """Apply held frames; if they end before what the source has sent, ask for the rest.
+
+        Returns why one of them cannot be read, or nothing.
+        """
+        trouble = self._drain_held(now)
         if self.state is FeedState.LIVE and self.seq < self.source_seq:
             self._recover(now)
         if self.state is not FeedState.LIVE:
-            return
+            return trouble
         if not self._doubts.is_repeated:
             self.flag = ""
         if self._recovering_since is not None:
             self.counters.recovery_s = now - self._recovering_since
             self._recovering_since = None
+        return trouble
 
-    def _drain_held(self, now: float) -> None:
+    def _drain_held(self, now: float) -> str:
         """Apply held frames up to the next gap; frames behind it stay held."""
         while self._held and self.state is FeedState.LIVE:
             decoded = self._held.first
             if decoded.incarnation == self.incarnation and decoded.seq > self.seq + 1:
                 self._recover(now)
-                return
+                break
             self._held.pop()
-            if decoded.incarnation == self.incarnation and decoded.seq == self.seq + 1:
-                self._apply(decoded, now)
+            follows = decoded.incarnation == self.incarnation and decoded.seq == self.seq + 1
+            if follows and (trouble := self._apply(decoded, now)):
+                return trouble
+        return ""
 
-    def _take_chunk(self, chunk: SnapshotChunk, now: float) -> None:
+    def _take_chunk(self, chunk: SnapshotChunk, now: float) -> Receipt:
         if chunk.incarnation < self._newest:
             self._backoff.begin(now)
-            return
+            return STALE
         loading = self._loading
         if loading is None or not loading.is_next(chunk):
             if chunk.chunk != 0:
                 self._give_up_load()  # the source no longer keeps that snapshot: ask for a new one
                 self._backoff.begin(now)
-                return
+                return STALE
             self._sink.begin_load()
             loading = self._loading = Loading.begin(chunk)
         if isinstance(chunk, PartialChunk):
             self.counters.unknown_ops += chunk.unknown_ops
         loading.take(chunk)
+        return TAKEN
 
     def _finish_load(self, loading: Loading, now: float) -> None:
         self._loading = None
@@ -437,15 +455,11 @@ class FeedReader:
         self._sink.finish_load()
         if loading.incarnation > self._newest:
             self.source_seq = 0  # the source restarted meanwhile: the old numbers are void
-        self.incarnation = self._wanted_incarnation = loading.incarnation
-        self.seq = loading.as_of_seq
         self._answered_at = now
-        self.source_seq = max(self.source_seq, self.seq)
+        self.source_seq = max(self.source_seq, loading.as_of_seq)
         self.counters.snapshots += 1
         self._doubts.renew()
-        self._want_snapshot = False
-        self.state = FeedState.LIVE
-        self._catch_up(now)
+        self._go_on_from(loading.incarnation, loading.as_of_seq, now)
         if self._want_snapshot:
             self._backoff.begin(now)  # the snapshot did not help: the frame after it may be poisoned
 

@@ -9,6 +9,7 @@ from typing import ParamSpec, TypeVar
 
 from kvrouter.core.feeds.lease import Leases
 from kvrouter.core.feeds.reader import FeedReader
+from kvrouter.core.feeds.receipt import FAILED, REFUSED, UNKNOWN, Receipt, Verdict
 from kvrouter.core.feeds.trust import FeedState
 from kvrouter.core.wire.heartbeats import Heard
 from kvrouter.core.wire.ids import PoolId, RouterId, WorkerId
@@ -72,34 +73,35 @@ class Following:
         self._look_at(source, reader)
         return True
 
-    def kv_frame(self, source: KvSource, data: bytes, now: float) -> bool:
-        """A frame of a worker's events; False if the worker's card is missing."""
+    def kv_frame(self, source: KvSource, data: bytes, now: float) -> Receipt:
+        """A frame of a worker's events; unknown if the worker's card is missing."""
         reader = self.readers.get(source)
         if reader is None:
-            return False
-        self._step(source, reader, now, reader.frame, data, now)
+            return UNKNOWN
+        receipt = self._step(source, reader, now, reader.frame, data, now)
         self._look_at(source, reader)
-        return True
+        return receipt or FAILED
 
-    def sync_frame(self, source: SyncSource, data: bytes, now: float) -> bool:
-        """A frame of a peer's bookings; False if it cannot be used.
+    def sync_frame(self, source: SyncSource, data: bytes, now: float) -> Receipt:
+        """A frame of a peer's bookings.
 
         A frame may be the first message about a feed. Only a valid frame begins it: otherwise each forged
-        replica id would leave a reader behind.
+        replica id would leave a reader behind, and a line in the log.
         """
         reader = self.readers.get(source)
         if reader is None:
             if not self._has_room(source):
-                return False
+                return REFUSED
             reader = self._new_reader(source)
-        is_good = bool(self._step(source, reader, now, reader.frame, data, now))
-        if is_good and source not in self.readers:
-            self._begin(source, reader)
-        if is_good:
+        receipt = self._step(source, reader, now, reader.frame, data, now) or FAILED
+        if receipt.verdict is Verdict.TAKEN:
+            if source not in self.readers:
+                self._begin(source, reader)
             self._leases.renew(source)
-        if source in self.readers:
-            self._look_at(source, reader)
-        return is_good
+        elif source not in self.readers:
+            return REFUSED
+        self._look_at(source, reader)
+        return receipt
 
     # What to do
 
@@ -132,15 +134,17 @@ class Following:
             del self._loading[source]
         return False
 
-    def answered(self, source: Feed, data: bytes, now: float) -> None:
-        """A request was answered; the source may have left meanwhile."""
+    def answered(self, source: Feed, data: bytes, now: float) -> Receipt:
+        """A request was answered; unknown if the source has left meanwhile."""
         reader = self.readers.get(source)
-        if reader is not None:
-            self._step(source, reader, now, reader.answer, data, now)
-            if self._silent.pop(source, None) is not None:
-                self._restless[source] = reader
-            if reader.is_loading:
-                self._loading[source] = reader
+        if reader is None:
+            return UNKNOWN
+        receipt = self._step(source, reader, now, reader.answer, data, now) or FAILED
+        if self._silent.pop(source, None) is not None:
+            self._restless[source] = reader
+        if reader.is_loading:
+            self._loading[source] = reader
+        return receipt
 
     def failed(self, source: Feed, now: float) -> None:
         """A request was not answered."""
@@ -149,11 +153,6 @@ class Following:
             reader.failed(now)
             if self._restless.pop(source, None) is not None:
                 self._silent[source] = reader
-
-    def malformed(self, source: Feed) -> int:
-        """The messages of this feed that could not be read."""
-        reader = self.readers.get(source)
-        return reader.counters.malformed if reader is not None else 0
 
     def heard(self) -> tuple[Heard, dict[RouterId, Heard]]:
         """How the workers' caches are followed, and each peer's bookings."""

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from kvrouter.core.feeds.buffers import HeldBudget
 from kvrouter.core.feeds.lease import DEFAULT_ROUNDS, Leases
 from kvrouter.core.feeds.reader import FeedReader
+from kvrouter.core.feeds.receipt import REFUSED, STALE, TAKEN, Receipt, Verdict, malformed
 from kvrouter.core.feeds.sinks import KvSink
 from kvrouter.core.fleet.following import MOST_SYNC_FEEDS, Following
 from kvrouter.core.fleet.hellos import Hellos
@@ -171,7 +172,9 @@ class Replica:
 
     # Messages
 
-    def worker_heartbeat(self, worker_id: WorkerId, data: bytes, now: float, *, settles: bool = True) -> None:
+    def worker_heartbeat(
+        self, worker_id: WorkerId, data: bytes, now: float, *, settles: bool = True
+    ) -> Receipt:
         """A worker's heartbeat: its card, its load, the seq of each of its feeds.
 
         `settles` False: no decision may be made before `settle`. Of messages that arrive together each
@@ -183,12 +186,12 @@ class Replica:
             self.counters.malformed_heartbeats += 1
             if isinstance(error, RefusedCardError):
                 self.refusals.refuse(f"worker {worker_id}", str(error))
-            return
-        self.take_worker_beat(worker_id, beat, now, settles=settles)
+            return malformed(error)
+        return self.take_worker_beat(worker_id, beat, now, settles=settles)
 
     def take_worker_beat(
         self, worker_id: WorkerId, beat: WorkerBeat, now: float, *, settles: bool = True
-    ) -> None:
+    ) -> Receipt:
         """A decoded heartbeat."""
         pool_id = PoolId(beat.pool)
         known = self.worker(worker_id)
@@ -196,30 +199,30 @@ class Replica:
         # incarnation counts: the new agent's clock may be behind.
         if known is not None and not known.silent and beat.incarnation < known.incarnation:
             self.counters.stale_heartbeats += 1
-            return
+            return STALE
         if beat.state == "leave" or self._worker_pools.get(worker_id, pool_id) != pool_id:
             self._remove_worker(worker_id)
         if beat.state == "leave":
             self._meet_awaited(worker_id)
-            return
+            return TAKEN
         if beat.card is None and (known is None or not known.knows_card_of(beat)):
             self._hellos.lacks_card = True
         if self._readiness.is_waiting_for(worker_id):
             self._leases.renew(AwaitedSource(worker_id), beat.interval_ms)  # `hello` asks for its card
-        if beat.card is None and self.worker(worker_id) is None:
-            return  # without a card neither its URL nor its block size is known
-        if not self._may_begin(pool_id, served=True) or not self._may_add(worker_id, beat):
-            return
+        # Without a card neither its URL nor its block size is known.
+        has_card = beat.card is not None or self.worker(worker_id) is not None
+        if not (has_card and self._may_begin(pool_id, served=True) and self._may_add(worker_id, beat)):
+            return REFUSED
         if reason := self._why_refused(worker_id, beat):
             self.counters.members_refused += 1
             self.refusals.refuse(f"worker {worker_id}", reason)
-            return
+            return REFUSED
         self.refusals.accept(f"worker {worker_id}")
         known = self.worker(worker_id)
         has_lost_cache = known is not None and known.has_lost_cache(beat)
         router = self.router(pool_id)
         if not router.pool.update(worker_id, beat, settles=settles):
-            return
+            return REFUSED
         self._worker_pools[worker_id] = pool_id
         self._readiness.has_met_worker = True
         if has_lost_cache:
@@ -232,6 +235,7 @@ class Replica:
         self._meet_awaited(worker_id)
         self._leases.renew(WorkerSource(worker_id), beat.interval_ms)
         self._follow_worker(pool_id, worker_id, beat, now)
+        return TAKEN
 
     def settle(self) -> None:
         """Build the targets of the pools whose workers, or whose replicas' addresses, have changed."""
@@ -261,31 +265,30 @@ class Replica:
             self._places.reached()
             self.settle()
 
-    def router_heartbeat(self, router_id: RouterId, data: bytes, now: float, *, settles: bool = True) -> None:
+    def router_heartbeat(
+        self, router_id: RouterId, data: bytes, now: float, *, settles: bool = True
+    ) -> Receipt:
         """A replica's heartbeat. The replica's own, returned by the bus, is a round of the leases.
 
         `settles` False: as of `worker_heartbeat`.
         """
         try:
             beat = decode_router_beat(data)
-        except MalformedFrameError:
+        except MalformedFrameError as error:
             self.counters.malformed_heartbeats += 1
-            return
+            return malformed(error)
         if router_id == self.router_id:
-            self._take_own_heartbeat(beat, now)
-            return
+            return self._take_own_heartbeat(beat, now)
         if beat.state == "leave":
             self._remove_router(router_id)
             if settles:
                 self.settle()
-            return
+            return TAKEN
         if router_id not in self.peers and len(self.peers) >= PEERS_MOST:
-            self._refuse_peer(router_id, f"{PEERS_MOST} others are known")
-            return
+            return self._refuse_peer(router_id, f"{PEERS_MOST} others are known")
         kept = replace(beat, workers=[], hears=beat.hears if len(beat.hears or ()) <= HEARD_MOST else None)
         if reason := self._peer_budget.take(router_id, peer_bytes(kept)):
-            self._refuse_peer(router_id, reason)
-            return
+            return self._refuse_peer(router_id, reason)
         self.refusals.accept(f"replica {router_id}")
         self._places.heard(self.peers.get(router_id), kept)
         self.peers[router_id] = kept
@@ -298,21 +301,24 @@ class Replica:
         self._wait_for_workers(beat, router_id)
         for pool_id, seq in beat.feeds.items() if self.settings.synced else ():
             self._follow_bookings(SyncSource(PoolId(pool_id), router_id), beat, seq, now)
+        return TAKEN
 
-    def _refuse_peer(self, router_id: RouterId, reason: str) -> None:
+    def _refuse_peer(self, router_id: RouterId, reason: str) -> Receipt:
         self.counters.members_refused += 1
         self.refusals.refuse(f"replica {router_id}", reason)
+        return REFUSED
 
-    def _take_own_heartbeat(self, beat: RouterBeat, now: float) -> None:
+    def _take_own_heartbeat(self, beat: RouterBeat, now: float) -> Receipt:
         """A heartbeat of this replica came back: a round. One that it never sent is forged."""
         # Rounds do not count when they begin: a replica that is cut off or deaf would lose all its members.
         if beat.incarnation != self.incarnation or beat.round > self._round:
             self.counters.stale_heartbeats += 1
-            return
+            return STALE
         self._lose(self._leases.round(beat.round), now)
         if beat.round > self._returned_round:
             self._returned_round = beat.round
             self._end_round()
+        return TAKEN
 
     def _end_round(self) -> None:
         """One more round for block sizes and pools served elsewhere, which must hold for a lease."""
@@ -362,16 +368,18 @@ class Replica:
         self._readiness.met(worker_id)
         self._leases.forget(AwaitedSource(worker_id))
 
-    def sync_frame(self, source: SyncSource, data: bytes, now: float) -> None:
-        """A frame of a peer's sync feed; frames of this replica are ignored."""
+    def sync_frame(self, source: SyncSource, data: bytes, now: float) -> Receipt:
+        """A frame of a peer's sync feed; frames of this replica are refused."""
         if source.router_id == self.router_id or not self.settings.synced:
-            return
+            return REFUSED
         if not self._may_begin(source.pool, served=False):
-            return
-        if self.feeds.sync_frame(source, data, now):
+            return REFUSED
+        receipt = self.feeds.sync_frame(source, data, now)
+        if receipt.verdict is Verdict.TAKEN:
             self._leases.renew(RouterSource(source.router_id))
         elif source not in self.readers and (router := self.routers.get(source.pool)) is not None:
             router.feed.drop_peer(source.router_id)  # nothing is kept of a sender without a good frame
+        return receipt
 
     # What to do
 

@@ -6,6 +6,7 @@ import msgpack
 import pytest
 
 from kvrouter.core.feeds.buffers import HELD_BYTES
+from kvrouter.core.feeds.receipt import OTHER_VERSION, STALE, TAKEN, Receipt, Verdict
 from kvrouter.core.feeds.trust import BROKEN_RETRY_S, LAST_RETRY_S, FeedState
 from kvrouter.core.wire.hashes import pack_hashes
 from kvrouter.core.wire.ops import VERSION, Check, ReplayFrames, ReplayRequest, SnapshotChunk, Stored, encode
@@ -18,6 +19,11 @@ def link() -> Link:
     link = Link()
     link.send(link.owner.store(20))
     return link
+
+
+def facts(receipt: Receipt) -> tuple[Verdict, str]:
+    """Its verdict, and the beginning of its trouble."""
+    return receipt.verdict, receipt.trouble.partition(":")[0]
 
 
 def test_malformed_frame_is_repaired_like_a_gap(link: Link) -> None:
@@ -41,6 +47,44 @@ def test_unreadable_frame_shows_as_a_gap(link: Link) -> None:
     link.heartbeat()
     link.exchange_all()
 
+    assert link.agrees()
+
+
+def test_receipts_of_frames(link: Link) -> None:
+    """A frame that is known or has to wait is taken, too. Ops that cannot be read are reported once."""
+    frames = [link.write(*link.owner.store(node)) for node in (40, 41, 42)]
+    now = link.now
+
+    assert (Verdict.MALFORMED, "not a frame") == facts(link.reader.frame(frames[0][:3], now))
+    assert (Verdict.TAKEN, "an op is malformed") == facts(link.reader.frame(malformed(frames[0]), now))
+    assert TAKEN is link.reader.frame(malformed(frames[1]), now), "held, and read when it is its turn"
+    assert STALE is link.reader.frame(frame_of(999, 1), now)
+    assert OTHER_VERSION is link.reader.frame(frame_of(1000, 2, version=VERSION + 1), now)
+
+    answer = link.ask()
+    assert answer is not None
+    assert (Verdict.TAKEN, "an op is malformed") == facts(
+        link.reader.answer(encode(ReplayFrames([frames[0]], 4)), now)
+    )
+    assert TAKEN is link.reader.frame(frames[0], now), "known already"
+    link.settle()
+    assert STALE is link.reader.answer(answer, now), "it is live again and has asked nothing"
+    assert link.agrees()
+
+
+def test_receipts_of_answers(link: Link) -> None:
+    """The trouble is that of a frame in it that cannot be read, or of all of it."""
+    frames = [link.write(*link.owner.store(node)) for node in (40, 41, 42)]
+    link.deliver(frames[2], malformed(frames[1]))
+
+    link.ask()
+    receipt = link.reader.answer(encode(ReplayFrames([frames[0], b"\xc1"], 4)), link.now)
+    assert (Verdict.TAKEN, "not a frame") == facts(receipt)
+    link.ask()
+    receipt = link.reader.answer(b"\xc1", link.now)
+    assert (Verdict.MALFORMED, "not a replay answer") == facts(receipt)
+
+    link.settle()
     assert link.agrees()
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from kvrouter.core.feeds.lease import Leases
 from kvrouter.core.feeds.reader import FeedReader
+from kvrouter.core.feeds.receipt import FAILED, REFUSED, TAKEN, UNKNOWN, Receipt
 from kvrouter.core.feeds.trust import BROKEN_RETRY_S, FeedState
 from kvrouter.core.fleet.following import _VISITED_MOST, MOST_LOADING, Following
 from kvrouter.core.wire.ids import RouterId, WorkerId
@@ -135,11 +136,13 @@ def test_step_that_raises_breaks_one_feed() -> None:
         return FeedReader(0, BadSink() if feed == bad else Sink(), lambda: 0.0)
 
     following = Following(Leases(), new_reader)
+    receipts: list[Receipt] = []
     for feed in (bad, good):
         following.heartbeat(feed, 1, 0, None, 0.0)
         assert isinstance(feed, KvSource)
-        assert following.kv_frame(feed, encode(Frame(VERSION, 1, 1, [Cleared()])), 1.0)
+        receipts.append(following.kv_frame(feed, encode(Frame(VERSION, 1, 1, [Cleared()])), 1.0))
 
+    assert [FAILED, TAKEN] == receipts
     ((failed, error),) = following.take_failures()
     assert (bad, OverflowError) == (failed, type(error))
     assert [] == following.take_failures()
@@ -223,3 +226,20 @@ def test_look_for_questions_takes_bounded_time(feeds: int) -> None:
     following.answered(sources[-1], encode(SnapshotChunk(1, 5, 0, 1, [], 1)), 1.0)
     assert following.load(100, 1.0)
     assert FeedState.LIVE is following.readers[sources[-1]].state
+
+
+def test_answer_to_a_feed_that_has_ended(following: Following) -> None:
+    """It is of no feed that is followed."""
+    following.end(FEED)
+
+    assert UNKNOWN is following.answered(FEED, encode(SnapshotChunk(1, 1, 0, 1, [], 1)), 1.0)
+
+
+@pytest.mark.parametrize("noise", [b"\xff", encode(Frame(VERSION + 1, 1, 1, []))])
+def test_noise_that_would_begin_a_feed(following: Following, noise: bytes) -> None:
+    """It is refused without a reason for the log, where each invented name would take a line."""
+    source = SyncSource(POOL, RouterId("r9"))
+
+    assert REFUSED is following.sync_frame(source, noise, 0.0)
+    assert TAKEN is following.sync_frame(source, encode(Frame(VERSION, 1, 1, [])), 0.0)
+    assert REFUSED is not following.sync_frame(source, noise, 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from kvrouter.core.feeds.receipt import REFUSED, STALE, TAKEN, UNKNOWN, Verdict
 from kvrouter.core.feeds.source import FeedSource
 from kvrouter.core.feeds.trust import FeedState
 from kvrouter.core.fleet.pool import PoolSettings
@@ -60,7 +61,7 @@ def test_frames_before_the_card_are_ignored(replica: Replica) -> None:
     """Without the card no feed is followed; the heartbeat with the card starts the recovery."""
     frame = encode(Frame(VERSION, 100, 1, [Stored(0, None, pack_hashes(CHAIN))]))
 
-    assert not replica.feeds.kv_frame(KvSource(POOL, W1, 0), frame, 0.0)
+    assert UNKNOWN is replica.feeds.kv_frame(KvSource(POOL, W1, 0), frame, 0.0)
     receive_worker(replica, "w1", seq=1)
 
     assert {} == replica.readers
@@ -205,12 +206,33 @@ def test_lower_incarnation_counts_after_the_lease(replica: Replica) -> None:
 
 
 def test_damaged_heartbeats_are_counted(replica: Replica) -> None:
-    """Malformed heartbeats change nothing."""
-    replica.worker_heartbeat(W1, b"\xff", 0.0)
-    replica.router_heartbeat(PEER, b"\x96\x01\x01\xa2up\xa1\xff\x80\x01", 0.0)
+    """Malformed heartbeats change nothing, and their receipts say what is wrong."""
+    receipts = [
+        replica.worker_heartbeat(W1, b"\xff", 0.0),
+        replica.router_heartbeat(PEER, b"\x96\x01\x01\xa2up\xa1\xff\x80\x01", 0.0),
+    ]
 
+    assert [Verdict.MALFORMED] * 2 == [receipt.verdict for receipt in receipts]
+    assert ["not a worker heartbeat", "not a router heartbeat"] == [
+        receipt.trouble.partition(":")[0] for receipt in receipts
+    ]
     assert 2 == replica.counters.malformed_heartbeats
     assert {} == replica.peers
+
+
+def test_receipts_of_heartbeats(replica: Replica) -> None:
+    """What can be read is taken, stale, or refused: without a card, or with one that is not allowed."""
+    late, early = worker_beat(card()), worker_beat(card(), incarnation=1)
+    elsewhere = worker_beat(card(W2, url="http://169.254.169.254:80"))
+    own = replica.heartbeat("up", "")
+
+    assert REFUSED is replica.worker_heartbeat(W2, encode(worker_beat(W2)), 0.0)
+    assert TAKEN is replica.worker_heartbeat(W1, encode(late), 0.0)
+    assert STALE is replica.worker_heartbeat(W1, encode(early), 0.0)
+    assert Verdict.MALFORMED is replica.worker_heartbeat(W2, encode(elsewhere), 0.0).verdict
+    assert TAKEN is replica.router_heartbeat(ME, encode(own), 0.0)
+    assert STALE is replica.router_heartbeat(ME, encode(msgspec.structs.replace(own, round=9)), 0.0)
+    assert TAKEN is replica.worker_heartbeat(W1, encode(worker_beat(state="leave")), 0.0)
 
 
 def test_worker_without_events_has_no_feed() -> None:
