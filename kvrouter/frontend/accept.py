@@ -19,8 +19,9 @@ from msgspec.structs import replace
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.pools import Pools
 from kvrouter.core.fleet.router import Router
+from kvrouter.core.routing.builtin_policy import BuiltInPolicy
 from kvrouter.core.routing.cost import Prompt
-from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.core.routing.policy import RouteRequest, Wanted
 from kvrouter.core.routing.worker import Worker
 from kvrouter.errors import BadRequestError, NotMendedError, UnknownResponseError
 from kvrouter.frontend import passthrough
@@ -136,6 +137,8 @@ class _Read(Struct, frozen=True):
     is_json: bool
     rename: Edit | None
     """Replaces an alias by its model's own name."""
+    owner: str
+    """Whose the response will be; empty for requests of other APIs."""
 
 
 class Accept:
@@ -168,34 +171,20 @@ class Accept:
         *,
         notes: Notes | None = None,
     ) -> Work:
-        """Read what routing needs from a request. Raises KvRouterError.
-
-        `rights`: of its client; None: all.
-        """
+        """Read what routing needs from a request. Raises KvRouterError. `rights`: its client's; None: all."""
         may_override = may_see = True
         if rights is not None and (rights.are_limited or rights.key.is_set):
             may_override, may_see = rights.of(request)
         if self._first_worker is not None:
             await self._first_worker.wait()
         read = await self._read(request, api, received_at)
-        asked, router, before = read.asked, read.router, read.before
-        overrides = self._overrides(request, asked, may_override=may_override)
-        wanted, mode = None, overrides.mode
-        if overrides.target:
-            wanted = find_wanted(overrides.target, request.headers, router.pool)
-        elif before is not None:
-            # No other engine has the response, not even if this one has lost the blocks of its chat.
-            wanted, mode = before.wanted, DIRECT
-        selection = router.modes.of(mode) if mode else router.modes.default
-        policy = selection.policy
+        asked, router = read.asked, read.router
+        overrides = self._overrides(request, read, may_override=may_override)
+        wanted, mode = _wanted(request, read, overrides)
+        policy = (router.modes.of(mode) if mode else router.modes.default).policy
         lora_name = _lora_name(router, asked)
-        prompts: tuple[Prompt, ...] = ()
         found_ids: list[Sendable] = []
-        # A request in a mode without tokens is tokenized, too, if other requests of the pool are placed by
-        # the tokens and blocks that its booking holds.
-        needs_tokens = router.needs_tokens or policy.needs_tokens
-        if asked.prompt is not None and needs_tokens and (api.parse is not None or _caches(router.pool)):
-            prompts = await self._prompts(router, asked, asked.prompt, notes, found_ids)
+        prompts = await self._prompts(read, api, policy, notes, found_ids)
         route = RouteRequest(
             request_id,
             prompts,
@@ -213,9 +202,7 @@ class Accept:
             served_name=asked.model if asked.model in router.pool.uneven_names else "",
             context_tokens=0 if router.pool.has_equal_contexts else _context_tokens(asked, prompts),
         )
-        sent, response = self._edited(request, read, may_override=may_override), None
-        if isinstance(asked, responses.ResponseRequest):
-            sent, response = _with_id(sent, asked, before, owner_of(request.headers))
+        sent, response = _with_id(self._edited(request, read, may_override=may_override), read)
         return Work(
             request_id,
             request,
@@ -236,7 +223,7 @@ class Accept:
 
     async def _read(self, request: Request, api: Api, now: float) -> _Read:
         """Parse the body. A response continues the chat of the one before it."""
-        parse, before = api.parse, None
+        parse, before, owner = api.parse, None, ""
         body = await request.read() if request.body is None else request.body
         is_json = bool(body) and (parse is not None or passthrough.is_json(request))
         if not body.startswith(PLAIN) and is_json:
@@ -249,17 +236,18 @@ class Accept:
         asked, large = await _parsed(parse or passed, body, large)
         router = self._pools.router_for(self.aliases.get(asked.model or "", asked.model))
         if isinstance(asked, responses.ResponseRequest):
-            before = self._response_before(asked, router, owner_of(request.headers), now)
-            self._check_own_id(asked, router, owner_of(request.headers), now)
+            owner = owner_of(request.headers)
+            before = self._response_before(asked, router, owner, now)
+            self._check_own_id(asked, router, owner, now)
             if before is not None:
                 parse = partial(responses.parse, history=before.chat)
-                asked, large = await _parsed(parse, body, large)
+                asked = responses.continued(asked, before.chat)
         if large is not None and large.runs and parse is not None:
             asked = await large.with_ids(asked, parse, _longest_context(router.pool))
         rename = None
         if asked.model and (model := self.aliases.get(asked.model)) is not None:
             asked, rename = _without_alias(request, asked, asked.model, model)
-        return _Read(body, large, asked, router, before, is_json, rename)
+        return _Read(body, large, asked, router, before, is_json, rename, owner)
 
     def _edited(self, request: Request, read: _Read, *, may_override: bool) -> bytes:
         """The body that an engine gets. What the client sent and no engine gets is counted."""
@@ -301,9 +289,8 @@ class Accept:
         except UnknownResponseError:
             raise BadRequestError("`request_id`: choose another one", param="request_id") from None
 
-    def _overrides(
-        self, request: Request, asked: openai.CompletionRequest, *, may_override: bool
-    ) -> Overrides:
+    def _overrides(self, request: Request, read: _Read, *, may_override: bool) -> Overrides:
+        asked = read.asked
         names_none = self.dialect.headers.isdisjoint(request.headers)
         if names_none and asked.kvrouter is None and not asked.session_id and asked.nvext is None:
             return NO_OVERRIDES  # most requests
@@ -312,7 +299,7 @@ class Accept:
         found = read_overrides(
             request.headers, asked.kvrouter, asked.session_id, self.dialect, nvext, ignored=ignored
         )
-        owner = owner_of(request.headers) if found.session else ""
+        owner = (read.owner or owner_of(request.headers)) if found.session else ""
         if not owner:
             return found
         session, parent = owned(found.session, owner), owned(found.parent_session, owner)
@@ -322,17 +309,18 @@ class Accept:
         self._metrics.removed_fields.inc("overrides")
 
     async def _prompts(
-        self,
-        router: Router,
-        asked: openai.CompletionRequest,
-        prompt: texts.Prompt,
-        notes: Notes | None,
-        found_ids: list[Sendable],
+        self, read: _Read, api: Api, policy: BuiltInPolicy, notes: Notes | None, found_ids: list[Sendable]
     ) -> tuple[Prompt, ...]:
-        """Token ids, then hashes. Empty if the tokens are not known.
+        """Token ids, then hashes. Empty if the tokens are not known, or placing needs none.
 
         `found_ids` gets the ids of a chat that are to be sent with it.
         """
+        asked, router, prompt = read.asked, read.router, read.asked.prompt
+        # A request in a mode without tokens is tokenized, too, if other requests of the pool are placed by
+        # the tokens and blocks that its booking holds.
+        needs_tokens = router.needs_tokens or policy.needs_tokens
+        if prompt is None or not needs_tokens or (api.parse is None and not _caches(router.pool)):
+            return ()
         if asked.token_ids is not None and router.pool.takes_token_ids and not texts.has_media(prompt):
             prompt = texts.TokenPrompt([asked.token_ids])
         most_characters = _MOST_CHARACTERS_PER_TOKEN * (router.pool.max_model_len or _UNKNOWN_MODEL_LEN)
@@ -366,10 +354,21 @@ async def _parsed(
     return await large.parse(parse), large
 
 
-def _with_id(
-    body: bytes, asked: responses.ResponseRequest, before: KeptResponse | None, owner: str
-) -> tuple[bytes, NewResponse | None]:
+def _wanted(request: Request, read: _Read, overrides: Overrides) -> tuple[Wanted | None, str]:
+    """The target that a request has to go to, if any, and the mode that places it."""
+    if overrides.target:
+        return find_wanted(overrides.target, request.headers, read.router.pool), overrides.mode
+    if read.before is not None:
+        # No other engine has the response, not even if this one has lost the blocks of its chat.
+        return read.before.wanted, DIRECT
+    return None, overrides.mode
+
+
+def _with_id(body: bytes, read: _Read) -> tuple[bytes, NewResponse | None]:
     """The body with an id for its response, which is remembered if the engine may keep it."""
+    asked, before, owner = read.asked, read.before, read.owner
+    if not isinstance(asked, responses.ResponseRequest):
+        return body, None
     if not asked.is_kept or len(asked.own_id or "") > MOST_ID_CHARACTERS:
         return body, None
     response_id = asked.own_id or new_response_id(owner)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -51,6 +50,8 @@ class ResponseRequest(CompletionRequest, frozen=True):
     """The id that the client chose for the response (vLLM's `request_id`)."""
     is_kept: bool = True
     """Whether the engine may keep the response (`store`)."""
+    fields: _Body | None = None
+    """What its prompt is made of; None if only its engine can read them."""
 
 
 class _Reasoning(msgspec.Struct):
@@ -114,15 +115,22 @@ def parse(body: bytes, history: Sequence[Message] | None = None) -> ResponseRequ
 
     `history`: the chat up to the response that the body names as `previous_response_id`; None if not known.
     """
-    return read(_BODY, _Body, body, partial(_of_body, history))
+    return continued(read(_BODY, _Body, body, _of_body), history)
 
 
-def _of_body(history: Sequence[Message] | None, asked: _Body, /, *, is_doubtful: bool) -> ResponseRequest:
+def continued(asked: ResponseRequest, history: Sequence[Message] | None) -> ResponseRequest:
+    """The request, with its prompt behind the chat up to the response that it continues."""
+    if asked.fields is None:
+        return asked
     try:
-        prompt = None if is_doubtful else _prompt(asked, history)
+        prompt = _prompt(asked.fields, history)
     except (BadRequestError, RecursionError):
         prompt = None  # the engine has its own reason to reject it
-    return _request(asked, prompt)
+    return msgspec.structs.replace(asked, prompt=prompt)
+
+
+def _of_body(asked: _Body, *, is_doubtful: bool) -> ResponseRequest:
+    return _request(asked, None if is_doubtful else asked)
 
 
 def error_event(error: KvRouterError) -> bytes:
@@ -162,11 +170,11 @@ def find_answer(tail: bytes) -> list[Message] | None:
     return [{"role": "assistant", "content": text} for text in texts]
 
 
-def _request(fields: _Fields, prompt: ChatPrompt | None) -> ResponseRequest:
+def _request(fields: _Fields, of_prompt: _Body | None) -> ResponseRequest:
     return ResponseRequest(
         model=fields.model,
         stream=bool(fields.stream),
-        prompt=prompt,
+        prompt=None,
         cache_salt=salt_of(fields.cache_salt, fields.nvext),
         session_id=fields.session_id or None,
         n=1,
@@ -179,6 +187,7 @@ def _request(fields: _Fields, prompt: ChatPrompt | None) -> ResponseRequest:
         previous_id=fields.previous_response_id,
         own_id=fields.request_id,
         is_kept=fields.store is not False,
+        fields=of_prompt,
     )
 
 
