@@ -35,8 +35,7 @@ from kvrouter.core.fleet.pool import PoolSettings
 from kvrouter.core.fleet.replica import Replica, ReplicaSettings
 from kvrouter.core.fleet.router import Placement, Router
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy
-from kvrouter.core.routing.cost import Prompt
-from kvrouter.core.routing.policy import AUTO, Candidate, OverlapWeight, RouteRequest, parse_wanted
+from kvrouter.core.routing.policy import AUTO, Candidate, OverlapWeight, Prompt, RouteRequest, parse_wanted
 from kvrouter.core.routing.selection import Decision
 from kvrouter.core.tables.approx import DEFAULT_TTL_S
 from kvrouter.core.wire.hashes import Multimodal, block_seed, media_prompt_hashes, multimodal_id

@@ -20,8 +20,7 @@ from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.pools import Pools
 from kvrouter.core.fleet.router import Router
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy
-from kvrouter.core.routing.cost import Prompt
-from kvrouter.core.routing.policy import RouteRequest, Wanted
+from kvrouter.core.routing.policy import Prompt, RouteRequest, Wanted
 from kvrouter.core.routing.worker import Worker
 from kvrouter.errors import BadRequestError, NotMendedError, UnknownResponseError
 from kvrouter.frontend import passthrough

@@ -36,6 +36,8 @@ DEFAULT_LIMIT = 20
 # The list is made in one piece of the event loop's time.
 MOST_LISTED = 1000
 
+_SECONDS = "seconds."
+
 
 class DecisionViews:
     """Without `kept`, no decisions are kept."""
@@ -91,7 +93,10 @@ class DecisionViews:
         Empty if it is not kept.
         """
         found = self._kept.of(request_id) if self._kept is not None else []
-        return _compared(found[-1].explain()) if found else {}
+        if not found:
+            return {}
+        facts = _compared(found[-1].explain())
+        return facts | {name: _nested(facts[name]) for name in ("terms", "next_terms") if name in facts}
 
     def last_terms(self) -> Callable[[], dict[str, Any]]:
         """What gives `terms_of` the last decision later, with the choice and its mode."""
@@ -184,13 +189,22 @@ def _rounded(terms: dict[str, float]) -> dict[str, float]:
     return {name: round(value, 6) for name, value in terms.items() if math.isfinite(value)}
 
 
+def _nested(terms: dict[str, float]) -> dict[str, Any]:
+    """The terms as JSON: {"seconds.total": 0.1} becomes {"seconds": {"total": 0.1}}, which comes first."""
+    # no other dot: a scorer may have a name with one
+    parts = {name: value for name, value in terms.items() if name.startswith(_SECONDS)}
+    others = {name: value for name, value in terms.items() if name not in parts}
+    seconds = {name.removeprefix(_SECONDS): value for name, value in parts.items()}
+    return {"seconds": seconds} | others if seconds else others
+
+
 def _target(verdict: Verdict) -> dict[str, Any]:
     return {"worker_id": verdict.target.worker_id, "dp_rank": verdict.target.rank}
 
 
 def _candidate(verdict: Verdict) -> dict[str, Any]:
     facts = _load(verdict.candidate) if verdict.candidate is not None else {}
-    return _target(verdict) | facts | {"terms": verdict.terms}
+    return _target(verdict) | facts | {"terms": _nested(verdict.terms)}
 
 
 def _load(one: Candidate) -> dict[str, Any]:

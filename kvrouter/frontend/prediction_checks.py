@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from kvrouter.core.audit.findings import Audit
 from kvrouter.core.fleet.router import Placement, Router
-from kvrouter.core.routing.cost import Prompt as HashedPrompt
+from kvrouter.core.routing.policy import Prompt as HashedPrompt
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.tables.predictions import Kind, Prediction, Usage
 from kvrouter.frontend.bodies.openai import CompletionRequest

@@ -23,7 +23,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvrouter.core.fleet.pool import Pool
-from kvrouter.core.routing.cost import Prompt as HashedPrompt
+from kvrouter.core.routing.policy import Prompt as HashedPrompt
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.wire.hashes import block_seed, media_prompt_hashes, seeded_prompt_hashes
 from kvrouter.core.wire.ids import PoolId

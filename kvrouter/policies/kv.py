@@ -1,7 +1,7 @@
 """Mode `kv`: the lowest `overlap_weight * prefill_blocks + decode_blocks`.
 
 A number as the weight is the published formula. With `auto` each target gets the weight at which the formula
-gives the seconds until its first byte (core/routing/prefill_times.py, docs/concepts/decide.md).
+gives the seconds until its first byte (core/routing/cost.py, docs/concepts/decide.md).
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment
 from kvrouter.core.routing.candidates import Candidates
-from kvrouter.core.routing.cost import cost, lowest, poured, sample, spread
+from kvrouter.core.routing.cost import SECONDS, InBlocks, InSeconds, lowest, poured, sample, spread
 from kvrouter.core.routing.policy import AUTO, Candidate, OverlapWeight, RouteRequest
-from kvrouter.core.routing.prefill_times import Costs
 
 # With fewer unseen bookings, one in twenty decisions, the lowest cost is taken: spreading would cost overlap.
 NEGLIGIBLE = 0.05
@@ -55,38 +56,49 @@ class Kv(BuiltInPolicy):
         return [flag for flag, value in given.items() if value] if self.compares_seconds else []
 
     def pick(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> int:
-        """While other replicas choose too, the choice is spread: else all would take the same worker."""
+        """The lowest cost; or, with seconds, one more copy of a prefix that many requests share."""
         if not request.prompts:  # its blocks are not known, so only the requests in flight can decide
             return lowest(candidates.requests(), moment.random())
-        weight = self._weight(request, moment)
+        costs = self.costs(request, candidates, moment)
         temperature = self.temperature if request.temperature is None else request.temperature
-        if weight == AUTO:
-            return self._earliest(request, candidates, moment, temperature)
-        costs = self.costs(request, candidates, weight)
         if temperature > 0:
-            return sample(costs, temperature, moment.random())
+            return sample(costs.each, temperature, moment.random())
         if moment.unseen < NEGLIGIBLE:
-            return lowest(costs, moment.random())
-        # The unseen requests are assumed to cost what this one does. With ties alone, eight replicas send a
-        # burst of 8 to one idle worker; with spreading it gets 3 (docs/benchmarks.md, herding).
-        return _spread(costs, _own_cost(candidates, costs, weight), moment)
-
-    def _earliest(
-        self, request: RouteRequest, candidates: Candidates, moment: Moment, temperature: float
-    ) -> int:
-        """The least seconds; or one more copy of a prefix that many requests share."""
-        costs = self._seconds(request, candidates, moment)
-        if temperature > 0:
-            return sample(costs.cost_s, temperature, moment.random())
-        if moment.unseen < NEGLIGIBLE:
-            best = lowest(costs.cost_s, moment.random())
+            best = lowest(costs.each, moment.random())
         else:
-            best = _spread(costs.cost_s, _own_s(costs), moment)
-        copy = self._next_copy(request, candidates, moment, costs) if candidates.holds_deepest(best) else None
+            # Other replicas choose, too; their unseen requests are assumed to cost what this one does. With
+            # ties alone, eight replicas send a burst of 8 to one idle worker; with spreading it gets 3
+            # (docs/benchmarks.md, herding).
+            own_cost = _own_cost(candidates, costs)
+            best = spread(costs.each, own_cost, moment.unseen, moment.part, moment.random())
+        if isinstance(costs, InBlocks) or not candidates.holds_deepest(best):
+            return best
+        copy = self._next_copy(request, candidates, moment, costs)
         return best if copy is None else copy
 
+    def costs(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> InBlocks | InSeconds:
+        """What each candidate costs, in blocks or in seconds. `pick` compares this, and `terms` shows it."""
+        weight = self._weight(request, moment)
+        costs: InBlocks | InSeconds
+        if weight == AUTO:
+            costs = candidates.costs_in_seconds(moment.now, moment.speed, moment.arrivals_per_s)
+        else:
+            costs = candidates.costs_in_blocks(weight)
+            if self.overlap_decay or self.request_weight:
+                costs = self._with_decay(request, candidates, costs)
+        return costs
+
+    def _with_decay(self, request: RouteRequest, candidates: Candidates, costs: InBlocks) -> InBlocks:
+        """The two terms that belong to the published formula: seconds have no use for them."""
+        rows = zip(costs.each, self._lost_blocks(request, candidates), candidates.requests(), strict=True)
+        each = [
+            cost + costs.overlap_weight * lost + self.request_weight * requests
+            for cost, lost, requests in rows
+        ]
+        return replace(costs, each=each)
+
     def _next_copy(
-        self, request: RouteRequest, candidates: Candidates, moment: Moment, costs: Costs
+        self, request: RouteRequest, candidates: Candidates, moment: Moment, costs: InSeconds
     ) -> int | None:
         """Where to compute a prefix once more, if fewer targets hold it than its share of the requests.
 
@@ -99,20 +111,6 @@ class Kv(BuiltInPolicy):
             return None
         ties = candidates.next_copies(costs, wanted)
         return ties[int(moment.random() * len(ties))] if ties else None
-
-    def _seconds(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> Costs:
-        return candidates.costs_in_seconds(moment.now, moment.speed, moment.arrivals_per_s)
-
-    def costs(self, request: RouteRequest, candidates: Candidates, weight: float) -> list[float]:
-        """What each candidate costs, in blocks."""
-        costs = candidates.costs(weight)
-        if not self.overlap_decay and not self.request_weight:
-            return costs
-        lost, requests = self._lost_blocks(request, candidates), candidates.requests()
-        return [
-            value + weight * decayed + self.request_weight * count
-            for value, decayed, count in zip(costs, lost, requests, strict=True)
-        ]
 
     def _lost_blocks(self, request: RouteRequest, candidates: Candidates) -> Sequence[float]:
         """How much of each candidate's overlap no longer counts."""
@@ -133,53 +131,35 @@ class Kv(BuiltInPolicy):
         """The formula's terms and their sum; requests alone where the tokens are not known."""
         if not request.prompts:
             return [{"requests": requests} for requests in candidates.requests()]
-        weight = self._weight(request, moment)
-        if weight == AUTO:
-            return self._terms_in_time(request, candidates, moment)
-        costs = self.costs(request, candidates, weight)
-        rows = zip(candidates, self._lost_blocks(request, candidates), costs, strict=True)
-        terms: list[dict[str, float]] = [
+        costs = self.costs(request, candidates, moment)
+        if isinstance(costs, InSeconds):
+            rows, unseen = _terms_in_seconds(candidates, costs), "unseen_s"
+        else:
+            rows, unseen = self._terms_in_blocks(request, candidates, costs), "unseen_cost"
+        for name, blocks in costs.added.items():
+            for row, count in zip(rows, blocks, strict=True):
+                row[f"{name}_blocks"] = count
+        if self._is_spread(request, moment):
+            depths = poured(costs.each, moment.unseen * _own_cost(candidates, costs))
+            for row, depth in zip(rows, depths, strict=True):
+                row[unseen] = depth
+        return rows
+
+    def _terms_in_blocks(
+        self, request: RouteRequest, candidates: Candidates, costs: InBlocks
+    ) -> list[dict[str, float]]:
+        rows = zip(candidates, self._lost_blocks(request, candidates), costs.each, strict=True)
+        return [
             {
                 "prefill_blocks": one.prefill_blocks,
                 "decayed_blocks": lost,
-                "overlap_weight": weight,
+                "overlap_weight": costs.overlap_weight,
                 "decode_blocks": one.decode_blocks,
                 "requests": one.requests,
-                "cost": value,
+                "cost": cost,
             }
-            for one, lost, value in rows
+            for one, lost, cost in rows
         ]
-        if self._is_spread(request, moment):
-            depths = poured(costs, moment.unseen * _own_cost(candidates, costs, weight))
-            for row, depth in zip(terms, depths, strict=True):
-                row["unseen_cost"] = depth
-        return terms
-
-    def _terms_in_time(
-        self, request: RouteRequest, candidates: Candidates, moment: Moment
-    ) -> list[dict[str, float]]:
-        """The formula's terms with each target's own weight, and the seconds that are compared."""
-        costs, token_s = self._seconds(request, candidates, moment), moment.speed.seconds_per_token
-        rows = []
-        for i, one in enumerate(candidates):
-            value = costs.cost_s[i] / (token_s * (one.block_size or one.card.block_size))
-            rows.append(
-                {
-                    "prefill_blocks": one.prefill_blocks,
-                    "overlap_weight": (value - one.decode_blocks) / (one.prefill_blocks or 1),
-                    "decode_blocks": one.decode_blocks,
-                    "requests": one.requests,
-                    "cost": value,
-                    "wait_s": costs.wait_s[i],
-                    "own_s": costs.own_s[i],
-                    "gamma": costs.gamma,
-                }
-            )
-        if self._is_spread(request, moment):
-            depths = poured(costs.cost_s, moment.unseen * _own_s(costs))
-            for row, depth in zip(rows, depths, strict=True):
-                row["unseen_s"] = depth
-        return rows
 
     def _is_spread(self, request: RouteRequest, moment: Moment) -> bool:
         """Whether replicas take different targets."""
@@ -191,17 +171,38 @@ class Kv(BuiltInPolicy):
         return FALLBACK_WEIGHT if weight == AUTO and moment.doubt else weight
 
 
-def _own_cost(candidates: Candidates, costs: Sequence[float], weight: float) -> float:
-    """What the request itself costs where the cost is lowest, in blocks."""
-    best = candidates[costs.index(min(costs))]
+def _terms_in_seconds(candidates: Candidates, costs: InSeconds) -> list[dict[str, float]]:
+    """The seconds that are compared and their parts, then the published formula that gives the same order."""
+    rows = []
+    for i, one in enumerate(candidates):
+        cost, wait_s, own_s = costs.each[i] / costs.block, costs.wait_s[i], costs.own_s[i]
+        weight = (cost - one.decode_blocks) / (one.prefill_blocks or 1)
+        parts = {"waiting": wait_s, "own_prefill": own_s, "congestion": own_s * costs.gamma}
+        parts |= {name: costs.block * blocks[i] for name, blocks in costs.added.items()}
+        rows.append(
+            {f"seconds.{name}": value for name, value in parts.items()}
+            | {
+                SECONDS: costs.each[i],
+                "prefill_blocks": one.prefill_blocks,
+                "decode_blocks": one.decode_blocks,
+                "cost": cost,
+                "equivalent_weight": weight,
+                "requests": one.requests,
+                "gamma": costs.gamma,
+                # the names of earlier versions
+                "overlap_weight": weight,
+                "wait_s": wait_s,
+                "own_s": own_s,
+            }
+        )
+    return rows
+
+
+def _own_cost(candidates: Candidates, costs: InBlocks | InSeconds) -> float:
+    """What the request itself costs where the cost is lowest."""
+    place = costs.each.index(min(costs.each))
+    if isinstance(costs, InSeconds):
+        return costs.own_s[place]
+    best = candidates[place]
     own_prefill_blocks = best.prefill_blocks * best.own_prefill_tokens / max(1, best.prefill_tokens)
-    return cost(weight, own_prefill_blocks, best.own_decode_blocks)
-
-
-def _own_s(costs: Costs) -> float:
-    """The seconds that the request itself takes where the cost is lowest."""
-    return costs.own_s[costs.cost_s.index(min(costs.cost_s))]
-
-
-def _spread(costs: Sequence[float], own_cost: float, moment: Moment) -> int:
-    return spread(costs, own_cost, moment.unseen, moment.part, moment.random())
+    return costs.overlap_weight * own_prefill_blocks + best.own_decode_blocks

@@ -17,9 +17,8 @@ from kvrouter.core.fleet.pool import Pool, PoolSettings
 from kvrouter.core.fleet.router import Router, RouterRules
 from kvrouter.core.routing.admission import AdmissionQueue, AdmissionSettings, Ticket
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy
-from kvrouter.core.routing.cost import Prompt
 from kvrouter.core.routing.filters import FilterSettings, new_filters
-from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.core.routing.policy import Prompt, RouteRequest
 from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat
 from kvrouter.core.wire.ids import BookingKey, PoolId, RouterId, Target, WorkerId

@@ -13,7 +13,7 @@ import json
 
 from xxhash import xxh3_64_intdigest
 
-from kvrouter.core.routing.cost import Prompt as HashedPrompt
+from kvrouter.core.routing.policy import Prompt as HashedPrompt
 from kvrouter.core.wire.hashes import block_seed, sequence_hashes
 from kvrouter.core.wire.ids import BlockHash
 from kvrouter.tokens.messages import as_string, conversation

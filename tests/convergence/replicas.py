@@ -11,8 +11,7 @@ from kvrouter.core.feeds.reader import FeedReader
 from kvrouter.core.feeds.sinks import FeedSink
 from kvrouter.core.fleet.replica import Replica, ReplicaSettings
 from kvrouter.core.fleet.router import Router, RouterRules
-from kvrouter.core.routing.cost import Prompt
-from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.core.routing.policy import Prompt, RouteRequest
 from kvrouter.core.tables.bookings import BookingTable
 from kvrouter.core.wire.heartbeats import State
 from kvrouter.core.wire.heartbeats import encode as encode_beat

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from kvrouter.core.fleet.replica import Replica
-from kvrouter.core.routing.cost import Prompt
-from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.core.routing.policy import Prompt, RouteRequest
 from kvrouter.core.wire.heartbeats import RankBeat, WorkerBeat
 from kvrouter.core.wire.heartbeats import encode as encode_beat
 from kvrouter.core.wire.ids import PoolId, WorkerId

@@ -15,8 +15,7 @@ import pytest
 
 from kvrouter.core.fleet.replica import Replica, ReplicaSettings
 from kvrouter.core.fleet.router import RouterRules
-from kvrouter.core.routing.cost import Prompt
-from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.core.routing.policy import Prompt, RouteRequest
 from kvrouter.core.wire import heartbeats as beats
 from kvrouter.core.wire.hashes import block_hashes, pool_token, sequence_hashes
 from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat

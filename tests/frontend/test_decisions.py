@@ -7,8 +7,7 @@ import json
 import pytest
 
 from kvrouter.analyze.live import read_live
-from kvrouter.core.routing.cost import Prompt
-from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.core.routing.policy import Prompt, RouteRequest
 from kvrouter.simulate.traces import TraceError
 from kvrouter.verify.settings import ReplicaAccess
 from tests.frontend.clients import ask
@@ -39,6 +38,26 @@ async def test_route_explains_and_sends_nothing(fleet_of: FleetOf) -> None:
         assert ([], 0, 404) == (
             fleet.requests, fleet.bookings(), (await fleet.get("/decisions/r1")).status,
         )  # fmt: skip
+
+
+async def test_seconds_come_first(fleet_of: FleetOf) -> None:
+    """With weight auto: the seconds and their parts, then the published formula that gives the same order."""
+    async with fleet_of("--router-mode", "kv", scripts=(OK, OK), prefill_tokens_per_s=1000) as fleet:
+        await fleet.ask(None, "x-request-id: r1")
+        dry = (await fleet.ask(None, path="/v1/route")).json
+        (kept,) = (await fleet.get("/decisions/r1")).json["decisions"]
+
+        for terms in [row["terms"] for body in (dry, kept) for row in body["candidates"]]:
+            assert ["seconds", "prefill_blocks", "decode_blocks", "cost", "equivalent_weight"] == [*terms][:5]
+            seconds = terms["seconds"]
+            assert ["waiting", "own_prefill", "congestion", "total"] == [*seconds]
+            assert 64 / 1000 == pytest.approx(seconds["own_prefill"])
+            assert seconds.pop("total") == pytest.approx(sum(seconds.values()))
+            weight = terms["equivalent_weight"]
+            assert terms["cost"] == pytest.approx(weight * terms["prefill_blocks"] + terms["decode_blocks"])
+            assert (weight, seconds["waiting"], seconds["own_prefill"]) == tuple(
+                terms[name] for name in ("overlap_weight", "wait_s", "own_s")
+            )
 
 
 async def test_route_predicts_the_decision(fleet_of: FleetOf) -> None:

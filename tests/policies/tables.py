@@ -9,8 +9,7 @@ from typing import Any
 
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment, RoutingTables
 from kvrouter.core.routing.candidates import Candidates, Roster, _Columns
-from kvrouter.core.routing.cost import Prompt
-from kvrouter.core.routing.policy import Candidate, RouteRequest
+from kvrouter.core.routing.policy import Candidate, Prompt, RouteRequest
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.wire.heartbeats import RankBeat
 from kvrouter.core.wire.ids import Target, WorkerId

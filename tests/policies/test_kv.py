@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 
 from kvrouter.core.fleet.pool import Pool
-from kvrouter.core.routing.cost import cost
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.tables.bookings import Booking
 from kvrouter.core.wire.heartbeats import WorkerBeat
@@ -33,7 +32,7 @@ CHAIN = chain_from(1000, 10)
 
 def costs(pool: Pool, what: RouteRequest, weight: float = 1.0) -> list[float]:
     """The cost of each candidate, in order of name."""
-    return [cost(weight, one.prefill_blocks, one.decode_blocks) for one in pool.candidates(what)]
+    return Kv(overlap_weight=weight).costs(what, pool.candidates(what), moment()).each
 
 
 def pick(pool: Pool, what: RouteRequest, chance: float = 0.0, weight: float = 1.0) -> Target:

@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from kvrouter.core.fleet.router import Router, RouterRules
 from kvrouter.core.routing.builtin_policy import Moment
-from kvrouter.core.routing.cost import cost
 from kvrouter.core.routing.policy import AUTO
+from kvrouter.core.routing.selection import Selection
 from kvrouter.core.tables.arrivals import PrefixShares
 from kvrouter.core.tables.prefill_speeds import CLASSES_S, FEW, Calibration, Speed, TtftClass
 from kvrouter.core.wire.ids import RouterId, Target
@@ -52,10 +52,31 @@ def test_terms_are_the_formula() -> None:
     rows = Kv(overlap_weight=AUTO).terms(REQUEST, eligible, at(rate=30.0))
 
     for row in rows:
-        weight, prefill, decode = (row[k] for k in ("overlap_weight", "prefill_blocks", "decode_blocks"))
-        assert row["cost"] == pytest.approx(cost(weight, prefill, decode))
+        weight, prefill, decode = (row[k] for k in ("equivalent_weight", "prefill_blocks", "decode_blocks"))
+        assert row["cost"] == pytest.approx(weight * prefill + decode)
         seconds = row["wait_s"] + row["own_s"] * (1 + row["gamma"])
         assert row["cost"] == pytest.approx(seconds / 1e-4 / 16)
+        assert weight == row["overlap_weight"]
+
+
+def test_the_seconds_and_their_parts_come_first() -> None:
+    """They are what is compared, and the parts add up to it."""
+    policy, now = Kv(overlap_weight=AUTO), at(rate=30.0)
+    eligible = columns([candidate("w1", overlap=4, charged=300), candidate("w2", charged=90)])
+
+    rows = policy.terms(REQUEST, eligible, now)
+
+    names = ["seconds.waiting", "seconds.own_prefill", "seconds.congestion", "seconds.total"]
+    for row in rows:
+        assert names == list(row)[:4]
+        waiting, own_prefill, congestion, total = (row[name] for name in names)
+        assert (waiting, own_prefill) == (row["wait_s"], row["own_s"])
+        assert congestion == own_prefill * row["gamma"] > 0
+        assert total == pytest.approx(waiting + own_prefill + congestion)
+    assert policy.costs(REQUEST, eligible, now).each == [row["seconds.total"] for row in rows]
+    decision = Selection(policy).explain(REQUEST, eligible, now)
+    first, second = (f"{row['seconds.total']:.4g}" for row in rows)
+    assert decision.why_not(decision.verdicts[0]).startswith(f"seconds {first} against {second}: ")
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,15 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.core.routing.policy import Candidate, RouteRequest
 from kvrouter.policies import PolicySettings, new_policy
 from kvrouter.policies.kv import Kv
 from tests.policies.tables import ISL, REQUEST, candidate, columns, moment, picked
+
+
+def costs(policy: Kv, candidates: list[Candidate]) -> list[float]:
+    """What each of them costs with weight 1."""
+    return policy.costs(REQUEST, columns(candidates), moment()).each
 
 
 def test_defaults_are_the_published_formula() -> None:
@@ -19,7 +24,7 @@ def test_defaults_are_the_published_formula() -> None:
         candidate("w3", overlap=8, active=9),
     ]
 
-    assert [28, 22, 21] == Kv().costs(REQUEST, columns(candidates), 1.0)
+    assert [28, 22, 21] == costs(Kv(), candidates)
     assert [28, 22, 21] == [row["cost"] for row in Kv().terms(REQUEST, columns(candidates), moment())]
     assert ["w3"] == picked(Kv(), candidates)
 
@@ -28,8 +33,8 @@ def test_decay_halves_the_credit_at_one_prompt_of_excess() -> None:
     """With one prompt more charged than on the least charged target, 8 blocks count as 4."""
     cached, idle = candidate("w1", overlap=8, charged=ISL), candidate("w2")
 
-    assert [10 + 2 + 10, 20] == Kv().costs(REQUEST, columns([cached, idle]), 1.0)
-    assert [10 + 2 + 4 + 10, 20] == Kv(overlap_decay=1.0).costs(REQUEST, columns([cached, idle]), 1.0)
+    assert [10 + 2 + 10, 20] == costs(Kv(), [cached, idle])
+    assert [10 + 2 + 4 + 10, 20] == costs(Kv(overlap_decay=1.0), [cached, idle])
 
 
 @pytest.mark.parametrize(
@@ -39,8 +44,8 @@ def test_decay_formula(decay: float, excess: int, kept: float) -> None:
     """An overlap of 8 blocks counts as 8 / (1 + decay * excess)."""
     cached = candidate("w1", overlap=8, charged=excess * ISL)
 
-    [plain, _] = Kv().costs(REQUEST, columns([cached, candidate("w2")]), 1.0)
-    [decayed, _] = Kv(overlap_decay=decay).costs(REQUEST, columns([cached, candidate("w2")]), 1.0)
+    [plain, _] = costs(Kv(), [cached, candidate("w2")])
+    [decayed, _] = costs(Kv(overlap_decay=decay), [cached, candidate("w2")])
 
     assert pytest.approx(8 - kept) == decayed - plain
 
@@ -49,7 +54,7 @@ def test_decay_is_measured_from_the_least_charged() -> None:
     """Tokens charged on every target are not an excess."""
     both = [candidate("w1", overlap=8, charged=5 * ISL), candidate("w2", charged=5 * ISL)]
 
-    assert Kv().costs(REQUEST, columns(both), 1.0) == Kv(overlap_decay=1.0).costs(REQUEST, columns(both), 1.0)
+    assert costs(Kv(), both) == costs(Kv(overlap_decay=1.0), both)
 
 
 def test_decay_moves_the_choice() -> None:
@@ -64,7 +69,7 @@ def test_request_weight_is_blocks_per_request() -> None:
     """Three requests in flight at weight 2 cost six blocks."""
     candidates = [candidate("w1", requests=3), candidate("w2", active=5)]
 
-    assert [20 + 6, 25] == Kv(request_weight=2.0).costs(REQUEST, columns(candidates), 1.0)
+    assert [20 + 6, 25] == costs(Kv(request_weight=2.0), candidates)
     assert ["w1"] == picked(Kv(), candidates)
     assert ["w2"] == picked(Kv(request_weight=2.0), candidates)
 

@@ -6,9 +6,8 @@ from collections import Counter
 
 import pytest
 
-from kvrouter.core.routing.cost import Prompt
 from kvrouter.core.routing.decisions import Decided
-from kvrouter.core.routing.policy import Candidate, RouteRequest
+from kvrouter.core.routing.policy import Candidate, Prompt, RouteRequest
 from kvrouter.core.routing.selection import Selection
 from kvrouter.errors import ConfigError
 from kvrouter.policies.two_stage import TwoStage

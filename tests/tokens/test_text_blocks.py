@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.core.routing.cost import Prompt
+from kvrouter.core.routing.policy import Prompt
 from kvrouter.core.wire.hashes import block_hashes
 from kvrouter.tokens.prompt import ChatPrompt, TextPrompt
 from kvrouter.tokens.text_blocks import text_blocks

@@ -20,8 +20,7 @@ from msgspec.structs import replace
 from kvrouter.core.fleet.block_size import PoolBlockSize
 from kvrouter.core.fleet.places import OWN, place_of
 from kvrouter.core.routing.candidates import Candidates, Roster, form_candidates, unnamed_blocks
-from kvrouter.core.routing.cost import Prompt
-from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.core.routing.policy import Prompt, RouteRequest
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.approx import DEFAULT_TTL_S, ApproxIndex
 from kvrouter.core.tables.block_index import BlockIndex, IndexBounds

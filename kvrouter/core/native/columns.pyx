@@ -131,7 +131,7 @@ def costs(
     array.array active_blocks,
     array.array own_blocks,
 ):
-    """See `Candidates.costs` of core/routing/candidates.py."""
+    """See `in_blocks` of core/routing/cost.py."""
     cdef Py_ssize_t i, count = len(charged_tokens)
     cdef list found = PyList_New(count)
     cdef int64_t *charged = column(charged_tokens, count)
@@ -195,7 +195,7 @@ def cost_s(
     array.array began_at,
     array.array own_tokens,
 ):
-    """See core/routing/prefill_times.py. Returns `(cost_s, wait_s, own_s, gamma, earliest_s)`."""
+    """See `in_seconds` of core/routing/cost.py. Returns `(cost_s, wait_s, own_s, gamma, earliest_s)`."""
     cdef Py_ssize_t i, count = len(charged_tokens)
     cdef int64_t *charged = column(charged_tokens, count)
     cdef int64_t *prompts = column(unfinished, count)
@@ -234,7 +234,7 @@ def cost_s(
 def next_copies(
     array.array overlap_blocks, array.array wait_s, array.array own_s, double most_holders, double equal_within
 ):
-    """See core/routing/prefill_times.py."""
+    """See core/routing/cost.py."""
     cdef Py_ssize_t i, count = len(overlap_blocks), holders = 0
     cdef int64_t *overlap = column(overlap_blocks, count)
     cdef double *waits = seconds_column(wait_s, count)

@@ -20,9 +20,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvrouter.core.native import versions
-from kvrouter.core.routing.cost import Prompt, find_overlap, uncached_tokens
-from kvrouter.core.routing.policy import Candidate, RouteRequest
-from kvrouter.core.routing.prefill_times import Costs, cost_s, next_copies, per_token_s
+from kvrouter.core.routing.cost import InBlocks, InSeconds, in_blocks, in_seconds, next_copies, per_token_s
+from kvrouter.core.routing.overlap import find_overlap, uncached_tokens
+from kvrouter.core.routing.policy import Candidate, Prompt, RouteRequest
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.core.tables.bookings import BookingTable
@@ -128,7 +128,7 @@ class Candidates(Sequence[Candidate]):
         self._block_size = block_size
         self._places: Sequence[int] = roster.every_place
         self._all: list[Candidate] | None = None
-        self._compared: Costs | None = None
+        self._compared: InSeconds | None = None
 
     def __len__(self) -> int:
         return len(self._places)
@@ -205,28 +205,19 @@ class Candidates(Sequence[Candidate]):
         size = self._block_size
         return [blocks * size for blocks in self.overlap_blocks()]
 
-    def costs(self, overlap_weight: float) -> list[float]:
+    def costs_in_blocks(self, overlap_weight: float) -> InBlocks:
         """The published formula for each (core/routing/cost.py), without making a Candidate of each."""
-        columns, size = self._columns, self._block_size
-        amounts = (
-            columns.charged_tokens,
-            columns.own_prefill_tokens,
-            columns.active_blocks,
-            columns.own_decode_blocks,
-        )
-        native = versions.chosen.columns
-        if native is not None:
-            costs: list[float] = native.costs(overlap_weight, size, *amounts)
-        else:
-            costs = [
-                overlap_weight * ((charged + own) / size) + (active + blocks)
-                for charged, own, active, blocks in zip(*amounts, strict=True)
-            ]
+        columns = self._columns
+        charged, own = columns.charged_tokens, columns.own_prefill_tokens
+        active, own_blocks = columns.active_blocks, columns.own_decode_blocks
+        costs = in_blocks(overlap_weight, self._block_size, charged, own, active, own_blocks)
+        if self._has_all_places():
+            return costs
         # computed for all places, then picked: that keeps it one call in C
-        return costs if self._has_all_places() else [costs[place] for place in self._places]
+        return replace(costs, each=[costs.each[place] for place in self._places])
 
-    def costs_in_seconds(self, now: float, speed: Speed, arrivals_per_s: float) -> Costs:
-        """The seconds until each would send the request's first byte (core/routing/prefill_times.py)."""
+    def costs_in_seconds(self, now: float, speed: Speed, arrivals_per_s: float) -> InSeconds:
+        """The seconds until each would send the request's first byte (core/routing/cost.py)."""
         columns = self._columns
         charged, own = columns.charged_tokens, columns.own_prefill_tokens
         heads, context, began = columns.head_tokens, columns.context_tokens, columns.began
@@ -235,10 +226,9 @@ class Candidates(Sequence[Candidate]):
             # picked first: the price of congestion is that of the targets that may be chosen
             charged, own, heads = self._picked(charged), self._picked(own), self._picked(heads)
             context, began, prompts = self._picked(context), self._picked(began), self._picked(prompts)
-        self._compared = cost_s(
-            now, speed.fixed_s, speed.seconds_per_token, arrivals_per_s,
-            charged, prompts, heads, context, began, own,
-        )  # fmt: skip
+        self._compared = in_seconds(
+            now, speed, arrivals_per_s, self._block_size, charged, prompts, heads, context, began, own
+        )
         return self._compared
 
     def predicted_ttft_s(self, target: Target) -> tuple[float, float] | None:
@@ -253,12 +243,13 @@ class Candidates(Sequence[Candidate]):
         index = place if self._has_all_places() else list(self._places).index(place)
         return costs.wait_s[index] + costs.own_s[index], costs.earliest_s
 
-    def next_copies(self, costs: Costs, most_holders: float) -> list[int]:
-        """Where one more copy of the deepest cached block is worth most (core/routing/prefill_times.py)."""
+    def next_copies(self, costs: InSeconds, most_holders: float) -> list[int]:
+        """Where one more copy of the deepest cached block is worth most (core/routing/cost.py)."""
         overlap = self._columns.overlap_blocks
         if not self._has_all_places():
             overlap = self._picked(overlap)
-        return next_copies(overlap, costs.wait_s, costs.own_s, most_holders)
+        wait_s = costs.wait_and_added_s() if costs.added else costs.wait_s
+        return next_copies(overlap, wait_s, costs.own_s, most_holders)
 
     def in_time(self, now: float, speed: Speed) -> list[Candidate]:
         """The candidates with the prefill that is left on each, for custom policies."""

@@ -1,83 +1,180 @@
-"""The cost of a candidate: `overlap_weight * prefill_blocks + decode_blocks`, in blocks; lower is better.
+"""What a request costs on each target, and the choice by it: what mode `kv` compares.
 
-Source: NVIDIA Dynamo, "KV cache routing", Cost Calculation; the terms as in docs/concepts/design.md#cost.
+    a number as weight     cost   = overlap_weight * prefill_blocks + decode_blocks         in blocks
+    weight `auto`          cost_s = wait_s + own_s * (1 + gamma)                            in seconds
+
+    the target's queue:   [ head ▓▓▓▓░░░ ][ next ][ next ]   +   [ own uncached tokens ]
+                            done ┘  └──── wait_s ───────┘          └──── own_s ──────┘
+
+The first is the published formula (NVIDIA Dynamo, "KV cache routing", Cost Calculation), with the terms of
+docs/concepts/design.md#cost. The second is derived in docs/concepts/decide.md. The C versions are in
+core/native/columns.pyx.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from array import array
+from collections.abc import Mapping, Sequence
+from operator import add
+from statistics import median_low
+from typing import Self
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-# The worth of a block in host memory or on disk, relative to one on the device. Source: Dynamo's defaults.
-HOST_CREDIT = 0.75
-DISK_CREDIT = 0.25
+from kvrouter.core.native import versions
+from kvrouter.core.tables.prefill_speeds import CONTEXT_SLOPE, Speed
 
 # Costs that differ by less, relative to the larger, are equal: sums in another order round differently, and a
 # tie must stay a tie, or one worker would get all requests.
 EQUAL_WITHIN = 1e-9
 
+# A head that should have ended just now still takes its last step.
+LEAST_LEFT = 0.02
+# Under overload the wait says more about the queue than about the request, so its price is bounded.
+MOST_GAMMA = 8.0
 
-_KNOWN = frozenset({"", "exact"})
+# The term of a decision that is compared with weight `auto`; its parts are `seconds.waiting` and so on.
+SECONDS = "seconds.total"
+
+_NOTHING: Mapping[str, Sequence[float]] = {}
+"""No term was added."""
 
 
-class Prompt(Struct, frozen=True, gc=False):
-    """One prompt: the sequence hashes of its full blocks, and its length in tokens.
+class Costs(Struct, frozen=True, gc=False):
+    """The cost on each target; the lowest is taken.
 
-    `is_estimate`: only its beginning was tokenized, or nothing; the length is an estimate.
-    `block_size`: what the hashes were made with; the pool's may have changed since. 0: the pool's.
-    `is_text`: the hashes are of text, which no engine's event names: only assumed blocks match.
-    `media`: of a prompt with images or other media: "exact", or why overlap ends before one of them.
+    `block`: one block in the unit of `each`. `added`: what `plus` added, in blocks, by the name of the term.
     """
 
-    hashes: Sequence[int]
-    isl: int
-    is_estimate: bool = False
-    block_size: int = 0
-    is_text: bool = False
-    media: str = ""
+    each: list[float]
+    block: float
+    added: Mapping[str, Sequence[float]]
 
-    @property
-    def is_known(self) -> bool:
-        """Whether its tokens are those of the engine, as far as they reach."""
-        return self.media in _KNOWN
+    def plus(self, name: str, blocks: Sequence[float]) -> Self:
+        """With one more term: these blocks on each target, or with seconds the time to compute them."""
+        each = [cost + self.block * count for cost, count in zip(self.each, blocks, strict=True)]
+        return replace(self, each=each, added={**self.added, name: blocks})
 
 
-class Overlap(Struct, frozen=True, gc=False):
-    """What one prompt finds on one target.
+class InBlocks(Costs, frozen=True, gc=False):
+    """The published formula."""
 
-    `overlap_blocks`: the blocks that the engine can skip. `credit_blocks`: the same with the blocks of slower
-    tiers, at their worth. `widest_blocks`: the depth over all tiers, which the engine's cached_tokens should
-    match.
+    overlap_weight: float
+
+
+class InSeconds(Costs, frozen=True, gc=False):
+    """The seconds until each target would send a first byte, with the price of congestion, `gamma`.
+
+    `block`: the seconds for one block on an idle target. `earliest_s`: the least `wait_s + own_s`.
     """
 
-    overlap_blocks: int
-    credit_blocks: float
-    widest_blocks: int
+    wait_s: array[float]
+    own_s: array[float]
+    gamma: float
+    earliest_s: float
+
+    def wait_and_added_s(self) -> array[float]:
+        """`wait_s` with the terms that were added."""
+        added = [self.block * sum(blocks) for blocks in zip(*self.added.values(), strict=True)]
+        return array("d", map(add, self.wait_s, added))
 
 
-def cost(overlap_weight: float, prefill_blocks: float, decode_blocks: float) -> float:
-    """The published formula. `cost(1, 8, 10) == 18`."""
-    return overlap_weight * prefill_blocks + decode_blocks
+def in_blocks(  # noqa: PLR0917  # on the hot path: keywords cost
+    overlap_weight: float,
+    block_size: int,
+    charged: array[int],
+    own: array[int],
+    active: array[int],
+    own_blocks: array[int],
+) -> InBlocks:
+    """The columns are those of `Candidates`: tokens and blocks of others, and of the request itself."""
+    native = versions.chosen.columns
+    if native is not None:
+        each = native.costs(overlap_weight, block_size, charged, own, active, own_blocks)
+        return InBlocks(each, 1.0, _NOTHING, overlap_weight)
+    each = [
+        overlap_weight * ((charged_tokens + own_tokens) / block_size) + (held + more)
+        for charged_tokens, own_tokens, held, more in zip(charged, own, active, own_blocks, strict=True)
+    ]
+    return InBlocks(each, 1.0, _NOTHING, overlap_weight)
 
 
-def find_overlap(isl: int, block_size: int, tier_depths: Sequence[int], in_flight_depth: int) -> Overlap:
-    """The overlap from the index's depth per tier set, and from the depth that requests in flight hold."""
-    # an engine always computes the last token, so the overlap never includes it
-    most = max(0, isl - 1) // block_size
-    device = min(max(tier_depths[0] if tier_depths else 0, in_flight_depth), most)
-    if len(tier_depths) < 2:
-        return Overlap(device, device, device)
-    host = min(max(tier_depths[1], device), most)
-    disk = min(max(tier_depths[2], host), most) if len(tier_depths) > 2 else host
-    credit = device + HOST_CREDIT * (host - device) + DISK_CREDIT * (disk - host)
-    return Overlap(device, credit, disk)
+def per_token_s(seconds_per_token: float, context_tokens: int) -> float:
+    """Seconds for a token of prefill on a target where sequences of so much context decode."""
+    return seconds_per_token * (1 + CONTEXT_SLOPE * context_tokens)
 
 
-def uncached_tokens(isl: int, block_size: int, overlap: Overlap) -> int:
-    """The prompt tokens that the target would have to compute, rounded to whole tokens."""
-    return max(0, round(isl - overlap.credit_blocks * block_size))
+def left_s(expected_s: float, elapsed_s: float) -> float:
+    """Seconds that the running prefill still takes.
+
+    One that is overdue is slower than predicted, or requests that are not known of go first: it is expected
+    to take as long again as it is overdue. So a target that stands still looks worse with every second.
+    """
+    return max(abs(expected_s - elapsed_s), LEAST_LEFT * expected_s)
+
+
+def in_seconds(  # noqa: PLR0917  # on the hot path: keywords cost
+    now: float,
+    speed: Speed,
+    arrivals_per_s: float,
+    block_size: int,
+    charged: array[int],
+    prompts: array[int],
+    heads: array[int],
+    context: array[int],
+    began: array[float],
+    own: array[int],
+) -> InSeconds:
+    """The columns are those of `Candidates`; there is at least one target.
+
+    Each prompt takes `speed.fixed_s` besides its tokens, also those that wait: of nearly cached ones that is
+    most.
+    """
+    fixed_s, seconds_per_token = speed.fixed_s, speed.seconds_per_token
+    block_s = seconds_per_token * block_size
+    native = versions.chosen.columns
+    if native is not None:
+        each, wait_s, own_s, gamma, earliest_s = native.cost_s(
+            now, fixed_s, seconds_per_token, arrivals_per_s, CONTEXT_SLOPE, LEAST_LEFT, MOST_GAMMA,
+            charged, prompts, heads, context, began, own,
+        )  # fmt: skip
+        return InSeconds(each, block_s, _NOTHING, wait_s, own_s, gamma, earliest_s)
+    waits, owns = array("d"), array("d")
+    for i, charged_tokens in enumerate(charged):
+        per_token = per_token_s(seconds_per_token, context[i])
+        wait = 0.0
+        if charged_tokens > 0:
+            head_s = left_s(fixed_s + heads[i] * per_token, now - began[i])
+            wait = head_s + (charged_tokens - heads[i]) * per_token + (prompts[i] - 1) * fixed_s
+        waits.append(wait)
+        owns.append(fixed_s + own[i] * per_token)
+    # One more second of work here delays the requests that arrive while it waits. The median, because a mean
+    # follows the one target that every request wants.
+    gamma = min(MOST_GAMMA, arrivals_per_s / len(waits) * median_low(waits))
+    each = [wait + seconds * (1 + gamma) for wait, seconds in zip(waits, owns, strict=True)]
+    return InSeconds(each, block_s, _NOTHING, waits, owns, gamma, min(map(add, waits, owns)))
+
+
+def next_copies(
+    overlap: array[int], wait_s: array[float], own_s: array[float], most_holders: float
+) -> list[int]:
+    """Of the targets that hold less than the deepest: those where `wait_s + own_s` is least.
+
+    None if `most_holders` targets or more hold the deepest. Without gamma: the work delays others once, and
+    is saved with every later request.
+    """
+    native = versions.chosen.columns
+    if native is not None:
+        found: list[int] = native.next_copies(overlap, wait_s, own_s, most_holders, EQUAL_WITHIN)
+        return found
+    deepest = max(overlap)
+    seconds = {i: wait_s[i] + own_s[i] for i, blocks in enumerate(overlap) if blocks < deepest}
+    if not seconds or len(overlap) - len(seconds) >= most_holders:
+        return []
+    least = min(seconds.values())
+    return [i for i, value in seconds.items() if math.isclose(value, least, rel_tol=EQUAL_WITHIN)]
 
 
 def lowest(costs: Sequence[float], chance: float) -> int:

@@ -12,7 +12,6 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 from msgspec import Struct
 
-from kvrouter.core.routing.cost import Prompt
 from kvrouter.core.tables.prefill_speeds import Speed
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import Target, WorkerId
@@ -21,6 +20,30 @@ from kvrouter.errors import BadRequestError
 AUTO: Final = "auto"
 OverlapWeight: TypeAlias = "float | Literal['auto']"
 """The weight of overlap: a number, or `auto` (docs/concepts/decide.md)."""
+
+_KNOWN = frozenset({"", "exact"})
+
+
+class Prompt(Struct, frozen=True, gc=False):
+    """One prompt: the sequence hashes of its full blocks, and its length in tokens.
+
+    `is_estimate`: only its beginning was tokenized, or nothing; the length is an estimate.
+    `block_size`: what the hashes were made with; the pool's may have changed since. 0: the pool's.
+    `is_text`: the hashes are of text, which no engine's event names: only assumed blocks match.
+    `media`: of a prompt with images or other media: "exact", or why overlap ends before one of them.
+    """
+
+    hashes: Sequence[int]
+    isl: int
+    is_estimate: bool = False
+    block_size: int = 0
+    is_text: bool = False
+    media: str = ""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether its tokens are those of the engine, as far as they reach."""
+        return self.media in _KNOWN
 
 
 class Wanted(NamedTuple):

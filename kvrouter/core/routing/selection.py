@@ -11,7 +11,7 @@ when asked, both come to the same answer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,7 +20,7 @@ from msgspec import Struct
 from kvrouter.core.routing.admission import AdmissionQueue
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment
 from kvrouter.core.routing.candidates import Candidates
-from kvrouter.core.routing.cost import EQUAL_WITHIN
+from kvrouter.core.routing.cost import EQUAL_WITHIN, SECONDS
 from kvrouter.core.routing.filters import Filter
 from kvrouter.core.routing.policy import Candidate, RouteRequest
 from kvrouter.core.wire.ids import Target
@@ -70,10 +70,7 @@ class Decision(Struct, frozen=True):
             return f"no candidate: {other.removed_by}"
         if other.target in self.ties:
             return f"equal in {' and '.join(self.decisive)}: one of {len(self.ties)}, drawn at random"
-        terms = [
-            f"{name} {other.terms.get(name, math.nan):.4g} against {chosen.terms[name]:.4g}"
-            for name in self.decisive
-        ]
+        terms = [_against(name, other.terms, chosen.terms) for name in self.decisive]
         return ": ".join(
             filter(None, [", ".join(terms), ", ".join(_differences(other.candidate, chosen.candidate))])
         )
@@ -290,6 +287,12 @@ def _are_equal(one: Verdict, other: Verdict, names: Sequence[str]) -> bool:
 
 def _is_equal(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=EQUAL_WITHIN, abs_tol=1e-9)
+
+
+def _against(name: str, other: Mapping[str, float], chosen: Mapping[str, float]) -> str:
+    """Both values of a term; of the cost the seconds, if weight `auto` compared these."""
+    name, shown = (SECONDS, "seconds") if name == "cost" and SECONDS in chosen else (name, name)
+    return f"{shown} {other.get(name, math.nan):.4g} against {chosen[name]:.4g}"
 
 
 def _differences(one: Candidate, chosen: Candidate) -> Iterator[str]:

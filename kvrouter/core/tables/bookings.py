@@ -10,7 +10,7 @@ Bookings on unknown targets are kept, because only their owner ends them.
 A replica may end with thousands of bookings. They leave their owner at once; the blocks that they hold are
 released in slices (`sweep`), deepest blocks first, so that each set stays prefix-closed.
 
-Per target the table also knows the prefill that is left (core/routing/prefill_times.py reads it): bookings
+Per target the table also knows the prefill that is left (core/routing/cost.py reads it): bookings
 without a first byte, in the order in which this replica learnt of them; when the first of them began; the
 tokens that decoding sequences hold. Times are dated here, never taken from a peer. No digest covers them.
 

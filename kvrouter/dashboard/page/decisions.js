@@ -19,6 +19,9 @@ const PREFIXES = [
   ["Requests", (row) => row.requests, number],
   ["Held by", (row) => row.holders.join(", "), String],
 ];
+// Of a decision that compared seconds (weight auto): its seconds, and names of earlier versions.
+const SECONDS = { total: "seconds", waiting: "waiting s", own_prefill: "own prefill s", congestion: "congestion s" };
+const FORMER = ["overlap_weight", "wait_s", "own_s"];
 const name = (one) => `${one.worker_id}/${one.dp_rank}`;
 const written = (value) => (typeof value === "number" ? number(Number(value.toPrecision(5))) : "–");
 
@@ -30,13 +33,14 @@ export async function drawList(ask, press) {
 export async function explain(ask, requestId) {
   const { decisions } = await ask(`decisions/${encodeURIComponent(requestId)}`);
   const decision = decisions.at(-1);
-  const terms = [...new Set(decision.candidates.flatMap((one) => Object.keys(one.terms)))];
+  const shown = new Map(decision.candidates.map((one) => [one, columnsOf(one.terms)]));
+  const terms = [...new Set([...shown.values()].flatMap(Object.keys))];
   const columns = [
     ["Candidate", name, String],
     ["Why not this one", (one) => one.why_not ?? "", String, () => "reason"],
     ["Overlap blocks", (one) => one.overlap_blocks, number],
     ["In flight", (one) => one.requests, number],
-    ...terms.map((term) => [term, (one) => one.terms[term], written]),
+    ...terms.map((term) => [term, (one) => shown.get(one)[term], written]),
   ];
   find("asked").textContent = requestId;
   find("why").textContent = why(decision, decisions.length);
@@ -44,6 +48,14 @@ export async function explain(ask, requestId) {
   const place = (one) => order.get(name(one)) ?? order.size;
   const rows = [...decision.candidates].sort((a, b) => place(a) - place(b));
   fill(find("candidates"), columns, rows, { mark: (one) => (name(one) === decision.winner ? "chosen" : "") });
+}
+
+// The terms of a candidate by title; with weight auto the seconds that were compared come first.
+function columnsOf({ seconds, ...terms }) {
+  if (!seconds) return terms;
+  const { total, ...parts } = seconds;
+  const first = Object.entries({ total, ...parts }).map(([part, value]) => [SECONDS[part] ?? `${part} s`, value]);
+  return Object.fromEntries([...first, ...Object.entries(terms).filter(([term]) => !FORMER.includes(term))]);
 }
 
 function why(decision, attempts) {

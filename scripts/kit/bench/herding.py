@@ -18,8 +18,7 @@ from rich.table import Table
 
 from kvrouter.core.fleet.pool import Pool, PoolSettings
 from kvrouter.core.fleet.router import Router, RouterRules
-from kvrouter.core.routing.cost import Prompt
-from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.core.routing.policy import Prompt, RouteRequest
 from kvrouter.core.tables.bookings import Booking, UnseenBookings
 from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat
 from kvrouter.core.wire.ids import BookingKey, PoolId, RouterId, SequenceHash, Target, WorkerId

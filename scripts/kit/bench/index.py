@@ -25,8 +25,7 @@ from rich.table import Table
 
 from kvrouter.core.fleet.router import Router, RouterRules
 from kvrouter.core.native import versions
-from kvrouter.core.routing.cost import Prompt
-from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.core.routing.policy import Prompt, RouteRequest
 from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.core.wire.hashes import Hashes, hashes_of
 from kvrouter.core.wire.ids import RouterId, Target

@@ -23,10 +23,9 @@ from typing import ParamSpec, Protocol, TypeVar
 from kvrouter.core.fleet.pool import Pool, PoolSettings
 from kvrouter.core.fleet.router import Router, RouterRules
 from kvrouter.core.routing.builtin_policy import RoutingTables
-from kvrouter.core.routing.cost import Prompt
 from kvrouter.core.routing.decisions import DecisionRing
 from kvrouter.core.routing.filters import FilterSettings, new_filters
-from kvrouter.core.routing.policy import RouteRequest, Wanted
+from kvrouter.core.routing.policy import Prompt, RouteRequest, Wanted
 from kvrouter.core.tables.sessions import SessionTable
 from kvrouter.core.tables.text_index import TRIM_CHARS, TextIndex, TextIndexSettings
 from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat

@@ -25,9 +25,8 @@ from rich.table import Table
 
 from kvrouter.core.fleet.pool import Pool, PoolSettings
 from kvrouter.core.routing.builtin_policy import Moment, RoutingTables
-from kvrouter.core.routing.cost import Prompt
 from kvrouter.core.routing.filters import FilterSettings, new_filters
-from kvrouter.core.routing.policy import RouteRequest, Wanted
+from kvrouter.core.routing.policy import Prompt, RouteRequest, Wanted
 from kvrouter.core.routing.selection import Selection
 from kvrouter.core.tables.bookings import Booking
 from kvrouter.core.tables.prefill_speeds import Speed

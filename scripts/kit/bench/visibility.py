@@ -31,8 +31,7 @@ from kvrouter.bus.rights import FRONTEND
 from kvrouter.config import open_bus
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.fleet.router import Router
-from kvrouter.core.routing.cost import Prompt
-from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.core.routing.policy import Prompt, RouteRequest
 from kvrouter.core.wire.hashes import pool_token
 from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat, encode
 from kvrouter.core.wire.ids import PoolId, SequenceHash, WorkerId

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.fleet.router import Router, RouterRules
-from kvrouter.core.routing.cost import Prompt
 from kvrouter.core.routing.filters import Busy
-from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.core.routing.policy import Prompt, RouteRequest
 from kvrouter.core.wire.hashes import prompt_hashes
 from kvrouter.core.wire.heartbeats import State, encode
 from kvrouter.core.wire.ids import RouterId, Target, WorkerId

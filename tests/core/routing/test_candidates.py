@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.routing.candidates import Candidates
-from kvrouter.core.routing.cost import cost, find_overlap, uncached_tokens
+from kvrouter.core.routing.overlap import find_overlap, uncached_tokens
 from kvrouter.core.wire.heartbeats import RankBeat
 from tests.core.worlds import T1, T2, T3, W1, book, card, chain_from, new_pool, prompt, request, worker_beat
 
@@ -54,7 +54,8 @@ def test_amounts_are_those_of_the_design(
         assert (10 - booked[place], 10) == (one.own_decode_blocks, one.decode_blocks)
         assert list(tiers) == list(one.tier_blocks)
         assert min(max(tiers, default=0), overlap.widest_blocks) == one.indexed_blocks
-    assert [cost(weight, one.prefill_blocks, one.decode_blocks) for one in found] == found.costs(weight)
+    costs = [weight * one.prefill_blocks + one.decode_blocks for one in found]
+    assert costs == found.costs_in_blocks(weight).each
     assert [one.requests for one in found] == found.requests()
 
 
@@ -173,7 +174,7 @@ def test_costs_of_some_only() -> None:
     asked = request(prompt(CHAIN))
     every, fewer = pool.candidates(asked), pool.candidates(asked, frozenset({T1}))
 
-    assert every.costs(1.0)[1:] == fewer.costs(1.0)
+    assert every.costs_in_blocks(1.0).each[1:] == fewer.costs_in_blocks(1.0).each
     assert every.requests()[1:] == fewer.requests()
     assert list(every)[1:] == fewer
     for some in (every, fewer, every.at([2, 1, 0]), every.kept([True, False, True])):

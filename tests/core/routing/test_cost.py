@@ -1,104 +1,189 @@
-"""The cost of a candidate, and picking by it."""
+"""The cost in blocks and in seconds, in examples by hand and in both versions; and choosing by it."""
 
 from __future__ import annotations
 
 import math
 import random
+from array import array
 from collections import Counter
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from kvrouter.core.native import versions
 from kvrouter.core.routing.cost import (
-    Overlap,
-    cost,
-    find_overlap,
+    MOST_GAMMA,
+    InSeconds,
+    in_blocks,
+    in_seconds,
+    left_s,
     lowest,
+    next_copies,
     sample,
     sample_scores,
     spread,
-    uncached_tokens,
 )
+from kvrouter.core.tables.prefill_speeds import Speed
 
+amounts = st.integers(0, 2**40)
+moments = st.floats(0, 1e6)
+rows = st.tuples(amounts, amounts, amounts, amounts, moments, amounts)
 costs = st.lists(st.floats(0, 1e6), min_size=1, max_size=20)
 chances = st.floats(0, 1, exclude_max=True)
+Row = tuple[int, int, int, int, float, int]
 
 
+def costs_of(
+    *targets: Row, now: float = 10.0, fixed: float = 0.0, speed: float = 1e-4, arrivals: float = 0.0
+) -> InSeconds:
+    """Each target: charged, prompts, head, context, began, own."""
+    charged, prompts, heads, context, began, own = zip(*targets, strict=True)
+    columns = (
+        array("q", charged),
+        array("q", prompts),
+        array("q", heads),
+        array("q", context),
+        array("d", began),
+        array("q", own),
+    )
+    return in_seconds(now, Speed(speed, fixed_s=fixed), arrivals, 16, *columns)
+
+
+def blocks_of(weight: float, *targets: tuple[int, int, int, int]) -> list[float]:
+    """Each target: charged tokens, own tokens, active blocks, own blocks."""
+    charged, own, active, own_blocks = (array("q", column) for column in zip(*targets, strict=True))
+    return in_blocks(weight, 16, charged, own, active, own_blocks).each
+
+
+@pytest.mark.usefixtures("core")
 def test_the_sources_example() -> None:
-    """Prefill 8/5/2 and decode 10/7/9 at weight 1 cost 18, 12, 11: worker 3 wins."""
-    costs = [cost(1.0, prefill, decode) for prefill, decode in [(8, 10), (5, 7), (2, 9)]]
+    """Prefill 8/5/2 and decode 10/7/9 at weight 1 cost 18, 12, 11."""
+    targets = (0, 8 * 16, 10, 0), (16, 4 * 16, 3, 4), (32, 0, 0, 9)
 
-    assert [18, 12, 11] == costs
-    assert 2 == lowest(costs, 0.0)
-
-
-def test_weight_zero_leaves_decode_blocks() -> None:
-    """Without weight only active blocks count."""
-    assert 7 == cost(0.0, 1e9, 7)
+    assert [18, 12, 11] == blocks_of(1.0, *targets)
+    assert [10, 7, 9] == blocks_of(0.0, *targets)
 
 
-def test_last_token_is_always_computed() -> None:
-    """160 tokens that are all cached still overlap in 9 blocks of 16 only; 161 in all ten."""
-    assert 9 == find_overlap(160, 16, [10], 0).overlap_blocks
-    assert 10 == find_overlap(161, 16, [10], 0).overlap_blocks
-    assert 16 == uncached_tokens(160, 16, find_overlap(160, 16, [10], 0))
+@pytest.mark.usefixtures("core")
+def test_a_further_term() -> None:
+    """It counts in blocks, and in seconds as long as an idle target computes its blocks."""
+    columns = [array("q", [amount]) for amount in (0, 160, 5, 10)]
+    blocks = in_blocks(1.0, 16, *columns)
+    seconds = costs_of((0, 0, 0, 0, 0.0, 160), speed=1e-3)
+
+    assert [25.0 + 7.0 - 2.0] == blocks.plus("zone", [7.0]).plus("rack", [-2.0]).each
+    assert [0.16 + 7 * 0.016] == pytest.approx(seconds.plus("zone", [7.0]).each)
+    both = seconds.plus("zone", [7.0]).plus("rack", [-2.0])
+    assert [5 * 0.016] == pytest.approx(list(both.wait_and_added_s()))
 
 
-@pytest.mark.parametrize("isl", [0, 1, 15])
-def test_prompt_without_a_full_block(isl: int) -> None:
-    """Nothing overlaps, even if the tables have depths: all tokens must be computed."""
-    overlap = find_overlap(isl, 16, [5, 6, 7], 9)
+@pytest.mark.usefixtures("core")
+def test_progress_is_taken_off() -> None:
+    """Of a head of 1,000 tokens 60 ms are done; 500 tokens wait behind it; 200 are the request's own."""
+    found = costs_of((1500, 2, 1000, 0, 9.94, 200), (0, 0, 0, 0, 0.0, 900))
 
-    assert Overlap(0, 0, 0) == overlap
-    assert isl == uncached_tokens(isl, 16, overlap)
-
-
-def test_blocks_in_flight_are_as_good_as_cached() -> None:
-    """The deeper of index and requests in flight counts; without either, nothing does."""
-    assert 7 == find_overlap(160, 16, [3], 7).overlap_blocks
-    assert 7 == find_overlap(160, 16, [7], 3).overlap_blocks
-    assert 7 == find_overlap(160, 16, [], 7).overlap_blocks
-    assert Overlap(0, 0, 0) == find_overlap(160, 16, [], 0)
+    assert [pytest.approx(0.09), 0.0] == list(found.wait_s)
+    assert [pytest.approx(0.02), pytest.approx(0.09)] == list(found.own_s)
+    assert [pytest.approx(0.11), pytest.approx(0.09)] == found.each
 
 
-def test_credit_of_slower_tiers() -> None:
-    """A block in host memory is worth 0.75 of one on the device, one on disk 0.25."""
-    overlap = find_overlap(1601, 16, [2, 6, 16], 0)
+@pytest.mark.usefixtures("core")
+def test_each_prompt_takes_its_fixed_part() -> None:
+    """The request's own, the head's, of which 6 ms are done, and those of the two that wait."""
+    found = costs_of((100, 3, 40, 0, 9.994, 20), (0, 0, 0, 0, 0.0, 6000), fixed=0.01)
 
-    assert Overlap(2, 2 + 0.75 * 4 + 0.25 * 10, 16) == overlap
-    assert 1601 - 7.5 * 16 == uncached_tokens(1601, 16, overlap)
-
-
-def test_host_without_disk() -> None:
-    """Two tier sets make device and host credit."""
-    assert Overlap(2, 2 + 0.75 * 4, 6) == find_overlap(1601, 16, [2, 6], 0)
+    assert [pytest.approx(0.008 + 2 * 0.01 + 0.006), 0.0] == list(found.wait_s)
+    assert [pytest.approx(0.012), pytest.approx(0.61)] == list(found.own_s)
 
 
-def test_credit_without_slower_tiers_is_the_overlap() -> None:
-    """With a device only, credit and overlap are the same number."""
-    assert Overlap(4, 4, 4) == find_overlap(160, 16, [4], 0)
+@pytest.mark.usefixtures("core")
+def test_context_slows_what_is_left() -> None:
+    """A held block adds nothing to an idle target's wait, and makes each token slower."""
+    idle, busy = costs_of((0, 0, 0, 0, 0.0, 1000), (0, 0, 0, 1_000_000, 0.0, 1000)).each
+
+    assert busy == pytest.approx(1.78 * idle)
 
 
-def test_in_flight_blocks_lift_the_wider_sets() -> None:
-    """A prefix in flight is deeper than host memory: no credit goes below it."""
-    assert Overlap(8, 8, 8) == find_overlap(1601, 16, [2, 6], 8)
+@pytest.mark.usefixtures("core")
+def test_congestion_has_a_price() -> None:
+    """Requests that arrive, per target, during the median wait; it weighs only on the request's own work."""
+    quiet, busy = (1000, 1, 1000, 0, 10.0, 100), (3000, 1, 3000, 0, 10.0, 100)
+
+    found = costs_of(quiet, busy, busy, arrivals=15.0)
+
+    assert 15 / 3 * 0.3 == pytest.approx(found.gamma)
+    assert 0.1 + 0.01 * (1 + found.gamma) == pytest.approx(found.each[0])
+    assert MOST_GAMMA == costs_of(busy, arrivals=1e6).gamma
 
 
-def test_the_last_token_caps_all_tiers() -> None:
-    """Host and disk stop before the last token as well."""
-    assert Overlap(2, 2 + 0.75 * 7, 9) == find_overlap(160, 16, [2, 10, 10], 0)
+def test_an_overdue_head_is_not_nearly_done() -> None:
+    """It never costs less than its last step, and more with every second that it is overdue."""
+    assert 0.2 == pytest.approx(left_s(1.0, 0.8))
+    assert 0.02 == left_s(1.0, 1.0)
+    assert 0.5 == left_s(1.0, 1.5)
+    assert 9.0 == left_s(1.0, 10.0)
 
 
-@settings(deadline=None)
-@given(st.integers(0, 500), st.integers(1, 32), st.lists(st.integers(0, 40), max_size=3), st.integers(0, 40))
-def test_overlap_stays_in_bounds(isl: int, block_size: int, depths: list[int], in_flight: int) -> None:
-    """Device ≤ credit ≤ widest, all below the last token, and at least one token is computed."""
-    overlap = find_overlap(isl, block_size, sorted(depths), in_flight)
+@pytest.mark.usefixtures("core")
+def test_next_copies() -> None:
+    """Of the targets that hold less, those that would begin first; none if enough targets hold it."""
+    overlap, own = array("q", [9, 4, 9, 0, 0]), array("d", [0.1, 0.5, 0.1, 0.9, 0.9])
+    wait = array("d", [0.0, 0.6, 0.0, 0.2, 0.2])
 
-    assert overlap.overlap_blocks <= overlap.credit_blocks <= overlap.widest_blocks
-    assert overlap.widest_blocks * block_size < max(isl, 1)
-    assert min(isl, 1) <= uncached_tokens(isl, block_size, overlap) <= isl
+    assert [1, 3, 4] == next_copies(overlap, wait, own, 2.1)
+    assert [] == next_copies(overlap, wait, own, 2.0)
+    assert [] == next_copies(array("q", [3, 3]), wait[:2], own[:2], 9.0)
+
+
+@given(
+    st.lists(rows, min_size=1, max_size=40),
+    moments,
+    st.floats(0, 1),
+    st.floats(1e-6, 1e-2),
+    st.floats(0, 1e4),
+    st.lists(st.integers(0, 3), min_size=40, max_size=40),
+)
+def test_both_versions_agree(
+    targets: list[Row],
+    now: float,
+    fixed: float,
+    speed: float,
+    arrivals: float,
+    overlap: list[int],
+) -> None:
+    """In every number."""
+    before, found = versions.in_use(), []
+    for core in versions.CORES:
+        try:
+            versions.choose(core)
+            costs = costs_of(*targets, now=now, fixed=fixed, speed=speed, arrivals=arrivals)
+            blocks = array("q", overlap[: len(targets)])
+            found.append((costs, next_copies(blocks, costs.wait_s, costs.own_s, 3.5)))
+        finally:
+            versions.choose(before)
+
+    assert found[0] == found[1]
+
+
+def test_native_columns_are_checked() -> None:
+    """A column of another length or kind raises, and no target at all."""
+    whole, seconds = array("q", [1]), array("d", [0.0])
+    native = pytest.importorskip("kvrouter.core.native.columns")
+
+    def call(*columns: array[int] | array[float]) -> None:
+        native.cost_s(0.0, 0.0, 1e-4, 0.0, 0.0, 0.02, 8.0, *columns)
+
+    call(whole, whole, whole, whole, seconds, whole)
+    wholes = (whole, whole, whole)
+    for wrong in ((*wholes, whole, whole, whole), (whole, array("q"), whole, whole, seconds, whole)):
+        with pytest.raises(ValueError, match="a column must be"):
+            call(*wrong)
+    nothing, none = array("q"), array("d")
+    with pytest.raises(ValueError, match="a column must be"):
+        native.next_copies(whole, seconds, array("d"), 1.0, 0.0)
+    with pytest.raises(ValueError, match="no target"):
+        call(nothing, nothing, nothing, nothing, none, nothing)
 
 
 @settings(deadline=None)
