@@ -226,10 +226,12 @@ class SyncSink:
         self._named: set[int] = set()
 
     def apply(self, op: Op, now: float) -> str:
-        """Apply a moment of a booking, a session or a text. None can contradict: returns an empty text."""
+        """Apply a moment of a booking, a session or a text. Only a booking without room contradicts."""
         match op:
             case AddRequest():
                 booking = _booking(self._router_id, op, now)
+                if trouble := self._active.lacks_room(booking):
+                    return trouble
                 self._active.book(booking)
                 self._booked(booking, now)
             case FirstByte() if self._speeds is not None:
@@ -260,7 +262,7 @@ class SyncSink:
         )
 
     def has_room_again(self) -> bool:
-        return False  # bookings are never refused
+        return False  # digests differ after bookings were refused, and lead to a snapshot
 
     def reset(self) -> None:
         self._active.drop_owner(self._router_id)
@@ -273,7 +275,10 @@ class SyncSink:
         match op:
             case AddRequest():
                 self._named.add(op.number)
-                self._active.book(_booking(self._router_id, op, now))
+                booking = _booking(self._router_id, op, now)
+                if trouble := self._active.lacks_room(booking):
+                    return trouble
+                self._active.book(booking)
             case MarkPrefillCompleted():
                 self._active.mark_prefill_completed(BookingKey(self._router_id, op.number), now)
             case PrefillSpeed() if self._speeds is not None:

@@ -24,7 +24,7 @@ from kvrouter.core.routing.policy import Prompt, RouteRequest
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.approx import DEFAULT_TTL_S, ApproxIndex
 from kvrouter.core.tables.block_index import BlockIndex, IndexBounds
-from kvrouter.core.tables.bookings import BookingTable
+from kvrouter.core.tables.bookings import BookedBudget, BookingTable
 from kvrouter.core.wire.heartbeats import Card, WorkerBeat
 from kvrouter.core.wire.ids import PoolId, Target, WorkerId
 from kvrouter.settings.declare import Settings, setting
@@ -86,7 +86,8 @@ class PoolSettings(Settings):
 class Pool:
     """The state of one pool, and the candidates it offers."""
 
-    def __init__(self, pool_id: PoolId, settings: PoolSettings) -> None:
+    def __init__(self, pool_id: PoolId, settings: PoolSettings, booked: BookedBudget | None = None) -> None:
+        """`booked`: shared with the other pools of the replica."""
         self.id = pool_id
         self.model = ""
         """The base model's name; empty before the first card."""
@@ -132,7 +133,7 @@ class Pool:
         secret = settings.placement_secret
         self.assumed = BlockIndex(IndexBounds(), secret) if settings.use_kv_events else self.index
         self.approx = ApproxIndex(self.assumed, settings.ttl_s)
-        self.active = BookingTable(settings.placement_secret)
+        self.active = BookingTable(settings.placement_secret, booked)
         self._roster = Roster()  # `targets` in columns
         self._one_less: set[WorkerId] = set()
 

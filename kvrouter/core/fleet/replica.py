@@ -51,6 +51,7 @@ from kvrouter.core.fleet.refusals import (
 from kvrouter.core.fleet.router import Router, RouterRules
 from kvrouter.core.fleet.routing_changes import follow, median, refused
 from kvrouter.core.routing.worker import Worker
+from kvrouter.core.tables.bookings import BookedBudget
 from kvrouter.core.tables.claimed_losses import ClaimedLosses
 from kvrouter.core.tables.deadly_prompts import DeadlyPrompts
 from kvrouter.core.tables.early_ops import EarlyBudget
@@ -159,7 +160,7 @@ class Replica:
         """The change of routing that it follows, by an operator here or at a peer; the shell applies it."""
         self._worker_pools: dict[WorkerId, PoolId] = {}
         self._leases: Leases[Source] = Leases(settings.lease_rounds, settings.heartbeat_s)
-        self._held, self._early = HeldBudget(), EarlyBudget()
+        self._held, self._early, self._booked = HeldBudget(), EarlyBudget(), BookedBudget()
         self.feeds = Following(self._leases, self._new_reader)
         self.readers = self.feeds.readers
         self._readiness = Readiness()
@@ -465,7 +466,7 @@ class Replica:
 
     def _new_router(self, pool_id: PoolId, seq: int) -> Router:
         router = Router(
-            Pool(pool_id, self.settings.pool),
+            Pool(pool_id, self.settings.pool, self._booked),
             self._new_rules(pool_id),
             router_id=self.router_id,
             incarnation=self.incarnation,

@@ -94,6 +94,12 @@ class Booking(Struct, eq=False, gc=False):
 # Limits of a measured prefill: longer ones are stalls, and no engine holds more tokens.
 MOST_SERVICE_S = 600.0
 MOST_TOKENS = 1 << 27
+# Blocks that a peer's bookings in a pool may name, and those of all replicas in all pools: 67 and 270 million
+# tokens in flight in blocks of 16. A named block takes about 40 bytes. Own bookings are never refused.
+MOST_OF_PEER = 1 << 22
+MOST_OF_ALL = 1 << 24
+# What a booking without blocks takes, in blocks.
+_BOOKING_BLOCKS = 16
 
 
 class Service(Struct, frozen=True):
@@ -144,6 +150,8 @@ class _Owner:
     changed: set[int] = field(default_factory=set)
     parts: dict[int, int] = field(default_factory=dict)
     total: int = 0
+    room: int = 0
+    """The blocks that they take."""
 
     def count(self, number: int) -> None:
         """Hash the booking as it is now."""
@@ -160,6 +168,7 @@ class _Owner:
     def end(self, number: int) -> Booking | None:
         booking = self.bookings.pop(number, None)
         if booking is not None:
+            self.room -= _room_of(booking)
             self.changed.discard(number)
             part = self.parts.pop(number, None)
             if part is not None:  # most end before a Check asks for the digest
@@ -167,10 +176,22 @@ class _Owner:
         return booking
 
 
+def _room_of(booking: Booking) -> int:
+    return _BOOKING_BLOCKS + len(booking.hashes)
+
+
+@dataclass(slots=True)
+class BookedBudget:
+    """What the bookings of all pools of a replica take together."""
+
+    used_blocks: int = 0
+
+
 class BookingTable:
     """The bookings of every replica, and the load they add up to. `placement_secret`: see `new_table`."""
 
-    def __init__(self, placement_secret: int = 0) -> None:
+    def __init__(self, placement_secret: int = 0, budget: BookedBudget | None = None) -> None:
+        self._budget = budget or BookedBudget()
         self._table = new_table(placement_secret)
         self._slots = Slots(self._table)
         self._loads: dict[Target, _Load] = {}
@@ -213,6 +234,17 @@ class BookingTable:
             owner = self._owners[router_id] = _Owner()
         owner.bookings[number] = booking
         owner.changed.add(number)
+        owner.room += (room := _room_of(booking))
+        self._budget.used_blocks += room
+
+    def lacks_room(self, booking: Booking) -> str:
+        """Why a peer's booking is not kept: anyone who publishes as a replica can send any number of them."""
+        room, owner = _room_of(booking), self._owners.get(booking.key.router_id)
+        if (owner.room if owner is not None else 0) + room > MOST_OF_PEER:
+            return f"its bookings name more than {MOST_OF_PEER:,} blocks"
+        if self._budget.used_blocks + room > MOST_OF_ALL:
+            return f"the bookings of all replicas name more than {MOST_OF_ALL:,} blocks"
+        return ""
 
     def service(self, key: BookingKey, now: float, ttft_s: float) -> Service | None:
         """What a first byte shows of its target's speed: call before `mark_prefill_completed`.
@@ -287,6 +319,7 @@ class BookingTable:
         """End all bookings of a replica now, and let `sweep` release their blocks."""
         owner = self._owners.pop(router_id, None)
         if owner is not None:
+            self._budget.used_blocks -= owner.room
             self._dropped.extend(owner.bookings.values())
 
     def sweep(self, hashes: int = SWEEP_HASHES) -> bool:
@@ -426,6 +459,8 @@ class BookingTable:
         if self._prefills is not None and prefills != list(zip(*self._prefills, strict=True)):
             raise AssertionError(f"the columns are off: {self._prefills} != {prefills}")
         for router_id, owner in self._owners.items():
+            if owner.room != sum(map(_room_of, owner.bookings.values())):
+                raise AssertionError(f"the room of {router_id} is off")
             if owner.digest() != sum(booking.digest() for booking in owner.bookings.values()) & _MASK64:
                 raise AssertionError(f"the digest of {router_id} is off")
 
@@ -476,6 +511,8 @@ class BookingTable:
         if owner is None:
             return None
         booking = owner.end(key.number)
+        if booking is not None:
+            self._budget.used_blocks -= _room_of(booking)
         if not owner.bookings:  # replicas come and go, each with a new id
             del self._owners[key.router_id]
         return booking

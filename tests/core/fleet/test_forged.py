@@ -9,10 +9,12 @@ import pytest
 from kvrouter.core.fleet.pools import POOLS_MOST
 from kvrouter.core.fleet.refusals import NAMED_MOST, PEERS_BYTES, WORKERS_BYTES
 from kvrouter.core.fleet.replica import Replica
+from kvrouter.core.tables import bookings
 from kvrouter.core.tables.early_ops import MOST_BYTES, MOST_BYTES_OF_ALL
+from kvrouter.core.wire.hashes import pack_hashes
 from kvrouter.core.wire.heartbeats import RouterBeat, encode
 from kvrouter.core.wire.ids import PoolId, RouterId, Target, WorkerId
-from kvrouter.core.wire.ops import VERSION, Bind
+from kvrouter.core.wire.ops import VERSION, AddRequest, Bind
 from kvrouter.core.wire.senders import KvSource, RouterSource, Source, SyncSource, WorkerSource
 from scripts.kit.fuzz.forged import Forger, Real
 from scripts.kit.fuzz.mutate import Mutator
@@ -227,3 +229,34 @@ def test_invented_pools_share_what_waits() -> None:
         replica.next_round(float(now))
         replica.router_heartbeat(replica.router_id, encode(replica.heartbeat("up", "")), float(now))
     assert 0 == replica._early.used_bytes == len(replica.routers)
+
+
+@pytest.mark.parametrize("is_snapshot", [False, True])
+def test_bookings_without_end(monkeypatch: pytest.MonkeyPatch, is_snapshot: bool) -> None:
+    """Of each peer, and of all in all pools, so many blocks are booked; the rest is a contradiction."""
+    monkeypatch.setattr(bookings, "MOST_OF_PEER", 1000)
+    monkeypatch.setattr(bookings, "MOST_OF_ALL", 2500)
+    replica = new_replica()
+    receive_worker(replica, card("w1"))
+    troubles = set()
+    for pool in (POOL, PoolId("invented")):
+        for peer in range(3):
+            sink = replica.router(pool).feed.copy_sink(RouterId(f"ghost-{peer}"))
+            for number in range(100):
+                add = AddRequest(number, "r", f"w{number}", 0, pack_hashes(range(number % 40)), 640, 0, 640)
+                troubles.add((sink.load if is_snapshot else sink.apply)(add, 1.0))
+    used = replica._booked.used_blocks
+
+    assert 2400 < used <= 2500
+    assert {"", "its bookings name more than 1,000 blocks"} < troubles
+    assert 3 == len(troubles)
+    own = replica.router(POOL).route(
+        request(prompt(chain_from(1000, 10))), 1.0
+    )  # own requests are never refused
+    assert used < replica._booked.used_blocks
+    replica.router(POOL).bookings.free(own.key)
+    for pool in (POOL, PoolId("invented")):
+        replica.routers[pool].pool.active.check()
+        for peer in range(3):
+            replica.routers[pool].feed.drop_peer(RouterId(f"ghost-{peer}"))
+    assert 0 == replica._booked.used_blocks
