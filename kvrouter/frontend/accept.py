@@ -48,7 +48,7 @@ from kvrouter.frontend.kept_responses import (
     find_response,
     new_response_id,
 )
-from kvrouter.frontend.notes import Notes
+from kvrouter.frontend.notes import NOT_NOTED, Notes
 from kvrouter.frontend.operators import Rights
 from kvrouter.frontend.overrides import (
     DIRECT,
@@ -168,7 +168,7 @@ class Accept:
         received_at: float,
         rights: Rights | None,
         *,
-        notes: Notes | None = None,
+        notes: Notes = NOT_NOTED,
     ) -> Work:
         """Read what routing needs from a request. Raises KvRouterError. `rights`: its client's; None: all."""
         may_override = may_see = True
@@ -308,7 +308,7 @@ class Accept:
         self._metrics.removed_fields.inc("overrides")
 
     async def _prompts(
-        self, read: _Read, api: Api, policy: BuiltInPolicy, notes: Notes | None, found_ids: list[Sendable]
+        self, read: _Read, api: Api, policy: BuiltInPolicy, notes: Notes, found_ids: list[Sendable]
     ) -> tuple[Prompt, ...]:
         """Token ids, then hashes. Empty if the tokens are not known, or placing needs none.
 
@@ -337,8 +337,7 @@ class Accept:
             return await self._blocks.hashes(prompt, naming)
         finally:
             self._metrics.tokenize.observe(time.perf_counter() - began)
-            if notes is not None:
-                notes.tokenized(began)
+            notes.tokenized(began)
 
 
 async def _parsed(

@@ -17,7 +17,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -26,7 +26,8 @@ from kvrouter.errors import KvRouterError
 from kvrouter.frontend.accept import Work
 from kvrouter.frontend.client_totals import ClientAddresses
 from kvrouter.frontend.decision_views import DecisionViews
-from kvrouter.frontend.notes import Notes, clock
+from kvrouter.frontend.notes import NOT_NOTED, Notes, clock
+from kvrouter.frontend.record import Ending, Record
 from kvrouter.frontend.settings import AccessOptions
 from kvrouter.relay.answer import Served
 from kvrouter.relay.request import Request
@@ -42,44 +43,9 @@ TOGETHER = 16
 WRITE_EVERY_S = 0.25
 # A request with a longer body does not wait: it would stay in memory.
 _SMALL_BYTES = 64 * 1024
-CLIENT_LEFT = 499
 # A client's path and model are as long as it likes.
 _MOST_CHARACTERS = 200
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
-
-Outcome: TypeAlias = Literal["ok", "refused", "failed", "broken", "left"]
-"""refused: 4xx, of router or worker, and any error outside the APIs' routes; failed: 5xx; broken: after the
-first byte; left: the client did."""
-
-
-def outcome_of(served: Served | None) -> Outcome:
-    """None: the client left."""
-    if served is None:
-        return "left"
-    if served.failure or served.needs_reset:
-        return "broken"
-    if served.status < 400:
-        return "ok"
-    return "refused" if served.status < 500 else "failed"
-
-
-def outcome_without_worker(status: int, *, is_api: bool) -> Outcome:
-    """Alerts count `failed`: one dashboard too many (503) or HTTP/2 (505) is no failed request of a user."""
-    return "failed" if is_api and status >= 500 else "refused"
-
-
-class _Ended(NamedTuple):
-    """What is known of a request at its end, at the time `at` of the day."""
-
-    at: float
-    request: Request
-    request_id: str
-    served: Served | None
-    duration_s: float
-    notes: Notes | None
-    work: Work | None
-    tried: Sequence[Placement]
-    error: BaseException | None
 
 
 class AccessLog:
@@ -99,7 +65,7 @@ class AccessLog:
         self.addresses = ClientAddresses(options.trusted_proxies)
         self._decisions = decisions
         self._chance = chance
-        self._waiting: list[_Ended] = []  # served requests whose lines are not written yet
+        self._waiting: list[tuple[float, Record]] = []  # served requests whose lines are not written yet
         self._timer: asyncio.TimerHandle | None = None
         self.change(options)
 
@@ -108,50 +74,34 @@ class AccessLog:
         self._share = {"off": 0.0, "sampled": SAMPLED, "all": 1.0}[options.mode]
         self.addresses.trust(options.trusted_proxies)
 
-    def begin(self, request: Request) -> Notes | None:
-        """The notes of a new request; None if it is neither logged nor traced."""
+    def begin(self, request: Request) -> Notes:
+        """The notes of a new request; NOT_NOTED if it is neither logged nor traced."""
         is_logged = self._share > 0 and self._chance() < self._share
         if self._tracing is None:
-            return _new_notes() if is_logged else None
+            return _new_notes() if is_logged else NOT_NOTED
         notes = _new_notes()
         trace = self._tracing.begin(request.head.fields, notes.begun)
         request.trace = trace.headers(None)  # if it is not sampled, the worker shall not sample it either
         notes.is_logged, notes.trace = is_logged, trace if trace.is_recorded else None
-        return notes if is_logged or trace.is_recorded else None
+        return notes if is_logged or trace.is_recorded else NOT_NOTED
 
-    def end(
-        self,
-        request: Request,
-        request_id: str,
-        served: Served | None,
-        duration_s: float,
-        *,
-        notes: Notes | None,
-        work: Work | None,
-        tried: Sequence[Placement] = (),
-        error: BaseException | None = None,
-    ) -> None:
-        """Log a request that is logged, or has failed, and end its trace.
-
-        `served`: None if the client left. `work`: None if it was not accepted.
-        """
-        outcome = outcome_of(served)
+    def end(self, record: Record) -> None:
+        """Log a request that is logged, or has failed, and end its trace."""
+        ending, notes, work = record.ending(), record.notes, record.work
         # a client that stops an answer that has begun is no failure of the router
-        is_failure = outcome != "ok" and not (outcome == "left" and request.client.has_begun)
-        if not is_failure and notes is None:
+        is_failure = ending != "ok" and not (ending == "left" and record.request.client.has_begun)
+        if not is_failure and notes is NOT_NOTED:
             return
-        if notes is not None:
-            notes.ended()
-        ended = _Ended(time.time(), request, request_id, served, duration_s, notes, work, tried, error)
+        notes.ended()
         is_small = work is not None and len(work.body) <= _SMALL_BYTES
-        if outcome == "ok" and is_small and notes is not None and notes.trace is None:
-            self._wait(ended)
+        if ending == "ok" and is_small and notes.trace is None:
+            self._wait(record)
         else:
             self.flush()  # lines stay in order
-            self._tell(ended, outcome, is_logged=is_failure or (notes is not None and notes.is_logged))
+            self._tell(time.time(), record, is_logged=is_failure or notes.is_logged)
 
-    def _wait(self, ended: _Ended) -> None:
-        self._waiting.append(ended)
+    def _wait(self, record: Record) -> None:
+        self._waiting.append((time.time(), record))
         if len(self._waiting) >= TOGETHER:
             self.flush()
         elif self._timer is None:
@@ -163,52 +113,52 @@ class AccessLog:
             self._timer.cancel()
             self._timer = None
         waiting, self._waiting = self._waiting, []
-        for ended in waiting:
-            self._tell(ended, "ok", is_logged=True)
+        for at, record in waiting:
+            self._tell(at, record, is_logged=True)
 
-    def _tell(self, ended: _Ended, outcome: Outcome, *, is_logged: bool) -> None:
-        at, request, request_id, served, duration_s, notes, work, tried, error = ended
-        status = CLIENT_LEFT if served is None else served.status
-        facts = self._asked(request, request_id) | {
+    def _tell(self, at: float, record: Record, *, is_logged: bool) -> None:
+        """`at`: when it ended, the time of the day."""
+        notes, work, error = record.notes, record.work, record.error
+        ending, status = record.ending(), record.status
+        facts = self._asked(record.request, record.id) | {
             "status": status,
-            "outcome": outcome,
-            "duration_s": round(duration_s if notes is None else notes.duration_s or 0.0, 6),
+            "outcome": ending,
+            "duration_s": round(record.lasted_s if notes.duration_s is None else notes.duration_s, 6),
         }
-        if why := _reason(served, error):
+        if why := _reason(record.served, error):
             facts["error"] = why[:_MOST_CHARACTERS]
         if work is not None:
-            facts |= _routed(work, tried, notes)
-        if notes is not None:
-            facts |= _noted(notes)
+            facts |= _routed(work, [one.placement for one in record.attempts], notes)
+        facts |= _noted(notes)
         bug = None if isinstance(error, KvRouterError) else error
-        if notes is not None and notes.trace is not None:
-            _end_trace(notes.trace, notes, facts, is_error=outcome == "broken" or status >= 500, bug=bug)
+        if notes.trace is not None:
+            _end_trace(notes.trace, notes, facts, is_error=ending == "broken" or status >= 500, bug=bug)
         if not is_logged:
             return
-        if notes is not None and notes.trace is not None:
+        if notes.trace is not None:
             facts["trace"] = notes.trace.id
-        if tried and log.is_enabled_for(logging.DEBUG):
-            facts |= self._decisions.terms_of(request_id)
+        if record.attempts and log.is_enabled_for(logging.DEBUG):
+            facts |= self._decisions.terms_of(record.id)
         facts["timestamp"] = (
             datetime.datetime.fromtimestamp(at, datetime.UTC).isoformat().replace("+00:00", "Z")
         )
-        _write(outcome, status, facts, bug)
+        _write(ending, status, facts, bug)
 
     def refused(
         self,
         request: Request | None,
         request_id: str,
         error: KvRouterError,
-        outcome: Outcome,
+        ending: Ending,
         client: str = "",
     ) -> None:
         """Log a request that reached no worker's route. `request`: None if it could not be read."""
         facts: dict[str, Any] = {"request": request_id, "client": self.addresses.of_connection(client)}
         if request is not None:
             facts = self._asked(request, request_id)
-        facts |= {"status": error.status, "outcome": outcome, "error": str(error)[:_MOST_CHARACTERS]}
+        facts |= {"status": error.status, "outcome": ending, "error": str(error)[:_MOST_CHARACTERS]}
         self.flush()
-        _write(outcome, error.status, facts)
+        _write(ending, error.status, facts)
 
     def _asked(self, request: Request, request_id: str) -> dict[str, Any]:
         facts = {
@@ -259,12 +209,12 @@ def _end_trace(
     trace.end(None, ended, attributes, (reason or f"status {facts['status']}") if is_error else "", bug)
 
 
-def _write(outcome: Outcome, status: int, facts: dict[str, Any], bug: BaseException | None = None) -> None:
-    event = "request.served" if outcome == "ok" else "request.failed"
+def _write(ending: Ending, status: int, facts: dict[str, Any], bug: BaseException | None = None) -> None:
+    event = "request.served" if ending == "ok" else "request.failed"
     if bug is not None:
         log.error(event, **facts, exc_info=bug)
         return
-    is_ours = outcome == "broken" or status >= 500
+    is_ours = ending == "broken" or status >= 500
     log.log(logging.WARNING if is_ours else logging.INFO, event, **facts)
 
 
@@ -274,11 +224,11 @@ def _reason(served: Served | None, error: BaseException | None) -> str:
     return str(error) if error is not None else served.failure
 
 
-def _routed(work: Work, tried: Sequence[Placement], notes: Notes | None) -> dict[str, Any]:
+def _routed(work: Work, tried: Sequence[Placement], notes: Notes) -> dict[str, Any]:
     facts: dict[str, Any] = {"model": work.router.pool.model[:_MOST_CHARACTERS], "stream": work.stream}
     if mode := work.route.mode or work.router.selection.mode:
         facts["mode"] = mode
-    reported = notes.usage.prompt_tokens if notes is not None and notes.usage is not None else None
+    reported = notes.usage.prompt_tokens if notes.usage is not None else None
     if tokens := work.route.isl or reported:  # the engine counts those that are not known here
         facts["prompt_tokens"] = tokens
     if tried:

@@ -17,6 +17,7 @@ from functools import lru_cache
 import msgspec
 from msgspec import Struct
 
+from kvrouter.frontend.record import Ending, Record
 from kvrouter.relay.answer import Answer
 from kvrouter.relay.request import Request
 
@@ -102,6 +103,20 @@ class Totals(Struct):
     """Predicted to be cached, as in the metrics."""
     output_tokens: int = 0
     seconds: float = 0.0
+
+    def count(self, record: Record, ending: Ending) -> None:
+        """Add a request that has ended."""
+        self.requests += 1
+        self.seconds += record.lasted_s
+        if record.attempts:
+            last = record.attempts[-1]
+            self.prompt_tokens += last.prompt_tokens
+            self.overlap_tokens += last.overlap_tokens
+            self.output_tokens += last.output_tokens or 0
+        if ending != "ok":
+            self.failed += ending in {"failed", "broken"}
+            self.refused += ending == "refused"
+            self.left += ending == "left"
 
     def add(self, other: Totals) -> None:
         for name in self.__struct_fields__:

@@ -30,18 +30,19 @@ from kvrouter.errors import (
 )
 from kvrouter.frontend import engine_routes
 from kvrouter.frontend.accept import Accept, Work
-from kvrouter.frontend.access_log import CLIENT_LEFT, AccessLog, outcome_of, outcome_without_worker
+from kvrouter.frontend.access_log import AccessLog
 from kvrouter.frontend.admission_queue import WaitingRoom
 from kvrouter.frontend.bodies import responses
 from kvrouter.frontend.bodies.apis import Api
 from kvrouter.frontend.bodies.edits import with_field, with_report_mode
-from kvrouter.frontend.client_totals import ClientTotals, Totals
+from kvrouter.frontend.client_totals import ClientTotals
 from kvrouter.frontend.decision_views import DecisionViews
-from kvrouter.frontend.hung_engines import HungEngines, Probe, Running
+from kvrouter.frontend.hung_engines import HungEngines, Probe
 from kvrouter.frontend.lost_requests import Case, LostRequests
-from kvrouter.frontend.notes import Notes
+from kvrouter.frontend.notes import NOT_NOTED, Notes
 from kvrouter.frontend.operators import Rights
 from kvrouter.frontend.prediction_checks import check_answer
+from kvrouter.frontend.record import Record, Running, ending_without_worker
 from kvrouter.frontend.rules import record_outcome
 from kvrouter.frontend.state_metrics import target_samples
 from kvrouter.relay.answer import Answer, Served, internal_error, rejected_answer
@@ -155,85 +156,69 @@ class Completions:
 
         If the client disconnects, the task is cancelled, and the booking is freed on the way out.
         """
-        received_at = self._now()
-        request_id = request_id_of(request.headers)
-        notes = self.access.begin(request)
-        work: Work | None = None
-        tried: list[Running] = []
-        wrong: Exception | None = None
+        record = Record(request, request_id_of(request.headers), self._now(), self.access.begin(request))
         try:
             self._in_flight.begin(request)
-            if request.head.hops:
-                check_hops(request.head.hops, self._replica.is_replica)
-            work = await self._accept.work(request, api, request_id, received_at, rights, notes=notes)
-            if work.is_dry_run:
-                rights.gate("a dry run", request.headers)
-                served = self._reply(request, self._decisions.preview(work))
-            else:
-                keeps_alive = self._limits.keep_alive_s and work.stream and api.streams
-                relay = self._kept_alive if keeps_alive else self._try_workers
-                served = self._finish(work, await relay(work, tried, notes))
-        except KvRouterError as error:
-            wrong = error
-            served = self._reply_error(api, request, request_id, error)
+            served = record.served = await self._answer(record, api, rights)
         except asyncio.CancelledError:
             rejection = self._in_flight.take_rejection(request)
             if rejection is None:  # the client left; else cut_off cancelled the request
-                self._metrics.cancelled.inc()
-                now = self._now()
-                lasted_s = now - received_at
-                self._count(request, work, CLIENT_LEFT, "left")
-                _add(self.clients.of(request, now), tried, "left", lasted_s)
-                self.access.end(
-                    request, request_id, None, lasted_s, notes=notes, work=work, tried=_placements(tried)
-                )
                 raise
-            wrong = rejection
-            served = self._reply_error(api, request, request_id, rejection)
+            served = record.served = self._failed(record, api, rejection)
         except Exception as error:
-            wrong = error
-            served = self._fail(api, request, request_id)
+            served = record.served = self._failed(record, api, error)
         finally:
             self._in_flight.end(request)
-        # nearly all: not worth a call
-        is_well = served.status < 400 and not served.failure and not served.needs_reset
-        now = self._now()
-        lasted_s = now - received_at
-        outcome = "ok" if is_well else outcome_of(served)
-        model = self._count(request, work, served.status, outcome)
-        _add(self.clients.of(request, now), tried, outcome, lasted_s)
-        self._metrics.duration.observe(lasted_s, model)
-        if not is_well or notes is not None or wrong is not None:
-            self.access.end(
-                request,
-                request_id,
-                served,
-                lasted_s,
-                notes=notes,
-                work=work,
-                tried=_placements(tried),
-                error=wrong,
-            )
+            self._ended(record)
         return served
 
-    def _count(self, request: Request, work: Work | None, status: int, outcome: str) -> str:
-        """Count a request that has ended; returns the label of its model."""
+    async def _answer(self, record: Record, api: Api, rights: Rights) -> Served:
+        request = record.request
+        if request.head.hops:
+            check_hops(request.head.hops, self._replica.is_replica)
+        record.work = work = await self._accept.work(
+            request, api, record.id, record.received_at, rights, notes=record.notes
+        )
+        if work.is_dry_run:
+            rights.gate("a dry run", request.headers)
+            return self._reply(request, self._decisions.preview(work))
+        keeps_alive = self._limits.keep_alive_s and work.stream and api.streams
+        relay = self._kept_alive if keeps_alive else self._try_workers
+        return self._finish(work, await relay(record, work))
+
+    def _failed(self, record: Record, api: Api, error: Exception) -> Served:
+        """Answer in place of a worker."""
+        record.error, request = error, record.request
+        if isinstance(error, KvRouterError):
+            return self._reply_error(api, request, record.id, error)
+        return self._fail(api, request, record.id)
+
+    def _ended(self, record: Record) -> None:
+        """Read the record: nothing is counted of a request's end anywhere else."""
+        record.ended_at = now = self._now()
+        metrics, work, ending, request = self._metrics, record.work, record.ending(), record.request
         model, mode = "", ""
         if work is not None:
-            model = self._metrics.models[work.router.pool.model]
+            model = metrics.models[work.router.pool.model]
             mode = work.route.mode or work.router.modes.default.mode
         # Only its own routes lead here, so the path is not the client's choice.
-        self._metrics.requests.values[model, request.head.route, mode, status, outcome] += 1
-        return model
+        metrics.requests.values[model, request.head.route, mode, record.status, ending] += 1
+        self.clients.of(request, now).count(record, ending)
+        if record.served is None:
+            metrics.cancelled.inc()
+        else:
+            metrics.duration.observe(record.lasted_s, model)
+        if ending != "ok" or record.notes is not NOT_NOTED or record.error is not None:
+            self.access.end(record)
 
     def refused(
         self, request: Request | None, request_id: str, error: KvRouterError, client: str = ""
     ) -> None:
         """Count and log a request that reached no worker's route. `request`: None if it was not readable."""
         route = OTHER if request is None or request.head.route not in ROUTES else request.head.route
-        outcome = outcome_without_worker(error.status, is_api=route != OTHER)
-        self._metrics.requests.values["", route, "", error.status, outcome] += 1
-        self.access.refused(request, request_id, error, outcome, client)
+        ending = ending_without_worker(error.status, is_api=route != OTHER)
+        self._metrics.requests.values["", route, "", error.status, ending] += 1
+        self.access.refused(request, request_id, error, ending, client)
 
     def _reply(self, request: Request, answer: Answer, *, closes: bool = False) -> Served:
         """Write an answer that no worker made."""
@@ -256,7 +241,7 @@ class Completions:
             return Served(KvRouterError.status, keeps_alive=False, needs_reset=True)
         return self._reply_error(api, request, request_id, internal_error())
 
-    async def _kept_alive(self, work: Work, tried: list[Running], notes: Notes | None) -> Outcome | None:
+    async def _kept_alive(self, record: Record, work: Work) -> Outcome | None:
         """`_try_workers`, with comments for a client that waits for its stream (--sse-keep-alive-s)."""
         request = work.request
         headers = f"x-request-id: {work.id}\r\nx-kvrouter-router: {self._replica.router_id}\r\n".encode()
@@ -264,24 +249,23 @@ class Completions:
         start = partial(begin_unplaced, request.client, headers, may_stay=may_stay)
         keep_alive = KeepAlive(request.client, start, self._limits.keep_alive_s)
         try:
-            return await self._try_workers(work, tried, notes)
+            return await self._try_workers(record, work)
         finally:
             keep_alive.stop()
 
-    async def _try_workers(self, work: Work, tried: list[Running], notes: Notes | None) -> Outcome | None:
+    async def _try_workers(self, record: Record, work: Work) -> Outcome | None:
         """Route and relay. If a worker fails before the first byte, try another, `retries` times at most."""
         failed: frozenset[Target] = frozenset()
         fallbacks: tuple[Target, ...] = ()
         outcome: Outcome | None = None
-        if notes is not None:
-            notes.accepted()
+        notes = record.notes
+        notes.accepted()
         # Once, not before each retry: a retry replaces a booking of this request that has just been freed.
         if work.api.parse is not None and self._waiting_room.is_on:
             try:
                 await self._waiting_room.admitted(work.router, work.route)
             finally:
-                if notes is not None:
-                    notes.queued()
+                notes.queued()
         prompts = self.lost.prompts
         case: Case | None = None
         for tries in range(self._retries + 1):
@@ -291,17 +275,18 @@ class Completions:
             case = case or (await self.lost.case(work) if is_watched else None)
             try:
                 if case is None:
-                    placement = self._place(work, failed, fallbacks, notes)
+                    placement = self._place(work, notes, failed, fallbacks)
                 else:
-                    placed_without = partial(self._place_without, work, failed, fallbacks, notes)
-                    placement = await self.lost.place(case, placed_without)
+                    placement = await self.lost.place(
+                        case, partial(self._place, work, notes, failed, fallbacks)
+                    )
             except NoWorkersError:
                 if outcome is None:
                     raise
                 break  # no worker is left: the client gets the answer of the last one
             outcome = None  # stays None if this attempt is cancelled: `_end` then knows that the client left
             running = self._begin(work, placement, failed if tries < self._retries else None, notes)
-            tried.append(running)
+            record.attempts.append(running)
             outcome, case = await self._attempt(running, case)
             if isinstance(outcome, (Done, TimedOut)):
                 break
@@ -314,7 +299,7 @@ class Completions:
         return outcome
 
     def _begin(
-        self, work: Work, placement: Placement, excluded: frozenset[Target] | None, notes: Notes | None
+        self, work: Work, placement: Placement, excluded: frozenset[Target] | None, notes: Notes
     ) -> Running:
         """A request that is sent to its worker now; `excluded` as Running has it."""
         metrics, target = self._metrics, placement.target
@@ -350,34 +335,27 @@ class Completions:
                 self.lost.end_trial(case)
             self._end(running, outcome)
 
-    def _place_without(
+    def _place(
         self,
         work: Work,
+        notes: Notes,
         failed: frozenset[Target],
         fallbacks: tuple[Target, ...],
-        notes: Notes | None,
-        avoided: frozenset[Target],
-    ) -> Placement:
-        return self._place(work, failed | avoided, fallbacks, notes)
-
-    def _place(
-        self, work: Work, failed: frozenset[Target], fallbacks: tuple[Target, ...], notes: Notes | None
+        avoided: frozenset[Target] = frozenset(),
     ) -> Placement:
         """Choose and book. The AddRequest goes to the peers at the end of this turn of the loop."""
         router, route = work.router, work.route
-        if notes is not None:
-            notes.deciding()
+        notes.deciding()
         self._until_decision_timed -= 1
         began = 0.0
         if not self._until_decision_timed:
             self._until_decision_timed, began = DECISION_TIMED_EVERY, time.perf_counter()
         placement, _ = router.route_among(
-            route, self._now(), streamed=work.stream, exclude=failed, prefer=fallbacks
+            route, self._now(), streamed=work.stream, exclude=failed | avoided, prefer=fallbacks
         )
         if began:
             self._metrics.decide.observe(time.perf_counter() - began)
-        if notes is not None:
-            notes.decided(self._decisions.last_terms())
+        notes.decided(self._decisions.last_terms)
         if self._decisions.logs:
             self._decisions.log_last()
         self._publishing.flush_soon()
@@ -426,18 +404,16 @@ class Completions:
 
     async def _exchange(self, running: Running, *, fresh: bool = False) -> Outcome:
         """Send the request to the placement's worker, and its answer to the client."""
-        work, placement, notes = running.work, running.placement, running.notes
+        work, placement = running.work, running.placement
         request, outcome = work.request, None
-        if notes is not None and notes.trace is not None:
-            request.trace = notes.sending(notes.trace, placement)
+        running.notes.sending(request, placement)
         try:
             connection = None if fresh else self._upstream.idle(placement.url)
             if connection is None:
                 connection = await self._upstream.connect(placement.url)
         except WorkerUnreachableError as error:
             work.router.pool.unreachable(placement.target.worker_id)
-            if notes is not None:
-                notes.answered(Lost(str(error)))
+            running.notes.answered(Lost(str(error)))
             return Lost(str(error), is_cut=fresh)  # `fresh`: a connection has just broken with the request
         self._until_relay_timed -= 1
         new_attempt = Attempt
@@ -502,10 +478,8 @@ class Completions:
                 metrics.between.observe(between_s, running.model)
         if isinstance(attempt, TimedAttempt):
             metrics.relay.observe(attempt.spent_s)
-        if running.notes is not None:
-            notes = running.notes
-            notes.usage, notes.output_tokens = work.api.find_usage(attempt.tail), running.output_tokens
-            notes.answered(outcome, attempt.events)
+        running.notes.counted(work.api.find_usage, attempt.tail, running.output_tokens)
+        running.notes.answered(outcome, attempt.events)
 
     def _good_answer(self, work: Work, placement: Placement, attempt: Attempt) -> None:
         """Check the prediction by the answer's usage; keep what a later request may continue."""
@@ -533,8 +507,7 @@ class Completions:
         if ttft_s is not None:
             running.counts.first_byte_s += ttft_s
             running.counts.first_bytes += 1
-        if running.notes is not None:
-            running.notes.got_first_byte()
+        running.notes.got_first_byte()
         self._publishing.flush_soon()
 
     def _running_requests(self) -> list[tuple[Request, float]]:
@@ -607,25 +580,6 @@ class Completions:
                 raise WorkerDiedError(reason)
             case None:
                 raise NoWorkersError("no worker was tried")
-
-
-def _placements(tried: list[Running]) -> list[Placement]:
-    return [one.placement for one in tried]
-
-
-def _add(totals: Totals, tried: list[Running], outcome: str, lasted_s: float) -> None:
-    """Count a request that has ended with those of its client."""
-    totals.requests += 1
-    totals.seconds += lasted_s
-    if tried:
-        last = tried[-1]
-        totals.prompt_tokens += last.prompt_tokens
-        totals.overlap_tokens += last.overlap_tokens
-        totals.output_tokens += last.output_tokens or 0
-    if outcome != "ok":
-        totals.failed += outcome in {"failed", "broken"}
-        totals.refused += outcome == "refused"
-        totals.left += outcome == "left"
 
 
 def _ending_of(outcome: Outcome | None) -> str:

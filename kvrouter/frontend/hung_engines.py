@@ -28,18 +28,14 @@ from typing import TypeAlias
 
 import aiohttp
 import structlog
-from msgspec import Struct
 
 from kvrouter.bounded_answers import address_below, engine_connector, is_alive
 from kvrouter.core.fleet.pool import Pool
-from kvrouter.core.fleet.router import Placement
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.wire.addresses import Network
-from kvrouter.core.wire.ids import Target, WorkerId
-from kvrouter.frontend.accept import Work
-from kvrouter.frontend.notes import Notes
+from kvrouter.core.wire.ids import WorkerId
+from kvrouter.frontend.record import Running
 from kvrouter.relay.exchange import Attempt
-from kvrouter.telemetry.metrics import TargetCounts
 from kvrouter.tls import trusting
 
 log = structlog.get_logger()
@@ -56,32 +52,6 @@ MISSES_UNTIL_GONE = 3
 # In a second at most this many searches for another worker may find none; the other requests wait for their
 # turn. With a thousand full targets a search costs 0.7 ms.
 MOST_MISSES = 50
-
-
-class Running(Struct):
-    """A request at a worker."""
-
-    work: Work
-    placement: Placement
-    # The targets that it must not move to; None: no retry is left, so it stays.
-    excluded: frozenset[Target] | None
-    model: str
-    """The label of its model in metrics."""
-    counts: TargetCounts
-    """Of its target."""
-    notes: Notes | None
-    """None: it is neither logged nor traced."""
-    # The length of the answer, once it has ended; None: not known.
-    output_tokens: int | None = None
-    prompt_tokens: int = 0
-    """0: its tokens are not known."""
-    overlap_tokens: int = 0
-    """Predicted to be cached."""
-    sent_at: float = 0.0
-    is_lost: bool = False
-    """Whether its worker was lost with it in hand."""
-    first_at: float = 0.0
-    """When its first data came; 0: not yet, or it is not streamed."""
 
 
 # Whether the engine at a URL answers.

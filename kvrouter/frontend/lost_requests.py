@@ -33,7 +33,8 @@ from kvrouter.core.wire.ids import PromptHash, Target, WorkerId
 from kvrouter.errors import NoWorkersError, RequestEndsWorkersError, WorkerDiedError
 from kvrouter.frontend.accept import Work
 from kvrouter.frontend.bodies.prompt_hash import prompt_hash
-from kvrouter.frontend.hung_engines import Probe, Running
+from kvrouter.frontend.hung_engines import Probe
+from kvrouter.frontend.record import Running
 from kvrouter.relay.exchange import Done, Lost, Outcome, Rejected
 from kvrouter.replica.publishing import Publishing
 from kvrouter.telemetry.metrics import RequestMetrics

@@ -18,6 +18,7 @@ from msgspec import Struct
 from kvrouter.core.fleet.router import Placement
 from kvrouter.core.tables.predictions import Usage
 from kvrouter.relay.exchange import Done, Lost, Outcome, Rejected, Retried, TimedOut
+from kvrouter.relay.request import Request
 from kvrouter.relay.upstream import address_of
 
 if TYPE_CHECKING:
@@ -74,22 +75,28 @@ class Notes(Struct):
     def deciding(self) -> None:
         self._step()
 
-    def decided(self, facts: Callable[[], dict[str, Any]]) -> None:
-        """`facts()`: what the choice was judged by; called later."""
+    def decided(self, last_terms: Callable[[], Callable[[], dict[str, Any]]]) -> None:
+        """`last_terms()()`: what the choice was judged by; the second call comes later."""
         began = self.mark
         self.decide_s = (self.decide_s or 0.0) + self._step()
         if self.trace is not None:
-            self.choice = began, self.mark, facts
+            self.choice = began, self.mark, last_terms()
 
-    def sending(self, trace: Trace, placement: Placement) -> str:
-        """Begin an attempt; returns the trace context for the worker, as lines of the head."""
-        self.attempts, self.first_byte_at = self.attempts + 1, 0.0
-        self.attempt = trace.upstream(clock(), _of_worker(placement, self.attempts))
-        return trace.headers(self.attempt)
+    def sending(self, request: Request, placement: Placement) -> None:
+        """Begin an attempt, whose worker gets the trace context."""
+        trace = self.trace
+        if trace is not None:
+            self.attempts, self.first_byte_at = self.attempts + 1, 0.0
+            self.attempt = trace.upstream(clock(), _of_worker(placement, self.attempts))
+            request.trace = trace.headers(self.attempt)
 
     def got_first_byte(self) -> None:
         self.first_byte_at = clock()
         self.first_byte_s = self.first_byte_at - self.begun
+
+    def counted(self, find_usage: Callable[[bytes], Usage], tail: bytes, output_tokens: int | None) -> None:
+        """The end of the answer, with what its engine counted."""
+        self.usage, self.output_tokens = find_usage(tail), output_tokens
 
     def answered(self, outcome: Outcome | None, events: int = 0) -> None:
         """The attempt is over, after so many events of a stream. `outcome`: None if it was cancelled."""
@@ -115,6 +122,26 @@ class Notes(Struct):
         """Seconds since the last step."""
         before, self.mark = self.mark, clock()
         return self.mark - before
+
+
+class _NotNoted(Notes):
+    """Of requests that are neither logged nor traced: nearly all, so nothing is measured."""
+
+    def tokenized(self, began: float) -> None: ...
+    def accepted(self) -> None: ...
+    def queued(self) -> None: ...
+    def deciding(self) -> None: ...
+    def decided(self, last_terms: Callable[[], Callable[[], dict[str, Any]]]) -> None: ...
+    def sending(self, request: Request, placement: Placement) -> None: ...
+    def got_first_byte(self) -> None: ...
+    def counted(
+        self, find_usage: Callable[[bytes], Usage], tail: bytes, output_tokens: int | None
+    ) -> None: ...
+    def answered(self, outcome: Outcome | None, events: int = 0) -> None: ...
+    def ended(self) -> None: ...
+
+
+NOT_NOTED: Notes = _NotNoted(0.0, 0.0, is_logged=False)
 
 
 def _of_worker(placement: Placement, number: int) -> dict[str, Any]:
