@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.kit import house
 from scripts.kit.house import main
 
 
@@ -34,3 +35,44 @@ def test_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "arrows between folders of core/": "1",
         "lines with a comment per 1,000": "200.0",
     } == {name: value.strip() for name, value in values.items()}
+
+
+def test_this_house_is_within_its_limits() -> None:
+    """Functions, classes, folders, lines and comments of the package."""
+    assert 0 == main([])
+
+
+@pytest.mark.parametrize(
+    ("source", "trouble"),
+    [
+        ("# why\ndef long() -> None:\n" + "    pass\n" * 60, "a function of 61 lines"),
+        ("# why\nclass Long:\n" + "    x = 1\n" * 300, "Long has 301 lines"),
+        ("x = 1\n" * 100, "0.0 comments"),
+        ("# why\n" * 60 + "x = 1\n" * 50, "110 lines"),
+    ],
+)
+def test_limits(
+    source: str,
+    trouble: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is above its limit is named, and the check fails."""
+    monkeypatch.setattr(house, "LINES", 100 if "110" in trouble else 1000)
+    (tmp_path / "kvrouter").mkdir()
+    (tmp_path / "kvrouter" / "a.py").write_text(source)
+
+    assert 1 == main(["--root", str(tmp_path)])
+    assert trouble in capsys.readouterr().err
+
+
+def test_full_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder has 25 files at most."""
+    folder = tmp_path / "kvrouter" / "full"
+    folder.mkdir(parents=True)
+    for number in range(26):
+        (folder / f"f{number}.py").write_text("# why\nx = 1\n")
+
+    assert 1 == main(["--root", str(tmp_path)])
+    assert "kvrouter/full: 26 files, more than 25" in capsys.readouterr().err

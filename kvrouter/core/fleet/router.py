@@ -315,9 +315,7 @@ class Router:
 
     def _count_decision(self, eligible: Candidates, target: Target, moment: Moment) -> float | None:
         """The predicted TTFT of the chosen target, counted against the least; None without a prediction."""
-        if moment.doubt:
-            return None
-        predicted = eligible.predicted_ttft_s(target)
+        predicted = None if moment.doubt else eligible.predicted_ttft_s(target)
         if predicted is None:
             return None
         self.bookings.calibration.decided(*predicted)

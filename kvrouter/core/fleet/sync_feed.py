@@ -232,10 +232,10 @@ class SyncFeed:
 
     def _is_early(self, bind: Bind, now: float) -> bool:
         """Whether the session's worker is not known here: then the op waits for its card."""
-        is_known = bind.worker_id in self._pool.workers
-        if not is_known:
-            self.early.hold(bind, now)
-        return not is_known
+        if bind.worker_id in self._pool.workers:
+            return False
+        self.early.hold(bind, now)
+        return True
 
     def _learn_text(self, sent: SentText, now: float) -> None:
         target = Target(WorkerId(sent.worker_id), sent.rank)
