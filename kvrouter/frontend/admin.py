@@ -291,7 +291,8 @@ class Admin:
 
 def _counted(reasons: Sequence[str]) -> list[str]:
     """Reasons for clients that may not see the names in them."""
-    return [f"{len(reasons)}: see /ready of the admin listener (--expose)"] if reasons else []
+    count = f"{len(reasons)} reason{'s'[: len(reasons) > 1]}"
+    return [f"{count}; /ready of the admin listener has the text (--expose)"] if reasons else []
 
 
 def _pool(pool: Pool) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from kvrouter.frontend.notes import NOT_NOTED, Notes
 from kvrouter.frontend.operators import Rights
 from kvrouter.frontend.prediction_checks import check_answer
 from kvrouter.frontend.record import Record, Running, ending_without_worker
-from kvrouter.frontend.rules import record_outcome
+from kvrouter.frontend.rules import record_outcome, record_refusal
 from kvrouter.frontend.state_metrics import target_samples
 from kvrouter.relay.answer import Answer, Served, internal_error, rejected_answer
 from kvrouter.relay.begun import KeepAlive, begin_unplaced
@@ -170,6 +170,7 @@ class Completions:
         finally:
             self._in_flight.end(request)
             self._ended(record)
+            record.error = None  # its traceback leads back here, and would hold the body in a ring
         return served
 
     async def _answer(self, record: Record, api: Api, rights: Rights) -> Served:
@@ -322,8 +323,7 @@ class Completions:
         try:
             outcome = await self._exchange(running)
             if isinstance(outcome, Lost) and outcome.was_idle:
-                # The worker closed an idle connection while the request went out. HTTP/1.1 allows it at
-                # any time, so it does not count as a failure of the worker.
+                # The worker closed an idle connection meanwhile, as HTTP/1.1 allows: it has not failed.
                 outcome = None
                 outcome = await self._exchange(running, fresh=True)
             # nearly all need no call
@@ -351,7 +351,7 @@ class Completions:
         if not self._until_decision_timed:
             self._until_decision_timed, began = DECISION_TIMED_EVERY, time.perf_counter()
         placement, _ = router.route_among(
-            route, self._now(), streamed=work.stream, exclude=failed | avoided, prefer=fallbacks
+            route, self._now(), streamed=work.stream, exclude=failed, prefer=fallbacks, avoid=avoided
         )
         if began:
             self._metrics.decide.observe(time.perf_counter() - began)
@@ -373,18 +373,18 @@ class Completions:
     def _end(self, running: Running, outcome: Outcome | None) -> None:
         """Free the booking of an attempt. It has no outcome if the client left or an error was raised."""
         router, placement, now = running.work.router, running.placement, self._now()
-        answers = running.counts.answers
         if router.circuits is not None:
             record_outcome(router.circuits, placement.target, outcome)
         # Nearly all are good: asked first, and without a `match`, which takes 0.5 µs.
         if isinstance(outcome, Done) and outcome.status < 300 and not outcome.failure:
-            answers["ok"] += 1
-            # Before `free`, which reports 499 to the policy for a booking without an answer.
+            running.counts.answers["ok"] += 1
+            router.tables.rests.accepted(placement.target)
+            # before `free`, which reports 499 to the policy otherwise
             router.bookings.answered(placement.key, outcome.status)
             # Only a good answer proves that the target computed the prompt, and so may hold its blocks.
             router.bookings.mark_prefill_completed(placement.key, now)
         else:
-            answers[_ending_of(outcome)] += 1
+            running.counts.answers[_ending_of(outcome)] += 1
             if outcome is not None:
                 router.bookings.answered(placement.key, _status_of(outcome))
             if isinstance(outcome, Rejected) and outcome.status in _BUSY:
@@ -412,7 +412,7 @@ class Completions:
             if connection is None:
                 connection = await self._upstream.connect(placement.url)
         except WorkerUnreachableError as error:
-            work.router.pool.unreachable(placement.target.worker_id)
+            record_refusal(work.router, placement.target, self._now(), random.random())
             running.notes.answered(Lost(str(error)))
             return Lost(str(error), is_cut=fresh)  # `fresh`: a connection has just broken with the request
         self._until_relay_timed -= 1

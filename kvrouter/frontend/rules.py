@@ -115,6 +115,13 @@ class Rules:
                 yield "kvrouter_circuit_open", own, 1
 
 
+def record_refusal(router: Router, target: Target, now: float, chance: float) -> None:
+    """The target's worker has accepted no connection: all its ranks share its server, and rest."""
+    router.pool.unreachable(target.worker_id)
+    for rank in router.pool.targets_of(target.worker_id):
+        router.tables.rests.refused(rank, now, chance)
+
+
 def record_outcome(circuits: CircuitBreakers, target: Target, outcome: Outcome | None) -> None:
     """Pass how an attempt ended to the target's circuit. None: the client left, or the replica failed."""
     match outcome:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import re
 import socket
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -13,6 +14,8 @@ from unittest.mock import AsyncMock
 
 import pytest
 
+from kvrouter.frontend.completions import Completions
+from kvrouter.frontend.record import Record
 from kvrouter.relay.upstream import Upstream
 from kvrouter.tokens.tiny import build_tiny_model
 from tests.frontend.fleet import BODY, POOL, STREAM, FleetOf
@@ -485,3 +488,52 @@ async def test_unfinished_bodies_are_bounded_together(fleet_of: FleetOf, framing
             assert "unfinished" in refused.json["error"]["message"]
         await until(fleet.frontend.completions.idle.is_set, "all have left")
         assert 200 == (await fleet.ask({**BODY, "user": "u" * 990_000})).status
+
+
+async def test_failed_requests_leave_no_ring(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error's traceback leads to its request's record. If that led back, the body would stay an hour."""
+    records: list[Record] = []
+    ended = Completions._ended
+
+    def seen(self: Completions, record: Record) -> None:
+        assert record.error is not None
+        records.append(record)
+        ended(self, record)
+
+    monkeypatch.setattr(Completions, "_ended", seen)
+    async with fleet_of(scripts=(OK,)) as fleet:
+        assert 404 == (await fleet.ask({"model": "unknown", "prompt": "hi"})).status
+
+    assert [None] == [record.error for record in records]
+
+
+async def test_workers_that_refuse_connections_rest(fleet_of: FleetOf) -> None:
+    """Cards whose addresses nobody listens at draw no requests for long, though their agents say `up`."""
+    async with fleet_of("--retries", "2", scripts=(OK,) * 7) as fleet:
+        for worker in fleet.workers[:5]:
+            worker.die()
+        bodies = [{**BODY, "prompt": f"{number} " * 40} for number in range(40)]
+        answers = [(await fleet.ask(body)).status for body in bodies]
+
+        assert [200] * 35 == answers[5:]
+        metrics = (await fleet.get("/metrics")).body.decode()
+        (failed,) = re.findall(r'kvrouter_failed_attempts_total\{reason="lost"\} (\d+)', metrics)
+        assert 5 <= int(failed) <= 15
+
+
+async def test_a_worker_that_is_back_is_used_again(fleet_of: FleetOf) -> None:
+    """The first connection that it accepts ends the rest; so does its agent's report of a new engine."""
+    async with fleet_of("--retries", "2", scripts=(OK, OK)) as fleet:
+        rests = fleet.frontend.replica.routers[POOL].tables.rests
+        (target, other) = fleet.targets(fleet.frontend)
+        rests.refused(target, asyncio.get_running_loop().time(), 0.0)
+        assert {other.worker_id} == {(await fleet.ask()).header("x-kvrouter-worker") for _ in range(4)}
+        (last,) = [worker for worker in fleet.workers if worker.id == other.worker_id]
+        last.die()
+        response = await fleet.ask()
+
+        assert (200, target.worker_id) == (response.status, response.header("x-kvrouter-worker"))
+        assert target not in {*rests.until, *rests.refusals}
+        rests.refused(target, asyncio.get_running_loop().time(), 0.0)
+        fleet.frontend.replica.routers[POOL].engine_lost(target.worker_id)
+        assert target not in {*rests.until, *rests.refusals}

@@ -38,6 +38,7 @@ from kvrouter.core.wire.ops import (
 # A target that stores more than 1.1 times what its card has room for contradicts itself: a target without a
 # bound could otherwise fill the index.
 CAPACITY_SLACK = 1.1
+TOO_MANY = "it has more requests in flight than a replica can serve"
 
 
 class FeedSink(Protocol):
@@ -226,12 +227,12 @@ class SyncSink:
         self._named: set[int] = set()
 
     def apply(self, op: Op, now: float) -> str:
-        """Apply a moment of a booking, a session or a text. Only a booking without room contradicts."""
+        """Apply a moment of a booking, a session or a text. Only too many bookings contradict."""
         match op:
             case AddRequest():
-                booking = _booking(self._router_id, op, now)
-                if trouble := self._active.lacks_room(booking):
-                    return trouble
+                booking = self._active.within_bounds(_booking(self._router_id, op, now))
+                if booking is None:
+                    return TOO_MANY
                 self._active.book(booking)
                 self._booked(booking, now)
             case FirstByte() if self._speeds is not None:
@@ -262,7 +263,7 @@ class SyncSink:
         )
 
     def has_room_again(self) -> bool:
-        return False  # digests differ after bookings were refused, and lead to a snapshot
+        return False  # bookings are never refused for the sake of a table
 
     def reset(self) -> None:
         self._active.drop_owner(self._router_id)
@@ -275,9 +276,9 @@ class SyncSink:
         match op:
             case AddRequest():
                 self._named.add(op.number)
-                booking = _booking(self._router_id, op, now)
-                if trouble := self._active.lacks_room(booking):
-                    return trouble
+                booking = self._active.within_bounds(_booking(self._router_id, op, now))
+                if booking is None:
+                    return TOO_MANY
                 self._active.book(booking)
             case MarkPrefillCompleted():
                 self._active.mark_prefill_completed(BookingKey(self._router_id, op.number), now)

@@ -35,6 +35,9 @@ from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import BookingKey, RouterId, Target, WorkerId
 from kvrouter.errors import NoWorkersError
 
+# Why a target is no candidate for any request for a while.
+AVOIDED = "avoided, as a worker was lost a moment ago"
+
 
 class Placement(Struct, frozen=True, gc=False):
     """Where a request is sent, and what was known when that was decided."""
@@ -173,23 +176,28 @@ class Router:
         streamed: bool = True,
         exclude: frozenset[Target] = frozenset(),
         prefer: tuple[Target, ...] = (),
+        avoid: frozenset[Target] = frozenset(),
     ) -> tuple[Placement, Candidates]:
-        """Like `route`, but also returns the candidates, which are too large for a placement to keep."""
+        """Like `route`, but also returns the candidates, which are too large for a placement to keep.
+
+        `avoid`: targets that are left out without having failed this request.
+        """
         # the pool's block size may have changed since the prompt was hashed
         request = self.pool.in_present_size(request)
         selection = self._selection(request)
         policy = selection.policy
         moment = self._moment(policy, now)
-        candidates = self.pool.candidates(request, exclude, with_prefills=policy.reads_speed)
+        left_out = exclude | avoid if avoid else exclude
+        candidates = self.pool.candidates(request, left_out, with_prefills=policy.reads_speed)
         eligible = selection.eligible(request, candidates, moment)
         if not eligible:
             removed = selection.removed(request, candidates, moment)
-            raise NoWorkersError(self._why_none(exclude, removed))
+            raise NoWorkersError(self._why_none(left_out, removed))
         best = _preferred(eligible, prefer) if prefer else []
         best = best or selection.choose(request, eligible, moment)
         order = tuple([one.target for one in best])
         if self.decisions is not None:
-            refused = self._refused(request, exclude)
+            refused = self._refused(request, exclude, avoid)
             self.decisions.append(
                 Decided(
                     request=request,
@@ -262,6 +270,7 @@ class Router:
         """The worker's engine is gone, or another process has taken its place: what it held is gone, too."""
         for target in self.pool.targets_of(worker_id):
             self.feed.forget_texts(target)
+            self.tables.rests.forget(target)
         self.pool.forget_assumed(worker_id)
         self.selection.policy.on_worker_removed(worker_id)
         # it may take requests all the same: then the policy needs its card again
@@ -292,7 +301,9 @@ class Router:
         speed, rate = tables.speeds.speed, tables.arrivals.per_s(now)
         return Moment(now, self._random, tables, unseen, part, speed, rate, self.doubt)
 
-    def _refused(self, request: RouteRequest, exclude: frozenset[Target]) -> dict[Target, str]:
+    def _refused(
+        self, request: RouteRequest, exclude: frozenset[Target], avoid: frozenset[Target] = frozenset()
+    ) -> dict[Target, str]:
         """Why each target of the pool that is not a candidate is not one."""
         if request.is_named:
             refused = self.pool.refusals(request)
@@ -301,6 +312,8 @@ class Router:
             if self._refusals[0] is not self.pool.targets:
                 self._refusals = (self.pool.targets, self.pool.refusals(request))
             refused = self._refusals[1]
+        if avoid:
+            refused = refused | dict.fromkeys(avoid, AVOIDED)
         return refused | dict.fromkeys(exclude, "failed this request") if exclude else refused
 
     def _why_none(self, exclude: frozenset[Target], removed: dict[Target, str]) -> str:

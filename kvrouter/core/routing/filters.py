@@ -133,7 +133,7 @@ class Breaker(Filter):
 
 @dataclass(frozen=True, slots=True)
 class Rest(Filter):
-    """Leaves targets alone that asked for it (rests.py), while another one can take the request."""
+    """Leaves targets alone that asked for it or refuse connections (rests.py), while another one is there."""
 
     name = "retry-after"
     is_preference = True

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
 from kvrouter.core.tables.table import CountedSet, Slots, new_table
@@ -68,6 +69,15 @@ class Booking(Struct, eq=False, gc=False):
     sent_at: float = 0.0
     """When this replica sent it, or learnt of it from its owner; in no digest."""
     is_text: bool = False
+    left_out: int = 0
+    """Blocks of a peer's booking whose names are not kept, as there was no room for them."""
+    left_out_digest: int = 0
+    """Over their names."""
+
+    def without_names(self) -> Booking:
+        """With the same load and the same digest, in little room."""
+        digest = xxh3_64_intdigest(pack_hashes(self.hashes))
+        return replace(self, hashes=(), left_out=len(self.hashes), left_out_digest=digest)
 
     def digest(self) -> int:
         """The booking's part of the digest in a Check: a hash over all that a copy holds.
@@ -80,7 +90,7 @@ class Booking(Struct, eq=False, gc=False):
             self.request_id[:MOST_ID_CHARACTERS],
             self.target.worker_id,
             self.target.rank,
-            xxh3_64_intdigest(pack_hashes(self.hashes)),
+            self.left_out_digest or xxh3_64_intdigest(pack_hashes(self.hashes)),
             self.isl,
             self.overlap_blocks,
             self.prefill_tokens,
@@ -94,10 +104,15 @@ class Booking(Struct, eq=False, gc=False):
 # Limits of a measured prefill: longer ones are stalls, and no engine holds more tokens.
 MOST_SERVICE_S = 600.0
 MOST_TOKENS = 1 << 27
-# Blocks that a peer's bookings in a pool may name, and those of all replicas in all pools: 67 and 270 million
-# tokens in flight in blocks of 16. A named block takes about 40 bytes. Own bookings are never refused.
+# The blocks whose names are kept of a peer's bookings in a pool, and of all replicas in all pools: 67 and 270
+# million tokens in flight in blocks of 16. A named block takes about 40 bytes. Own names are always kept.
 MOST_OF_PEER = 1 << 22
 MOST_OF_ALL = 1 << 24
+# Bookings in flight of a peer in a pool: more than one process can serve. Of all in all pools: 500 MB if each
+# is at a target of its own. Peers with fewer than FEW do not suffer from those that have many.
+MOST_BOOKINGS_OF_PEER = 1 << 16
+MOST_BOOKINGS = 1 << 18
+FEW = 1 << 10
 # What a booking without blocks takes, in blocks.
 _BOOKING_BLOCKS = 16
 
@@ -185,6 +200,19 @@ class BookedBudget:
     """What the bookings of all pools of a replica take together."""
 
     used_blocks: int = 0
+    bookings: int = 0
+
+    def within_bounds(self, booking: Booking, count: int, room: int) -> Booking | None:
+        """A booking of a peer that has `count` in the pool: without its names if they are too many, or None.
+
+        Anyone who publishes as a replica can send any number of them.
+        """
+        if count >= MOST_BOOKINGS_OF_PEER or (count >= FEW and self.bookings >= MOST_BOOKINGS):
+            return None
+        more = _room_of(booking)
+        if room + more > MOST_OF_PEER or self.used_blocks + more > MOST_OF_ALL:
+            return booking.without_names()
+        return booking
 
 
 class BookingTable:
@@ -219,7 +247,7 @@ class BookingTable:
         load = self._loads.get(booking.target) or self._begin(booking.target)
         if booking.hashes:  # first, because it may raise: then nothing is booked
             load.held.add(booking.hashes)
-        load.nameless_blocks += booking.anonymous_blocks + booking.output_blocks
+        load.nameless_blocks += booking.anonymous_blocks + booking.output_blocks + booking.left_out
         load.requests += 1
         if booking.prefill_completed:
             load.prompt_tokens += booking.isl
@@ -236,15 +264,13 @@ class BookingTable:
         owner.changed.add(number)
         owner.room += (room := _room_of(booking))
         self._budget.used_blocks += room
+        self._budget.bookings += 1
 
-    def lacks_room(self, booking: Booking) -> str:
-        """Why a peer's booking is not kept: anyone who publishes as a replica can send any number of them."""
-        room, owner = _room_of(booking), self._owners.get(booking.key.router_id)
-        if (owner.room if owner is not None else 0) + room > MOST_OF_PEER:
-            return f"its bookings name more than {MOST_OF_PEER:,} blocks"
-        if self._budget.used_blocks + room > MOST_OF_ALL:
-            return f"the bookings of all replicas name more than {MOST_OF_ALL:,} blocks"
-        return ""
+    def within_bounds(self, booking: Booking) -> Booking | None:
+        """A peer's booking as it can be kept; None: not at all."""
+        owner = self._owners.get(booking.key.router_id)
+        count, room = (len(owner.bookings), owner.room) if owner is not None else (0, 0)
+        return self._budget.within_bounds(booking, count, room)
 
     def service(self, key: BookingKey, now: float, ttft_s: float) -> Service | None:
         """What a first byte shows of its target's speed: call before `mark_prefill_completed`.
@@ -320,6 +346,7 @@ class BookingTable:
         owner = self._owners.pop(router_id, None)
         if owner is not None:
             self._budget.used_blocks -= owner.room
+            self._budget.bookings -= len(owner.bookings)
             self._dropped.extend(owner.bookings.values())
 
     def sweep(self, hashes: int = SWEEP_HASHES) -> bool:
@@ -469,7 +496,7 @@ class BookingTable:
         references = Counter(hash_ for booking in bookings for hash_ in booking.hashes)
         references.update(extra)
         charged = sum(booking.prefill_tokens for booking in bookings if not booking.prefill_completed)
-        nameless = sum(booking.anonymous_blocks + booking.output_blocks for booking in bookings)
+        nameless = sum(one.anonymous_blocks + one.output_blocks + one.left_out for one in bookings)
         expected = (dict(references), charged, nameless, len(bookings))
         held = load.held.counts()
         if expected != (held, load.charged_tokens, load.nameless_blocks, load.requests):
@@ -513,6 +540,7 @@ class BookingTable:
         booking = owner.end(key.number)
         if booking is not None:
             self._budget.used_blocks -= _room_of(booking)
+            self._budget.bookings -= 1
         if not owner.bookings:  # replicas come and go, each with a new id
             del self._owners[key.router_id]
         return booking
@@ -520,7 +548,7 @@ class BookingTable:
     def _uncharge(self, booking: Booking, now: float = 0.0) -> None:
         """Take the booking out of its target's load, except for its hashes."""
         load = self._loads[booking.target]
-        load.nameless_blocks -= booking.anonymous_blocks + booking.output_blocks
+        load.nameless_blocks -= booking.anonymous_blocks + booking.output_blocks + booking.left_out
         load.requests -= 1
         if booking.prefill_completed:
             load.prompt_tokens -= booking.isl

@@ -3,13 +3,12 @@
     peer's LostWith ─────> the worker has ended, as seen here? ──yes──> DeadlyPrompts.lost
                               └──no──> claimed ──the shell probes it, its agent reports, its lease ends──┘
                                           └──DOUBT_S──> forgotten
-    peer's DeadlyPrompt ──> two of its workers have ended, as seen here? ──yes──> DeadlyPrompts.learn
-                              └──no──> claimed until they have, or until its time is over
+    peer's DeadlyPrompt ──> was it lost at two of its workers, as counted here? ──yes──> DeadlyPrompts.learn
+                              └──no──> claimed until it was, or until its time is over
 
 A message is no proof: whoever may publish as a replica could have any prompt refused. A worker has ended, as
 seen here, if a request was lost at it, its engine does not answer, its agent reports another engine or none,
-or its lease has ended. A replica that began after a prompt was condemned has seen nothing, and believes its
-peers.
+or its lease has ended. A replica that has just begun has seen nothing, and believes its peers for JOIN_S.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from kvrouter.core.wire.ops import DeadlyPrompt, LostWith, Pardon
 # Losses that are claimed of one worker, and workers of which any are; beyond it the oldest are forgotten.
 MOST_CLAIMED = 512
 MOST_WORKERS = 64
-# Until then a replica that has begun may not have known the workers that ended.
+# By then the snapshots of all peers have come.
 JOIN_S = 30.0
 
 
@@ -76,12 +75,15 @@ class ClaimedLosses:
         for loss in self._losses.pop(worker, ()):
             self._count(loss, worker, now)
         for prompt, verdict in list(self._verdicts.items()):
-            if worker in verdict.workers and self._is_proven(verdict.workers):
+            if worker in verdict.workers and self._is_proven(prompt, verdict.workers):
                 del self._verdicts[prompt]
                 self.prompts.learn(prompt, verdict.pool, verdict.workers, verdict.ends_at - now, now)
 
     def _count(self, loss: ClaimedLoss, worker: WorkerId, now: float) -> None:
         prompt, pool, sent_at, lost_at = loss
+        known = self.prompts.suspected.get(prompt)
+        if known is not None and worker in known.workers:
+            return  # a second loss at a worker proves nothing, and would hold the prompt again
         self.prompts.lost(prompt, pool, worker, sent_at=sent_at, lost_at=lost_at, now=now)
 
     def hear(self, op: LostWith | DeadlyPrompt | Pardon, pool: PoolId, known: Set[str], now: float) -> None:
@@ -122,18 +124,19 @@ class ClaimedLosses:
         self, prompt: PromptHash, pool: PoolId, workers: Sequence[WorkerId], ttl_s: float, now: float
     ) -> None:
         """A peer refuses a prompt for another `ttl_s`."""
-        ttl_s = min(ttl_s, self.prompts.ttl_s)
-        condemned_at = now - (self.prompts.ttl_s - ttl_s)
-        if self._is_proven(workers) or self._began_at is None or condemned_at < self._began_at + JOIN_S:
+        has_just_begun = self._began_at is None or now < self._began_at + JOIN_S
+        if self._is_proven(prompt, workers) or (has_just_begun and len(set(workers)) > 1):
             self.prompts.learn(prompt, pool, workers, ttl_s, now)
             return
+        ttl_s = min(ttl_s, self.prompts.ttl_s)
         self._verdicts.pop(prompt, None)
         self._verdicts[prompt] = _ClaimedVerdict(pool, tuple(workers), now + ttl_s)
         while len(self._verdicts) > MOST_DEADLY:
             del self._verdicts[next(iter(self._verdicts))]
 
-    def _is_proven(self, workers: Sequence[WorkerId]) -> bool:
-        return len(self._ended.keys() & set(workers)) >= 2
+    def _is_proven(self, prompt: PromptHash, workers: Sequence[WorkerId]) -> bool:
+        known = self.prompts.suspected.get(prompt)
+        return known is not None and len(set(known.workers) & set(workers)) > 1
 
     def _forget(self, prompt: PromptHash) -> None:
         self._verdicts.pop(prompt, None)
@@ -161,5 +164,5 @@ class ClaimedLosses:
                 del self._losses[worker]
         for prompt in [name for name, verdict in self._verdicts.items() if verdict.ends_at <= now]:
             del self._verdicts[prompt]
-        for worker in [name for name, at in self._ended.items() if now - at >= self.prompts.ttl_s]:
+        for worker in [name for name, at in self._ended.items() if now - at >= KEPT_S + DEATH_S]:
             del self._ended[worker]

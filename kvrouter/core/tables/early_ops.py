@@ -14,6 +14,7 @@ Invariant: `held_bytes` is the sum of the held ops' sizes, at most MOST_BYTES, a
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -28,6 +29,8 @@ EarlyOp: TypeAlias = SentText | ApproxEntry | Bind
 MOST_BYTES = 8 * 1024 * 1024
 # Of all pools: anyone with permission to publish can invent some.
 MOST_BYTES_OF_ALL = 4 * MOST_BYTES
+# Of these, sessions in a pool: losing them costs least.
+MOST_BIND_BYTES = MOST_BYTES // 2
 # Workers at a time. Anyone with permission to publish can invent names.
 MOST_WORKERS = 16_384
 # What a held op takes besides its hashes, its text or its session.
@@ -41,6 +44,13 @@ class _Held:
     has_left: bool = False
     rounds: int = 0
     ops: list[tuple[EarlyOp, float]] = field(default_factory=list)
+    binds: dict[str, tuple[Bind, float]] = field(default_factory=dict)
+    """By session: each peer's snapshot repeats the same ones."""
+
+    def everything(self) -> Iterator[tuple[EarlyOp, float]]:
+        """All ops; sessions last."""
+        yield from self.ops
+        yield from self.binds.values()
 
 
 @dataclass(slots=True)
@@ -55,6 +65,7 @@ class EarlyOps:
 
     def __init__(self, budget: EarlyBudget | None = None) -> None:
         self.held_bytes = 0
+        self._bind_bytes = 0
         self._budget = budget or EarlyBudget()
         self.dropped = 0
         """Ops for which there was no room."""
@@ -66,14 +77,23 @@ class EarlyOps:
         held = self._workers.get(worker_id)
         if held is not None and held.has_left:
             return
+        if isinstance(op, Bind) and held is not None and op.session in held.binds:
+            held.binds[op.session] = (op, now)
+            return
         has_room = self.held_bytes + size <= MOST_BYTES
+        if isinstance(op, Bind):
+            has_room = has_room and self._bind_bytes + size <= MOST_BIND_BYTES
         has_room = has_room and self._budget.used_bytes + size <= MOST_BYTES_OF_ALL
         if not has_room or (held is None and len(self._workers) >= MOST_WORKERS):
             self.dropped += 1
             return
         if held is None:
             held = self._workers[worker_id] = _Held()
-        held.ops.append((op, now))
+        if isinstance(op, Bind):
+            held.binds[op.session] = (op, now)
+            self._bind_bytes += size
+        else:
+            held.ops.append((op, now))
         self._count(size)
 
     def take(self, worker_id: WorkerId, now: float) -> list[EarlyOp]:
@@ -82,7 +102,7 @@ class EarlyOps:
         if held is None:
             return []
         self._drop(worker_id)
-        left = [_aged(op, now - arrived) for op, arrived in held.ops]
+        left = [_aged(op, now - arrived) for op, arrived in held.everything()]
         return [op for op in left if op is not None]
 
     def left(self, worker_id: WorkerId) -> None:
@@ -101,6 +121,7 @@ class EarlyOps:
     def clear(self) -> None:
         """Drop all: the pool ends."""
         self._workers.clear()
+        self._bind_bytes = 0
         self._count(-self.held_bytes)
 
     def _count(self, size: int) -> None:
@@ -110,7 +131,8 @@ class EarlyOps:
     def _drop(self, worker_id: WorkerId) -> None:
         held = self._workers.pop(worker_id, None)
         if held is not None:
-            self._count(-sum(_bytes(op) for op, _ in held.ops))
+            self._bind_bytes -= sum(_bytes(op) for op, _ in held.binds.values())
+            self._count(-sum(_bytes(op) for op, _ in held.everything()))
 
 
 def _bytes(op: EarlyOp) -> int:
@@ -118,7 +140,7 @@ def _bytes(op: EarlyOp) -> int:
         case SentText():
             return _OP_BYTES + len(op.text)
         case Bind():
-            return _OP_BYTES + 4 * len(op.session)
+            return _OP_BYTES + len(op.session) * (1 if op.session.isascii() else 4)
         case ApproxEntry():
             return _OP_BYTES + len(op.hashes)
 
