@@ -18,7 +18,7 @@ import structlog
 
 from kvrouter.core.audit.findings import Audit
 from kvrouter.core.fleet.replica import Replica
-from kvrouter.core.fleet.router import Placement, Router
+from kvrouter.core.fleet.router import Placement
 from kvrouter.core.wire.ids import Target
 from kvrouter.errors import (
     KvRouterError,
@@ -43,11 +43,11 @@ from kvrouter.frontend.notes import NOT_NOTED, Notes
 from kvrouter.frontend.operators import Rights
 from kvrouter.frontend.prediction_checks import check_answer
 from kvrouter.frontend.record import Record, Running, ending_without_worker
-from kvrouter.frontend.rules import record_outcome, record_refusal
+from kvrouter.frontend.rules import record_busy, record_outcome, record_refusal
 from kvrouter.frontend.state_metrics import target_samples
 from kvrouter.relay.answer import Answer, Served, internal_error, rejected_answer
 from kvrouter.relay.begun import KeepAlive, begin_unplaced
-from kvrouter.relay.engine_answers import UNKNOWN_MODEL, rest_s
+from kvrouter.relay.engine_answers import UNKNOWN_MODEL
 from kvrouter.relay.events import message_in
 from kvrouter.relay.exchange import (
     Attempt,
@@ -80,6 +80,9 @@ DECISION_TIMED_EVERY = 16
 # share code, and what Python remembers there of one class is of no use for the other. An event of a stream
 # took 3 % more instructions when one attempt in 16 was measured.
 RELAY_TIMED_EVERY = 128
+# Connections of a request that may be refused beside `--retries`, each within this time: a few dead addresses
+# must not use up the tries of a request that a living worker could take.
+MOST_REFUSALS, REFUSED_S = 16, 0.5
 # With these a worker may say how long it wants to be left alone (Retry-After).
 _BUSY = frozenset({429, 503})
 # Paths that the label `route` of kvrouter_requests_total may have.
@@ -255,7 +258,7 @@ class Completions:
             keep_alive.stop()
 
     async def _try_workers(self, record: Record, work: Work) -> Outcome | None:
-        """Route and relay. If a worker fails before the first byte, try another, `retries` times at most."""
+        """Route and relay. If a worker fails before the first byte, try another (MOST_REFUSALS, retries)."""
         failed: frozenset[Target] = frozenset()
         fallbacks: tuple[Target, ...] = ()
         outcome: Outcome | None = None
@@ -269,7 +272,8 @@ class Completions:
                 notes.queued()
         prompts = self.lost.prompts
         case: Case | None = None
-        for tries in range(self._retries + 1):
+        tries = refusals = 0
+        while tries <= self._retries:
             if tries > 1:
                 await asyncio.sleep(RETRY_DELAY_S * 2**tries * random.random())
             is_watched = prompts.suspected or prompts.condemned
@@ -294,6 +298,8 @@ class Completions:
             # Exclude all ranks of the worker: they share its HTTP server.
             failed = failed.union(work.router.pool.targets_of(placement.target.worker_id))
             fallbacks = placement.fallbacks
+            refusals += running.is_refused
+            tries = len(record.attempts) - min(refusals, MOST_REFUSALS if self._retries else 0)
             reason = self._log_failure(running, outcome)
             if running.is_lost and case is not None:
                 await self.lost.settle(case, running, reason)
@@ -388,19 +394,12 @@ class Completions:
             if outcome is not None:
                 router.bookings.answered(placement.key, _status_of(outcome))
             if isinstance(outcome, Rejected) and outcome.status in _BUSY:
-                self._let_rest(router, placement.target, outcome, now)
+                record_busy(router, placement.target, outcome, now)
         worker = router.pool.workers.get(placement.target.worker_id)
         if outcome is not None and running.work.api.is_native and worker is not None:
             worker.first_answers.note(_status_of(outcome))
         router.bookings.free(placement.key, now, running.output_tokens)
         self._publishing.flush_soon()
-
-    def _let_rest(self, router: Router, target: Target, refusal: Rejected, now: float) -> None:
-        """Leave a busy worker alone for as long as it asks for."""
-        seconds = rest_s(dict(refusal.advice), time.time())
-        if seconds:
-            router.tables.rests.ask(target, now + seconds)
-            log.info("worker.rests", worker=str(target), status=refusal.status, seconds=round(seconds, 3))
 
     async def _exchange(self, running: Running, *, fresh: bool = False) -> Outcome:
         """Send the request to the placement's worker, and its answer to the client."""
@@ -412,7 +411,9 @@ class Completions:
             if connection is None:
                 connection = await self._upstream.connect(placement.url)
         except WorkerUnreachableError as error:
-            record_refusal(work.router, placement.target, self._now(), random.random())
+            now = self._now()
+            record_refusal(work.router, placement.target, now, random.random())
+            running.is_refused = now < running.sent_at + REFUSED_S
             running.notes.answered(Lost(str(error)))
             return Lost(str(error), is_cut=fresh)  # `fresh`: a connection has just broken with the request
         self._until_relay_timed -= 1

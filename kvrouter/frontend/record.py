@@ -48,6 +48,8 @@ class Running(Struct):
     sent_at: float = 0.0
     is_lost: bool = False
     """Whether its worker was lost with it in hand."""
+    is_refused: bool = False
+    """Whether its worker refused the connection at once."""
     first_at: float = 0.0
     """When its first data came; 0: not yet, or it is not streamed."""
 

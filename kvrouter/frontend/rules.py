@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from kvrouter.core.tables.text_index import TextIndex, TextIndexSettings
 from kvrouter.core.wire.ids import PoolId, Target
 from kvrouter.frontend.settings import RuleOptions
 from kvrouter.policies import CUSTOM, PolicySettings, new_policy
+from kvrouter.relay.engine_answers import rest_s
 from kvrouter.relay.exchange import Done, Lost, Outcome, Rejected, Retried, TimedOut
 from kvrouter.replica.loop import first_turn
 from kvrouter.telemetry.metrics import Sample
@@ -113,6 +115,14 @@ class Rules:
             for target in router.circuits.open_targets() if router.circuits is not None else ():
                 own = {**labels, "worker": str(target.worker_id), "rank": str(target.rank)}
                 yield "kvrouter_circuit_open", own, 1
+
+
+def record_busy(router: Router, target: Target, refusal: Rejected, now: float) -> None:
+    """Leave a busy worker alone for as long as it asks for."""
+    seconds = rest_s(dict(refusal.advice), time.time())
+    if seconds:
+        router.tables.rests.ask(target, now + seconds)
+        log.info("worker.rests", worker=str(target), status=refusal.status, seconds=round(seconds, 3))
 
 
 def record_refusal(router: Router, target: Target, now: float, chance: float) -> None:

@@ -14,6 +14,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 
+from kvrouter.core.routing import rests
 from kvrouter.frontend.completions import Completions
 from kvrouter.frontend.record import Record
 from kvrouter.relay.upstream import Upstream
@@ -507,33 +508,37 @@ async def test_failed_requests_leave_no_ring(fleet_of: FleetOf, monkeypatch: pyt
     assert [None] == [record.error for record in records]
 
 
-async def test_workers_that_refuse_connections_rest(fleet_of: FleetOf) -> None:
-    """Cards whose addresses nobody listens at draw no requests for long, though their agents say `up`."""
-    async with fleet_of("--retries", "2", scripts=(OK,) * 7) as fleet:
-        for worker in fleet.workers[:5]:
+@pytest.mark.parametrize(("retries", "dead", "failed"), [("2", 12, 0), ("1", 12, 0), ("0", 3, 3)])
+async def test_workers_that_refuse_connections(
+    fleet_of: FleetOf, retries: str, dead: int, failed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Addresses at which nothing listens use up no request's tries, and draw no requests for long."""
+    monkeypatch.setattr(rests, "FIRST_S", 600.0)
+    monkeypatch.setattr(rests, "LONGEST_S", 600.0)
+    async with fleet_of("--retries", retries, scripts=(OK,) * (dead + 2)) as fleet:
+        for worker in fleet.workers[:dead]:
             worker.die()
-        bodies = [{**BODY, "prompt": f"{number} " * 40} for number in range(40)]
-        answers = [(await fleet.ask(body)).status for body in bodies]
+        answers = [(await fleet.ask({**BODY, "prompt": f"{n} " * 40})).status for n in range(30)]
 
-        assert [200] * 35 == answers[5:]
+        assert failed >= answers.count(502) == 30 - answers.count(200)
         metrics = (await fleet.get("/metrics")).body.decode()
-        (failed,) = re.findall(r'kvrouter_failed_attempts_total\{reason="lost"\} (\d+)', metrics)
-        assert 5 <= int(failed) <= 15
+        (lost,) = re.findall(r'kvrouter_failed_attempts_total\{reason="lost"\} (\d+)', metrics)
+        assert int(lost) <= dead
 
 
 async def test_a_worker_that_is_back_is_used_again(fleet_of: FleetOf) -> None:
     """The first connection that it accepts ends the rest; so does its agent's report of a new engine."""
     async with fleet_of("--retries", "2", scripts=(OK, OK)) as fleet:
-        rests = fleet.frontend.replica.routers[POOL].tables.rests
+        table = fleet.frontend.replica.routers[POOL].tables.rests
         (target, other) = fleet.targets(fleet.frontend)
-        rests.refused(target, asyncio.get_running_loop().time(), 0.0)
+        table.refused(target, asyncio.get_running_loop().time(), 0.0)
         assert {other.worker_id} == {(await fleet.ask()).header("x-kvrouter-worker") for _ in range(4)}
         (last,) = [worker for worker in fleet.workers if worker.id == other.worker_id]
         last.die()
         response = await fleet.ask()
 
         assert (200, target.worker_id) == (response.status, response.header("x-kvrouter-worker"))
-        assert target not in {*rests.until, *rests.refusals}
-        rests.refused(target, asyncio.get_running_loop().time(), 0.0)
+        assert target not in {*table.until, *table.refusals}
+        table.refused(target, asyncio.get_running_loop().time(), 0.0)
         fleet.frontend.replica.routers[POOL].engine_lost(target.worker_id)
-        assert target not in {*rests.until, *rests.refusals}
+        assert target not in {*table.until, *table.refusals}
