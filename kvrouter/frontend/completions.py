@@ -413,7 +413,7 @@ class Completions:
         except WorkerUnreachableError as error:
             now = self._now()
             record_refusal(work.router, placement.target, now, random.random())
-            running.is_refused = now < running.sent_at + REFUSED_S
+            running.is_refused = not fresh and now < running.sent_at + REFUSED_S
             running.notes.answered(Lost(str(error)))
             return Lost(str(error), is_cut=fresh)  # `fresh`: a connection has just broken with the request
         self._until_relay_timed -= 1

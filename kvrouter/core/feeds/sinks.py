@@ -250,9 +250,10 @@ class SyncSink:
                 self._active.free(BookingKey(self._router_id, op.number), now)
             case SentText() if self._learn is not None:
                 self._learn(op, now)
-            case Bind() if self._sessions is not None and not self._is_early(op, now):
-                target = Target(WorkerId(op.worker_id), op.rank)
-                self._sessions.receive(op.session, target, now, op.ttl_ms / 1000, self._router_id)
+            case Bind() if self._sessions is not None:
+                if not self._is_early(op, now):
+                    target = Target(WorkerId(op.worker_id), op.rank)
+                    self._sessions.receive(op.session, target, now, op.ttl_ms / 1000, self._router_id)
             case LostWith() | DeadlyPrompt() | Pardon():
                 self._hear_of_prompt(op, now)
         return ""
@@ -263,7 +264,7 @@ class SyncSink:
         )
 
     def has_room_again(self) -> bool:
-        return False  # bookings are never refused for the sake of a table
+        return False  # no table is ever too full for a booking
 
     def reset(self) -> None:
         self._active.drop_owner(self._router_id)

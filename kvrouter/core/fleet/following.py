@@ -20,8 +20,7 @@ from kvrouter.core.wire.values import MOST_AMOUNT
 # The most feeds at a time; further ones are ignored. A reader takes about 3 KB before it holds anything, and
 # anyone with permission to publish can name new feeds.
 MOST_FEEDS = 65_536
-# Of these, of peers' bookings: 32 replicas in 256 pools. Each is visited a few times a second, which takes
-# about 0.1 s of each second with this number.
+# Of these, of peers' bookings: 32 replicas in 256 pools. A heartbeat of a peer visits all of its own.
 MOST_SYNC_FEEDS = 8192
 # The most feeds that keep a chunk of a snapshot in memory (512 KB and more) until it is loaded.
 MOST_LOADING = 16

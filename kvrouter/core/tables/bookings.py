@@ -202,15 +202,18 @@ class BookedBudget:
     used_blocks: int = 0
     bookings: int = 0
 
-    def within_bounds(self, booking: Booking, count: int, room: int) -> Booking | None:
-        """A booking of a peer that has `count` in the pool: without its names if they are too many, or None.
+    def within_bounds(self, booking: Booking, owner: _Owner) -> Booking | None:
+        """A peer's booking: without its names if they are too many, or None. `owner`: all of the peer.
 
         Anyone who publishes as a replica can send any number of them.
         """
+        known, count = owner.bookings.get(booking.key.number), len(owner.bookings)
+        if known is not None and len(known.hashes) + known.left_out == len(booking.hashes):
+            return booking.without_names() if known.left_out else booking  # a snapshot repeats it
         if count >= MOST_BOOKINGS_OF_PEER or (count >= FEW and self.bookings >= MOST_BOOKINGS):
             return None
         more = _room_of(booking)
-        if room + more > MOST_OF_PEER or self.used_blocks + more > MOST_OF_ALL:
+        if owner.room + more > MOST_OF_PEER or self.used_blocks + more > MOST_OF_ALL:
             return booking.without_names()
         return booking
 
@@ -268,9 +271,7 @@ class BookingTable:
 
     def within_bounds(self, booking: Booking) -> Booking | None:
         """A peer's booking as it can be kept; None: not at all."""
-        owner = self._owners.get(booking.key.router_id)
-        count, room = (len(owner.bookings), owner.room) if owner is not None else (0, 0)
-        return self._budget.within_bounds(booking, count, room)
+        return self._budget.within_bounds(booking, self._owners.get(booking.key.router_id) or _Owner())
 
     def service(self, key: BookingKey, now: float, ttft_s: float) -> Service | None:
         """What a first byte shows of its target's speed: call before `mark_prefill_completed`.

@@ -303,3 +303,22 @@ def test_sessions_leave_room_for_assumptions(peers: int) -> None:
 
     assert 0 == early.dropped
     assert early.held_bytes < 5000 * 250 + peers * 9000
+
+
+def test_a_snapshot_at_the_bounds_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It repeats bookings that are kept: none of them counts twice, neither with names nor without."""
+    monkeypatch.setattr(bookings, "MOST_OF_PEER", 200)
+    monkeypatch.setattr(bookings, "MOST_BOOKINGS_OF_PEER", 10)
+    replica = new_replica()
+    sink = replica.router(POOL).feed.copy_sink(PEER)
+    adds = [AddRequest(number, "r", "w1", 0, pack_hashes(range(10)), 160, 0, 160) for number in range(10)]
+    assert not any(sink.apply(add, 1.0) for add in adds)
+    active = replica.router(POOL).pool.active
+    before = [(one.key, len(one.hashes), one.left_out) for one in active.bookings(PEER)]
+    sink.begin_load()
+    assert not any(sink.load(add, 2.0) for add in adds)
+    sink.finish_load()
+
+    assert before == [(one.key, len(one.hashes), one.left_out) for one in active.bookings(PEER)]
+    assert {0, 10} == {left_out for _, _, left_out in before}
+    active.check()

@@ -86,3 +86,20 @@ async def test_a_large_body() -> None:
 
     assert of(body) == await prompt_hash(POOL, CHATS, body)
     assert await prompt_hash(POOL, CHATS, b"") is None
+
+
+@pytest.mark.parametrize("size", [10, LARGE_BYTES])
+def test_messages_do_not_run_together(size: int) -> None:
+    """Two messages are no other two, and not one, however long they are."""
+    text = "x" * size
+    chats: list[list[dict[str, str]]] = [
+        [{"role": "user", "content": text}, {"role": "user"}],
+        [{"role": "user", "content": text, "name": "user"}],
+        [{"role": "user"}, {"content": text, "role": "user"}],
+        [{"role": "user", "content": text}],
+    ]
+
+    assert 4 == len({of({**CHAT, "messages": chat}) for chat in chats})
+    for chat in chats:
+        told = [{**message, "trace": n} for n, message in enumerate(chat)]
+        assert of({**CHAT, "messages": chat}) == of({**CHAT, "messages": told, "x": text})
