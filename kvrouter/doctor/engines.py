@@ -9,7 +9,6 @@ the two, a request that ends, or still runs, leaves less than a block of generat
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,40 +26,15 @@ from kvrouter.doctor.listening import Listener
 from kvrouter.errors import KvRouterError
 from kvrouter.worker.engines import discovery
 from kvrouter.worker.engines.http import DOWN, MODELS_PATH, read_models
+from kvrouter.worker.engines.metrics import NO_WORK, Work, read_work
 from kvrouter.worker.engines.versions import reaches, since
 
 # Examined at once; sockets for as many are needed.
 AT_ONCE = 128
 _METRICS_BYTES = 8 * 1024 * 1024
-_COUNTED = re.compile(
-    rb"^(?:vllm|sglang):(generation_tokens|request_success|num_requests)_total"
-    rb"(?:\{[^\n]{0,4096}\})? ([0-9.e+]{1,30})\s*$",
-    re.MULTILINE,
-)
 _NOT_ALLOWED = (401, 403)
 # Kinds of engines that have /v1/models.
 LISTING = frozenset(discovery.KINDS)
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What an engine has done since its start; None: it does not report it."""
-
-    generated_tokens: float | None = None
-    ended_requests: float | None = None
-
-    def surely_filled(self, before: Work, running: int, block_size: int) -> bool:
-        """Whether the work since `before` has filled a block with generated tokens."""
-        if None in (
-            self.generated_tokens,
-            before.generated_tokens,
-            self.ended_requests,
-            before.ended_requests,
-        ):
-            return False
-        tokens = (self.generated_tokens or 0) - (before.generated_tokens or 0)
-        requests = (self.ended_requests or 0) - (before.ended_requests or 0) + running
-        return requests >= 0 and tokens > requests * block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +47,7 @@ class Engine:
     names: tuple[str, ...] = ()
     trouble: str = ""
     """Why /v1/models cannot be read."""
-    work: Work = Work()
+    work: Work = NO_WORK
 
 
 class Engines:
@@ -92,7 +66,7 @@ class Engines:
 
     async def look_again(self) -> None:
         """Read once more how much the engines have computed."""
-        await asyncio.gather(*(self._look_again(url) for url, one in self.met.items() if one.work != Work()))
+        await asyncio.gather(*(self._look_again(url) for url, one in self.met.items() if one.work != NO_WORK))
 
     async def _meet(self, url: str, card: Card) -> None:
         async with self._turns:
@@ -116,22 +90,10 @@ class Engines:
 
     async def _work(self, url: str) -> Work:
         fetched = await self._get(url, "metrics", _METRICS_BYTES)
-        return read_work(fetched.body) if fetched.status == 200 else Work()
+        return read_work(fetched.body) if fetched.status == 200 else NO_WORK
 
     async def _get(self, url: str, path: str, most_bytes: int = 1024 * 1024) -> Fetched:
         return await fetch(self._http, address_below(url, path), headers=self._headers, most_bytes=most_bytes)
-
-
-def read_work(exposition: bytes) -> Work:
-    """Tokens and requests, of all ranks together."""
-    sums: dict[bytes, float] = {}
-    for name, number in _COUNTED.findall(exposition):
-        try:
-            sums[name] = sums.get(name, 0.0) + float(number)
-        except ValueError:
-            continue
-    requests = sums.get(b"request_success", sums.get(b"num_requests"))
-    return Work(sums.get(b"generation_tokens"), requests)
 
 
 def check_engines(listener: Listener, engines: Engines, held: Mapping[str, int]) -> Iterator[Finding]:

@@ -11,7 +11,6 @@ import contextlib
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 
 import structlog
 
@@ -28,11 +27,9 @@ from kvrouter.serve.report import EngineReport, Ready, Voice, curl, report
 from kvrouter.serve.settings import ServeOptions
 from kvrouter.serve.tokenizers import Tokenizers, model_of
 from kvrouter.settings.read import Loaded
-from kvrouter.worker.engines.discovery import learn_patiently
+from kvrouter.worker.engines.discovery import learn_patiently, with_cached_tokens
 from kvrouter.worker.engines.facts import EngineFacts, with_discovered
 from kvrouter.worker.engines.http import EngineHttp
-from kvrouter.worker.engines.versions import reaches, since
-from kvrouter.worker.engines.vllm import CACHED_TOKENS_UNKNOWN
 from kvrouter.worker.options import AgentOptions
 
 log = structlog.get_logger()
@@ -112,7 +109,7 @@ class Deployment:
                 facts = await learn_patiently(http, options, self._stopping)
                 if facts is None:
                     return
-                self._note(engine, await _with_cached_tokens(http, facts))
+                self._note(engine, await with_cached_tokens(http, facts))
                 await agent.run()
                 await agent.pause()
 
@@ -296,16 +293,6 @@ def _reachable(host: str) -> str:
     if host in {"", "0.0.0.0", "::"}:
         return "127.0.0.1"
     return f"[{host}]" if ":" in host else host
-
-
-async def _with_cached_tokens(http: EngineHttp, facts: EngineFacts) -> EngineFacts:
-    """The facts, with CACHED_TOKENS_UNKNOWN among the lacks if answers omit the cached tokens."""
-    # asked with one real completion, and so only of versions whose answer proves something
-    if not reaches(facts.version, since(facts.kind).cached_zeros):
-        return facts
-    if await http.reports_cached_tokens(facts.models.served_names[0]) is not False:
-        return facts
-    return replace(facts, lacks=(*facts.lacks, CACHED_TOKENS_UNKNOWN))
 
 
 def _python(part: str) -> list[str]:

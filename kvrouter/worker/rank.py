@@ -36,7 +36,6 @@ from kvrouter.core.wire.ops import DEVICE
 from kvrouter.errors import MalformedFrameError
 from kvrouter.worker.blocks.state import RankHead, RankState
 from kvrouter.worker.engines.adapter import Adapter, Batch, Reasons
-from kvrouter.worker.engines.vllm import VllmAdapter
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.zmq.ordering import Action, Apply, Continued, EngineStream, Lost, Restarted, digest_of
 
@@ -91,7 +90,7 @@ class EngineRank:
         *,
         repairs: bool | None = False,
         former: RankState | None = None,
-        adapter: Adapter[Any] | None = None,
+        adapter: Adapter[Any],
         has_siblings: bool = False,
     ) -> None:
         self.publisher = publisher
@@ -102,7 +101,7 @@ class EngineRank:
         self.lost_track = asyncio.Event()
         self._stream = stream
         self._former = former
-        self._adapter: Adapter[Any] = VllmAdapter() if adapter is None else adapter
+        self._adapter = adapter
         self._has_siblings = has_siblings
         self._logged: set[str] = set()
         self._was_partial = False
@@ -169,13 +168,12 @@ class EngineRank:
 
     def set_speculates(self, *, speculates: bool) -> None:
         """Set whether the engine decodes speculatively: stores from now on follow."""
-        if isinstance(self._adapter, VllmAdapter):
-            self._adapter.speculates = speculates
+        self._adapter.speculates = speculates
 
     @property
     def lookahead(self) -> int:
         """How many tokens behind a block are part of its name."""
-        return self._adapter.lookahead if isinstance(self._adapter, VllmAdapter) else 0
+        return self._adapter.lookahead
 
     def go_down(self) -> None:
         """The engine is gone, and its blocks with it."""
@@ -321,8 +319,7 @@ class EngineRank:
         self._is_whole, self._is_mended = head.is_whole, head.is_mended
         self._first_ts, self._position = head.first_ts, (head.seq, head.digest)
         self._removals_before -= head.removals
-        if isinstance(self._adapter, VllmAdapter):
-            self._adapter.restore(head.group, head.event_block_size, head.lookahead)
+        self._adapter.restore(head.group, head.event_block_size, head.lookahead)
         self.publisher.restore(former.image, head.event_block_size)
         log.info("engine.history_continued", rank=head.rank, seq=head.seq, blocks=len(former.image.known))
 

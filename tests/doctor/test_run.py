@@ -24,7 +24,7 @@ from kvrouter.core.wire.ids import WorkerId
 from kvrouter.core.wire.ops import VERSION
 from kvrouter.doctor import __main__ as command
 from kvrouter.doctor import examination, fleet_checks, machine, replica_checks, replicas
-from kvrouter.doctor.engines import Engine, Engines, Work, check_engines, read_work
+from kvrouter.doctor.engines import Engine, Engines, check_engines
 from kvrouter.doctor.examination import examine
 from kvrouter.doctor.findings import Finding, Report, clean
 from kvrouter.doctor.http import Fetched, _skew_s, fetch
@@ -33,6 +33,7 @@ from kvrouter.doctor.listening import Listener, Worker
 from kvrouter.doctor.replicas import clients_url, read_series
 from kvrouter.doctor.report import as_json, as_text
 from kvrouter.doctor.settings import DoctorSettings
+from kvrouter.worker.engines.metrics import Work, read_work
 from tests.certificates import Authority
 from tests.doctor.sick import CLOSED, answering, codes, engine, replica, seen, sick_namespace
 from tests.doctor.sick import examination as examined

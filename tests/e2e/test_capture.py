@@ -23,7 +23,7 @@ from kvrouter.core.wire.ids import PoolId, RouterId, WorkerId
 from kvrouter.core.wire.ops import VERSION
 from kvrouter.core.wire.senders import KvSource
 from kvrouter.policies.kv import Kv
-from kvrouter.worker.engines.vllm import decode_batch
+from kvrouter.worker.engines.vllm import VllmAdapter, decode_batch
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.rank import EngineRank
 from kvrouter.worker.zmq.ordering import Apply, EngineStream
@@ -51,7 +51,9 @@ class Routed:
     def __init__(self) -> None:
         self.bus = FakeBus()
         self.publisher = KvPublisher(self.bus, WORKER, BLOCK_SIZE, model="tiny", incarnation=1)
-        self.rank = EngineRank(self.publisher, EngineStream(can_replay=True), capacity_blocks=100)
+        self.rank = EngineRank(
+            self.publisher, EngineStream(can_replay=True), capacity_blocks=100, adapter=VllmAdapter()
+        )
         self.replica = Replica(
             ReplicaSettings(),
             RouterId("r1"),

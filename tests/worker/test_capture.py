@@ -15,7 +15,7 @@ import pytest
 from kvrouter.core.wire.hashes import block_hashes, sequence_hashes
 from kvrouter.core.wire.ops import decode_frame
 from kvrouter.worker.blocks.engine_blocks import BlocksImage
-from kvrouter.worker.engines.vllm import decode_batch
+from kvrouter.worker.engines.vllm import VllmAdapter, decode_batch
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.rank import EngineRank
 from kvrouter.worker.zmq.ordering import Apply, EngineStream
@@ -90,7 +90,7 @@ def replay(name: str) -> list[Prediction]:
     """Replay the capture in time order; every step checks prefix closure and digests."""
     bus = FakeBus()
     publisher = KvPublisher(bus, "w", BLOCK_SIZE, model="tiny", incarnation=1)
-    rank = EngineRank(publisher, EngineStream(can_replay=True), capacity_blocks=100)
+    rank = EngineRank(publisher, EngineStream(can_replay=True), capacity_blocks=100, adapter=VllmAdapter())
     reader = ClosedSets()
     predictions = []
     moments = [*read_batches(name), *read_requests()]
@@ -151,7 +151,9 @@ async def test_over_sockets(name: str, names_topic: bool) -> None:
             EventEndpoints(engine.events, engine.replay, verify_after_s=0.1)
         ) as events:
             rank = EngineRank(
-                KvPublisher(FakeBus(), "w", BLOCK_SIZE, model="tiny", incarnation=1), events.stream
+                KvPublisher(FakeBus(), "w", BLOCK_SIZE, model="tiny", incarnation=1),
+                events.stream,
+                adapter=VllmAdapter(),
             )
 
             def is_at(count: int) -> bool:
@@ -184,7 +186,9 @@ async def until(is_so: Callable[[], bool], task: asyncio.Task[None]) -> None:
 def held_after(payloads: Sequence[bytes]) -> BlocksImage:
     """The table after these batches, if none is lost."""
     stream = EngineStream(can_replay=False)
-    rank = EngineRank(KvPublisher(FakeBus(), "w", BLOCK_SIZE, model="tiny", incarnation=1), stream)
+    rank = EngineRank(
+        KvPublisher(FakeBus(), "w", BLOCK_SIZE, model="tiny", incarnation=1), stream, adapter=VllmAdapter()
+    )
     for seq, payload in enumerate(payloads):
         for action in stream.receive(seq, payload).actions:
             rank.on_action(action)

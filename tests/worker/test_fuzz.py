@@ -23,7 +23,7 @@ from kvrouter.core.wire.ops import decode_frame
 from kvrouter.errors import MalformedFrameError
 from kvrouter.worker.engines.adapter import MAX_REASONS, Adapter
 from kvrouter.worker.engines.sglang import SglangAdapter
-from kvrouter.worker.engines.vllm import decode_batch
+from kvrouter.worker.engines.vllm import VllmAdapter, decode_batch
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.rank import EngineRank
 from kvrouter.worker.zmq.ordering import Action, EngineStream, Numbered, Restarted, Step
@@ -63,7 +63,7 @@ class Way:
         self.bus = FakeBus()
         self.publisher = KvPublisher(self.bus, "w", 32, model="tiny", incarnation=1)
         self.stream = feed.stream if feed else EngineStream(can_replay=False)
-        self.rank = EngineRank(self.publisher, self.stream, BLOCKS, adapter=adapter)
+        self.rank = EngineRank(self.publisher, self.stream, BLOCKS, adapter=adapter or VllmAdapter())
         self._reader = ClosedSets()
         self._incarnation = 1
         self._now = 0.0

@@ -17,6 +17,7 @@ from kvrouter.core.wire.hashes import block_hashes, sequence_hashes
 from kvrouter.core.wire.ids import Target, WorkerId
 from kvrouter.core.wire.ops import Check, CheckResumable, Op, decode_frame
 from kvrouter.worker.blocks.state import AgentState, Header, decode_state, digest_of_file, encode_state
+from kvrouter.worker.engines.vllm import VllmAdapter
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.rank import EngineRank
 from kvrouter.worker.zmq.ordering import Apply, Continued, EngineStream
@@ -40,7 +41,7 @@ class World:
         """A rank of a new agent, with the bytes of a saved state."""
         state = decode_state(former, "w").ranks[0] if former else None
         publisher = KvPublisher(self.bus, "w", BLOCK_SIZE, model="tiny", incarnation=1)
-        return EngineRank(publisher, EngineStream(can_replay=True), former=state)
+        return EngineRank(publisher, EngineStream(can_replay=True), former=state, adapter=VllmAdapter())
 
     def join(self) -> None:
         """A replica joins, and takes a snapshot."""

@@ -11,6 +11,7 @@ import pytest
 
 from kvrouter.core.wire.hashes import block_seed, media_prompt_hashes
 from kvrouter.worker.blocks.state import decode_state
+from kvrouter.worker.engines.vllm import VllmAdapter
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.rank import EngineRank
 from kvrouter.worker.zmq.ordering import EngineStream
@@ -29,7 +30,7 @@ class Speculating(World):
         """A rank of a new agent, with the bytes of a saved state."""
         state = decode_state(former, "w").ranks[0] if former else None
         publisher = KvPublisher(self.bus, "w", BLOCK, model="m", incarnation=1)
-        rank = EngineRank(publisher, EngineStream(can_replay=True), former=state)
+        rank = EngineRank(publisher, EngineStream(can_replay=True), former=state, adapter=VllmAdapter())
         rank.set_speculates(speculates=True)
         return rank
 

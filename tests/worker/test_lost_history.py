@@ -26,6 +26,7 @@ from kvrouter.worker.blocks.state import (
     digest_of_file,
     encode_state,
 )
+from kvrouter.worker.engines.vllm import VllmAdapter
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.rank import EngineRank
 from kvrouter.worker.zmq.ordering import Continued, EngineStream, Numbered, Step
@@ -104,7 +105,9 @@ class SmallAgent:
     ) -> None:
         self.stream = EngineStream(can_replay=True)
         publisher = KvPublisher(FakeBus(), "w", SIZE, model="m", incarnation=incarnation)
-        self.rank = EngineRank(publisher, self.stream, NUM_BLOCKS, repairs=repairs, former=former)
+        self.rank = EngineRank(
+            publisher, self.stream, NUM_BLOCKS, repairs=repairs, former=former, adapter=VllmAdapter()
+        )
         self.was_continued = False
         self._engine = engine
         self._asked: int | None = None

@@ -10,6 +10,7 @@ import msgpack
 import pytest
 
 from kvrouter.worker.blocks.state import RankState
+from kvrouter.worker.engines.vllm import VllmAdapter
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.rank import CHUNKS, TABLE_FULL, EngineRank
 from kvrouter.worker.zmq.ordering import Action, Apply, Continued, EngineStream, Lost, Restarted, digest_of
@@ -37,6 +38,7 @@ class Scene:
             repairs=self.repairs,
             former=self.former,
             has_siblings=self.has_siblings,
+            adapter=VllmAdapter(),
         )
         if self.former is None:
             self.stream.begin()
@@ -405,7 +407,7 @@ def test_reports_before_the_first_batch() -> None:
     """A rank without replay is partial until its first batch: requested reports may still come."""
     stream = EngineStream(can_replay=False)
     scene = Scene(repairs=True, stream=stream)
-    scene.rank = EngineRank(scene.rank.publisher, stream, 2, repairs=True)
+    scene.rank = EngineRank(scene.rank.publisher, stream, 2, repairs=True, adapter=VllmAdapter())
     stream.begin()
     assert scene.rank.announce_partial()
 

@@ -9,6 +9,7 @@ prefix-closed; EngineRank handles lost history.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -83,26 +84,38 @@ class Sink(Protocol):
     def cleared(self) -> None: ...
 
 
-class Adapter(Protocol[Event]):
+class Adapter(ABC, Generic[Event]):
     """The wire format of one engine's events.
 
     `skipped` counts events that were not passed on; where an operator can do something about it, the reason
-    states what. `group` is the KV group that is followed, None until an event shows it; a restarted agent
-    restores it.
+    states what. `group` is the KV group that is followed, None until an event shows it, and `lookahead` how
+    many tokens behind a block are part of its name; a restarted agent restores both. `speculates`: the engine
+    drops the last block that it finds (EAGLE, MTP).
     """
 
-    skipped: Reasons
-    group: int | None
+    def __init__(self) -> None:
+        self.skipped = Reasons()
+        self.group: int | None = None
+        self.lookahead = 0
+        self.speculates = False
 
     @property
+    @abstractmethod
     def notes(self) -> list[str]:
         """What an operator should know about these events; goes on the worker's card. A bounded number."""
 
+    def restore(self, group: int | None, block_size: int, lookahead: int) -> None:
+        """Continue with the published group of a saved state, and the size of its blocks."""
+        self.group, self.lookahead = group, lookahead
+
+    @abstractmethod
     def forget(self) -> None:
         """Forget what events have shown so far: the next ones may be from another life of the engine."""
 
+    @abstractmethod
     def decode(self, payload: bytes) -> Batch[Event]:
         """Decode a message. Raises MalformedFrameError if a removal may be lost in it."""
 
+    @abstractmethod
     def publish(self, batch: Batch[Event], sink: Sink) -> None:
         """Pass on the events of a batch, in order."""

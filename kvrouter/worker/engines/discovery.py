@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import structlog
@@ -25,7 +26,8 @@ from kvrouter.worker.engines.http import (
 from kvrouter.worker.engines.sglang import SglangAdapter, learn_sglang
 from kvrouter.worker.engines.tensorrt import OWNER, TensorrtAdapter, learn_tensorrt
 from kvrouter.worker.engines.usual_ports import with_usual_events
-from kvrouter.worker.engines.vllm import VllmAdapter, learn_vllm
+from kvrouter.worker.engines.versions import reaches, since
+from kvrouter.worker.engines.vllm import CACHED_TOKENS_UNKNOWN, VllmAdapter, learn_vllm
 from kvrouter.worker.options import AgentOptions
 
 log = structlog.get_logger()
@@ -69,6 +71,16 @@ async def learn(engine: EngineHttp, options: AgentOptions) -> EngineFacts:
 async def learn_with_events(engine: EngineHttp, options: AgentOptions) -> EngineFacts:
     """`learn`, and try the usual ports if the engine does not report its events. Raises EngineError."""
     return await with_usual_events(engine, options, await learn(engine, options))
+
+
+async def with_cached_tokens(http: EngineHttp, facts: EngineFacts) -> EngineFacts:
+    """The facts, with CACHED_TOKENS_UNKNOWN among the lacks if answers omit the cached tokens."""
+    # asked with one real completion, and so only of versions whose answer proves something
+    if not reaches(facts.version, since(facts.kind).cached_zeros):
+        return facts
+    if await http.reports_cached_tokens(facts.models.served_names[0]) is not False:
+        return facts
+    return replace(facts, lacks=(*facts.lacks, CACHED_TOKENS_UNKNOWN))
 
 
 async def learn_patiently(

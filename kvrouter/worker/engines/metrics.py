@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -67,6 +68,13 @@ _LORAS = "vllm:lora_requests_info"
 
 # Present from the start if speculative decoding is on, with any method.
 _DRAFTS = "vllm:spec_decode_num_drafts_total"
+
+# What an engine has done, since its start.
+_COUNTED = re.compile(
+    rb"^(?:vllm|sglang):(generation_tokens|request_success|num_requests)_total"
+    rb"(?:\{[^\n]{0,4096}\})? ([0-9.e+]{1,30})\s*$",
+    re.MULTILINE,
+)
 
 _WANTED = (*_LOADS, *_GAUGES, *_LABELS, _LORAS, _SLEEP, _NIXL, _DRAFTS)
 
@@ -142,6 +150,30 @@ class Scrape:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What an engine has done since its start; None: it does not report it."""
+
+    generated_tokens: float | None = None
+    ended_requests: float | None = None
+
+    def surely_filled(self, before: Work, running: int, block_size: int) -> bool:
+        """Whether the work since `before` has filled a block with generated tokens."""
+        if None in (
+            self.generated_tokens,
+            before.generated_tokens,
+            self.ended_requests,
+            before.ended_requests,
+        ):
+            return False
+        tokens = (self.generated_tokens or 0) - (before.generated_tokens or 0)
+        requests = (self.ended_requests or 0) - (before.ended_requests or 0) + running
+        return requests >= 0 and tokens > requests * block_size
+
+
+NO_WORK = Work()
+
+
 def read_metrics(text: str, extra: Mapping[str, str] | None = None) -> Scrape:
     """Read an exposition in Prometheus' text format. `extra` has additional series: report name -> series.
 
@@ -166,6 +198,18 @@ def _wanted(text: str, starts: tuple[str, ...]) -> str:
     if sum(map(len, lines)) > MOST_PARSED_CHARACTERS:
         raise ValueError(f"more than {MOST_PARSED_CHARACTERS} characters about load and capacity")
     return "".join(lines)
+
+
+def read_work(exposition: bytes) -> Work:
+    """Tokens and requests, of all ranks together."""
+    sums: dict[bytes, float] = {}
+    for name, number in _COUNTED.findall(exposition):
+        try:
+            sums[name] = sums.get(name, 0.0) + float(number)
+        except ValueError:
+            continue
+    requests = sums.get(b"request_success", sums.get(b"num_requests"))
+    return Work(sums.get(b"generation_tokens"), requests)
 
 
 class _Reading:

@@ -30,7 +30,7 @@ from msgspec import Meta, Struct
 
 from kvrouter.core.wire.ops import UNREADABLE
 from kvrouter.core.wire.values import MOST_AMOUNT, Amount, BlockSize, Ranks, Text, TokenId
-from kvrouter.worker.engines.adapter import Batch, Reasons, Sink
+from kvrouter.worker.engines.adapter import Adapter, Batch, Sink
 from kvrouter.worker.engines.endpoints import EVENTS_ARE_OFF, endpoint_lacks, read_config
 from kvrouter.worker.engines.facts import EngineFacts
 from kvrouter.worker.engines.http import EngineError, EngineHttp, Models, half_of_a_pair
@@ -221,13 +221,11 @@ Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 _WIRE: Wire[Event] = Wire(Event, _StoredArray | RemovedArray | BlocksClearedArray)
 
 
-class SglangAdapter:
+class SglangAdapter(Adapter[Event]):
     """Passes SGLang's events to a publisher, except those of its default page size of one token."""
 
-    group: int | None = None
-
     def __init__(self) -> None:
-        self.skipped = Reasons()
+        super().__init__()
         self._has_pairs = False
 
     @property

@@ -29,7 +29,7 @@ from msgspec import Meta, Struct
 from kvrouter.core.wire.ops import UNREADABLE
 from kvrouter.core.wire.values import MOST_BLOCK_SIZE, Number, TokenId
 from kvrouter.errors import MalformedFrameError
-from kvrouter.worker.engines.adapter import Batch, Reasons, Sink
+from kvrouter.worker.engines.adapter import Adapter, Batch, Sink
 from kvrouter.worker.engines.facts import EngineFacts
 from kvrouter.worker.engines.http import EngineError, EngineHttp, Models
 from kvrouter.worker.engines.vllm import word
@@ -139,13 +139,11 @@ def read_answer(body: bytes) -> list[tuple[int, bytes]]:
     return [(number, event) for number, event in numbered if number is not None]
 
 
-class TensorrtAdapter:
+class TensorrtAdapter(Adapter[Event]):
     """Passes TensorRT-LLM's events to a publisher. A payload is one event."""
 
-    group: int | None = None
-
     def __init__(self) -> None:
-        self.skipped = Reasons()
+        super().__init__()
         self._window = 0
         self._has_windows = False
         # The tokens of the largest block so far. A smaller one is not full.

@@ -41,7 +41,7 @@ from kvrouter.core.wire.values import MOST_BLOCK_SIZE, MOST_LOOKAHEAD, Text, Tok
 from kvrouter.errors import MalformedFrameError
 from kvrouter.worker.blocks.engine_blocks import BlockIds
 from kvrouter.worker.blocks.resume_points import ALL
-from kvrouter.worker.engines.adapter import Batch, Reasons, Sink
+from kvrouter.worker.engines.adapter import Adapter, Batch, Sink
 from kvrouter.worker.engines.endpoints import EVENTS_ARE_OFF, endpoint_lacks, read_sources
 from kvrouter.worker.engines.facts import EngineFacts
 from kvrouter.worker.engines.http import (
@@ -246,16 +246,14 @@ def _event_type(raw: Raw) -> str:
         raise MalformedFrameError(f"vLLM event without a type: {error}") from None
 
 
-class VllmAdapter:
-    """Passes vLLM's events to a publisher. See `Adapter`."""
+class VllmAdapter(Adapter[Event]):
+    """Passes vLLM's events to a publisher. See `Adapter`.
+
+    Where the engine speculates, windows need one block more; with a lookahead no block is dropped.
+    """
 
     def __init__(self) -> None:
-        self.skipped = Reasons()
-        self.group: int | None = None
-        # Whether the engine drops the last block that it finds (EAGLE, MTP): windows then need one more.
-        self.speculates = False
-        # How many tokens behind a block are part of its hash: then no block is dropped.
-        self.lookahead = 0
+        super().__init__()
         # The size of the blocks of that group, the largest so far; 0 before its first store.
         self._block_size = 0
         # By KV group: the largest block on the device in this life of the engine.
@@ -283,8 +281,8 @@ class VllmAdapter:
         return notes
 
     def restore(self, group: int | None, block_size: int, lookahead: int) -> None:
-        """Continue with the published group of a saved state."""
-        self.group, self._block_size, self.lookahead = group, block_size, lookahead
+        super().restore(group, block_size, lookahead)
+        self._block_size = block_size
 
     def forget(self) -> None:
         # another life of the engine may have other KV groups

@@ -12,6 +12,7 @@ import pytest
 
 from kvrouter.errors import ConfigError
 from kvrouter.worker.engines.adapter import MAX_REASONS
+from kvrouter.worker.engines.vllm import VllmAdapter
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.rank import EngineRank
 from kvrouter.worker.zmq.ordering import EngineStream
@@ -42,7 +43,11 @@ class Scene:
         self.socket = socket
         self.events = events
         self.ranks = [
-            EngineRank(KvPublisher(FakeBus(), f"w{number}", 32, model="tiny", incarnation=1), events.stream)
+            EngineRank(
+                KvPublisher(FakeBus(), f"w{number}", 32, model="tiny", incarnation=1),
+                events.stream,
+                adapter=VllmAdapter(),
+            )
             for number, events in enumerate(events)
         ]
         self._endpoint = endpoint
@@ -110,7 +115,9 @@ async def test_two_engines(free_port: Callable[[], int]) -> None:
 def alone(payloads: list[bytes]) -> int:
     """The number of blocks after these batches."""
     stream = EngineStream(can_replay=False)
-    rank = EngineRank(KvPublisher(FakeBus(), "w", 32, model="tiny", incarnation=1), stream)
+    rank = EngineRank(
+        KvPublisher(FakeBus(), "w", 32, model="tiny", incarnation=1), stream, adapter=VllmAdapter()
+    )
     for seq, payload in enumerate(payloads):
         for action in stream.receive(seq, payload).actions:
             rank.on_action(action)
