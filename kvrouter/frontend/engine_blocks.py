@@ -27,7 +27,8 @@ from functools import partial
 from msgspec.structs import replace
 from xxhash import xxh3_128_digest
 
-from kvrouter.core.fleet.pool import NAMED_MOST, Pool
+from kvrouter.core.fleet.block_size import NAMED_MOST
+from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import PoolId
 from kvrouter.frontend.prompt_blocks import KINDS, Hashes, Kind, Naming, kind_of, named

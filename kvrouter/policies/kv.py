@@ -40,7 +40,7 @@ class Kv(BuiltInPolicy):
     temperature: float = 0.0
 
     decisive = ("cost",)
-    prefers_sessions = True
+    sessions = "preferred"
     reads_speed = True  # whatever its own weight: a request may ask for `auto`
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment
 from kvrouter.core.routing.candidates import Candidates
@@ -42,12 +42,12 @@ class Scored(BuiltInPolicy):
     decisive = ("total",)
 
     @property
-    def needs_sessions(self) -> bool:  # type: ignore[override]
-        return any(one.scorer is scorers.session_affinity for one in self.scorers)
+    def sessions(self) -> Literal["", "read"]:  # type: ignore[override]
+        return "read" if any(one.scorer is scorers.session_affinity for one in self.scorers) else ""
 
     @property
     def reads_tables(self) -> bool:  # type: ignore[override]
-        return self.needs_sessions or any(one.scorer is scorers.no_hit_lru for one in self.scorers)
+        return bool(self.sessions) or any(one.scorer is scorers.no_hit_lru for one in self.scorers)
 
     def pick(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> int:
         return self.order(request, candidates, moment)[0]

@@ -191,7 +191,14 @@ class _Reading(Generic[S]):
             page = pages.config_page(self._command, values, self._sources)
             raise PageAsked(page, warnings, problem)
         return Loaded(
-            self._command, settings, values, self._sources, file, warnings, self._words, self._environ
+            command=self._command,
+            settings=settings,
+            values=values,
+            sources=self._sources,
+            file=file,
+            warnings=warnings,
+            words=self._words,
+            environ=self._environ,
         )
 
     def _imply(self, values: dict[str, Any]) -> None:

@@ -49,14 +49,14 @@ class Run:
     def after(self, first: int) -> Run:
         """The same without the first arrivals."""
         return Run(
-            self.arrivals[first:],
-            self.targets[first:],
-            self.first_s[first:],
-            self.sent_s[first:],
-            self.end_s[first:],
-            self.cached[first:],
-            self.held[first:],
-            self.deepest,
+            arrivals=self.arrivals[first:],
+            targets=self.targets[first:],
+            first_s=self.first_s[first:],
+            sent_s=self.sent_s[first:],
+            end_s=self.end_s[first:],
+            cached=self.cached[first:],
+            held=self.held[first:],
+            deepest=self.deepest,
         )
 
     def share(self, worker: str, last: int = 0) -> float:

@@ -171,7 +171,17 @@ def _facts(seen: Iterable[Seen]) -> Facts:
     for one in seen:
         if isinstance(one.now, Fleet) and one.before is not None and one.seconds > 0:
             return _between(_traffic(one.before), _traffic(one.now), one.seconds)
-    return Facts(None, None, None, None, None, None, {}, None, None)
+    return Facts(
+        requests_per_s=None,
+        tokens_per_s=None,
+        ttft_p50_s=None,
+        ttft_p90_s=None,
+        between_p90_s=None,
+        output_tokens=None,
+        cached={},
+        later_s=None,
+        failed=None,
+    )
 
 
 def _traffic(fleet: Fleet) -> Traffic:
@@ -192,15 +202,15 @@ def _between(before: Traffic, now: Traffic, seconds: float) -> Facts:
     tokens = max(0, now.output_tokens - before.output_tokens)
     ttft = _counted(before.ttft, now.ttft)
     return Facts(
-        requests / seconds,
-        tokens / seconds,
-        quantile(0.5, now.ttft.bounds_s, ttft),
-        quantile(0.9, now.ttft.bounds_s, ttft),
-        quantile(0.9, now.inter_token.bounds_s, _counted(before.inter_token, now.inter_token)),
-        tokens / answered if answered > 0 else None,
-        cached,
-        (now.later_s - before.later_s) / decisions if decisions > 0 else None,
-        max(0, now.failed - before.failed),
+        requests_per_s=requests / seconds,
+        tokens_per_s=tokens / seconds,
+        ttft_p50_s=quantile(0.5, now.ttft.bounds_s, ttft),
+        ttft_p90_s=quantile(0.9, now.ttft.bounds_s, ttft),
+        between_p90_s=quantile(0.9, now.inter_token.bounds_s, _counted(before.inter_token, now.inter_token)),
+        output_tokens=tokens / answered if answered > 0 else None,
+        cached=cached,
+        later_s=(now.later_s - before.later_s) / decisions if decisions > 0 else None,
+        failed=max(0, now.failed - before.failed),
     )
 
 

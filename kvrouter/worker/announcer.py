@@ -192,7 +192,14 @@ class Announcer:
         if card is not None:
             card = _with_address(card, self._bus.local_host)
         beat = WorkerBeat(
-            VERSION, self.incarnation, state, pool, ranks, self.card_version, card, self._interval_ms
+            version=VERSION,
+            incarnation=self.incarnation,
+            state=state,
+            pool=pool,
+            ranks=ranks,
+            card_version=self.card_version,
+            card=card,
+            interval_ms=self._interval_ms,
         )
         payload = encode(beat)
         decode_worker_beat(payload, WorkerId(self.card.worker_id))

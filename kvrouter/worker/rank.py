@@ -196,18 +196,18 @@ class EngineRank:
         seq, digest = self._position
         blocks = self.publisher.blocks
         head = RankHead(
-            self.publisher.rank,
-            seq,
-            digest,
-            self._stream.is_complete,
-            self._is_whole,
-            self._is_mended,
-            blocks.expects_reports,
-            blocks.device_removals - self._removals_before,
-            self._adapter.group,
-            self._first_ts,
-            self.publisher.event_block_size,
-            self.lookahead,
+            rank=self.publisher.rank,
+            seq=seq,
+            digest=digest,
+            is_complete=self._stream.is_complete,
+            is_whole=self._is_whole,
+            is_mended=self._is_mended,
+            expects_reports=blocks.expects_reports,
+            removals=blocks.device_removals - self._removals_before,
+            group=self._adapter.group,
+            first_ts=self._first_ts,
+            event_block_size=self.publisher.event_block_size,
+            lookahead=self.lookahead,
         )
         return RankState(head, blocks.image())
 

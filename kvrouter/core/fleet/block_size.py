@@ -14,9 +14,13 @@ was wanted for a lease. Invariant: `size` is 0 only before the first target, and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from kvrouter.core.wire.heartbeats import Card
+from kvrouter.core.wire.ids import WorkerId
+
+# Workers, feeds or states listed in one sentence.
+NAMED_MOST = 5
 
 
 class PoolBlockSize:
@@ -71,3 +75,15 @@ class PoolBlockSize:
             if present in tied:
                 return present
         return min(tied, key=lambda size: self._eldest[size], default=self.size)
+
+
+def others_note(sizes: Mapping[WorkerId, int], size: int) -> str:
+    """One sentence about all workers with another block size than the pool's; empty if there are none."""
+    others = [f"{worker_id}: {other}" for worker_id, other in sizes.items() if other != size]
+    if not others:
+        return ""
+    named = ", ".join([*others[:NAMED_MOST], *(["…"] if len(others) > NAMED_MOST else [])])
+    return (
+        f"{len(others)} of {len(sizes)} workers have another block size than {size}: "
+        f"no overlap is predicted there ({named})"
+    )

@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from msgspec.structs import replace
 
-from kvrouter.core.fleet.block_size import PoolBlockSize
+from kvrouter.core.fleet.block_size import PoolBlockSize, others_note
 from kvrouter.core.fleet.places import OWN, place_of
 from kvrouter.core.routing.candidates import Candidates, Roster, form_candidates, unnamed_blocks
 from kvrouter.core.routing.policy import Prompt, RouteRequest
@@ -29,8 +29,6 @@ from kvrouter.core.wire.heartbeats import Card, WorkerBeat
 from kvrouter.core.wire.ids import PoolId, Target, WorkerId
 from kvrouter.settings.declare import Settings, setting
 
-# Workers, feeds or states listed in one sentence.
-NAMED_MOST = 5
 NewIndex: TypeAlias = Callable[[IndexBounds, int], BlockIndex]
 """Makes an index from its bounds and placement secret."""
 
@@ -102,6 +100,7 @@ class Pool:
         """The ranks of all workers, in any state."""
         self.targets: dict[Target, Worker] = {}
         self._is_stale = False  # a worker has changed since `targets` was built
+        self._not_targets: dict[Target, str] = {}
         self.twins: dict[WorkerId, WorkerId] = {}
         """Workers that are no targets because a later agent has announced the same engine, and by whom."""
         self.loops: dict[WorkerId, str] = {}
@@ -109,8 +108,8 @@ class Pool:
         self.claimed: dict[WorkerId, str] = {}
         """Workers that are engines by their answers though a peer names their address as its own."""
         self._replicas: Mapping[str, str] = {}  # by place, see places.py
-        self.changes = 0
-        """How often `targets` was built again."""
+        self.changes, self.room_blocks = 0, 0
+        """How often `targets` was built again; the blocks that all of them have room for, together."""
         self.names: frozenset[str] = frozenset()
         """All model names that clients may use; kept while the pool has no worker."""
         self.lora_names: frozenset[str] = frozenset()
@@ -338,9 +337,11 @@ class Pool:
         self.takes_token_ids = any(worker.card.takes_token_ids for worker in eligible)
         self.targets = dict(sorted(pairs, key=lambda pair: pair[0]))
         self._use_ids()
+        self._not_targets = self._refusals()
         self._roster = Roster(self.targets.items())
         self.active.line_up(self._roster.targets)
         self.changes += 1
+        self.room_blocks = sum(self.capacity_blocks(target) for target in self.targets)
         if self.workers:
             cards = [worker.card for worker in self.workers.values()]
             self.names = frozenset(name for card in cards for name in card.names())
@@ -382,14 +383,7 @@ class Pool:
     def sizes_note(self) -> str:
         """One sentence about all targets with another block size; empty if there are none."""
         sizes = {target.worker_id: worker.card.block_size for target, worker in self.targets.items()}
-        others = [f"{worker_id}: {size}" for worker_id, size in sizes.items() if size != self.block_size]
-        if not others:
-            return ""
-        named = ", ".join([*others[:NAMED_MOST], *(["…"] if len(others) > NAMED_MOST else [])])
-        return (
-            f"{len(others)} of {len(sizes)} workers have another block size than {self.block_size}: "
-            f"no overlap is predicted there ({named})"
-        )
+        return others_note(sizes, self.block_size)
 
     # Candidates
 
@@ -442,14 +436,18 @@ class Pool:
 
     def refusals(self, request: RouteRequest) -> dict[Target, str]:
         """Why targets of the pool are not candidates for the request."""
+        return self._refusals(request) if request.is_named else self._not_targets
+
+    def _refusals(self, request: RouteRequest | None = None) -> dict[Target, str]:
+        """Why targets are not candidates: for this request, or for any."""
         return {
             target: self._why_refused(worker, request)
             for worker in self.workers.values()
             for target in worker.targets()
-            if target not in self.targets or not self._serves(worker, request)
+            if target not in self.targets or (request and not self._serves(worker, request))
         }
 
-    def _why_refused(self, worker: Worker, request: RouteRequest) -> str:
+    def _why_refused(self, worker: Worker, request: RouteRequest | None) -> str:
         if worker.state != "up":
             return worker.state
         worker_id = WorkerId(worker.card.worker_id)
@@ -458,7 +456,7 @@ class Pool:
         twin = self.twins.get(worker_id)
         if twin is not None:
             return f"is the same engine as {twin}"
-        if worker.silent:
+        if worker.silent or request is None:
             return "silent"
         name = request.served_name
         return f"does not serve the name {name!r}" if name else f"has no adapter {request.lora_name!r}"

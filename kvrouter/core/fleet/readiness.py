@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from kvrouter.core.feeds.reader import FeedReader
 from kvrouter.core.feeds.trust import FeedState
-from kvrouter.core.fleet.pool import NAMED_MOST
+from kvrouter.core.fleet.block_size import NAMED_MOST
 from kvrouter.core.wire.heartbeats import RouterBeat
 from kvrouter.core.wire.ids import PoolId, RouterId, WorkerId
 from kvrouter.core.wire.senders import Feed, KvSource, name

@@ -21,10 +21,11 @@ from kvrouter.core.feeds.lease import DEFAULT_ROUNDS, Leases
 from kvrouter.core.feeds.reader import FeedReader
 from kvrouter.core.feeds.receipt import REFUSED, STALE, TAKEN, Receipt, Verdict, malformed
 from kvrouter.core.feeds.sinks import KvSink
+from kvrouter.core.fleet.block_size import NAMED_MOST
 from kvrouter.core.fleet.following import MOST_SYNC_FEEDS, Following
 from kvrouter.core.fleet.hellos import Hellos
 from kvrouter.core.fleet.places import ReplicaPlaces
-from kvrouter.core.fleet.pool import NAMED_MOST, Pool, PoolSettings
+from kvrouter.core.fleet.pool import Pool, PoolSettings
 from kvrouter.core.fleet.pools import Pools, names_in_several
 from kvrouter.core.fleet.reached import ReachedPeers
 from kvrouter.core.fleet.readiness import (
@@ -417,21 +418,21 @@ class Replica:
         """The heartbeat of this replica. The answer to a hello also names its workers."""
         caches, bookings = self.feeds.heard()
         return RouterBeat(
-            VERSION,
-            self.incarnation,
-            state,
-            address,
-            self.pools.feed_seqs(),
-            self._round,
-            round(self.settings.heartbeat_s * 1000),
-            self._live_workers() if names_workers else [],
+            version=VERSION,
+            incarnation=self.incarnation,
+            state=state,
+            address=address,
+            feeds=self.pools.feed_seqs(),
+            round=self._round,
+            interval_ms=round(self.settings.heartbeat_s * 1000),
+            workers=self._live_workers() if names_workers else [],
             # Peers that serve fewer pools become unready by this, so it must not promise too much.
-            self._serves() if state == "up" and self._readiness.is_ready else {},
-            self.routing,
-            {router_id: bookings.get(router_id, UNFOLLOWED) for router_id in self.peers},
-            caches,
-            traffic,
-            clients_url,
+            serves=self._serves() if state == "up" and self._readiness.is_ready else {},
+            routing=self.routing,
+            hears={router_id: bookings.get(router_id, UNFOLLOWED) for router_id in self.peers},
+            caches=caches,
+            traffic=traffic,
+            clients_url=clients_url,
         )
 
     def _serves(self) -> dict[str, int]:

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 
 from kvrouter.core.fleet.own_bookings import OwnBooking, OwnBookings
 from kvrouter.core.fleet.pool import Pool
-from kvrouter.core.fleet.reuse import ReuseMeter
 from kvrouter.core.fleet.sync_feed import SyncFeed
 from kvrouter.core.routing.admission import AdmissionQueue
 from kvrouter.core.routing.breaker import CircuitBreakers
@@ -24,7 +23,6 @@ from kvrouter.core.routing.decisions import Decided, DecisionRing
 from kvrouter.core.routing.filters import Filter
 from kvrouter.core.routing.policy import Candidate, RouteRequest
 from kvrouter.core.routing.selection import Decision, Modes, Selection
-from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.bookings import Booking
 from kvrouter.core.tables.claimed_losses import ClaimedLosses
 from kvrouter.core.tables.deadly_prompts import DeadlyPrompts
@@ -105,7 +103,8 @@ class Router:
         self.decisions = rules.decisions
         claimed = ClaimedLosses(DeadlyPrompts(0.0)) if claimed is None else claimed
         self.deadly = claimed.prompts
-        self._reuse = ReuseMeter(pool)
+        self.reuse = Reuse()
+        """What was cached of the prompts that were routed here."""
         self.feed = SyncFeed(
             pool,
             rules.tables,
@@ -115,7 +114,7 @@ class Router:
             synced=synced,
             seq=seq,
             is_elder=is_elder,
-            reuse=self._reuse,
+            reuse=self.reuse,
             early=EarlyOps(early),
         )
         self.bookings = OwnBookings(pool, rules.tables, self.feed, router_id, rules.circuits)
@@ -123,8 +122,6 @@ class Router:
         self.unheard = ""
         """Why the bookings of other replicas are not known here; empty if they are, or if there are none."""
         self._random = rules.random
-        # the pool's targets when it was filled, and the reasons: `decisions` needs them for every request
-        self._refusals: tuple[dict[Target, Worker], dict[Target, str]] = ({}, {})
         self._reported_changes = 0
         self._reported_cards: list[Card] = []
 
@@ -132,11 +129,6 @@ class Router:
     def selection(self) -> Selection:
         """The selection of the router's own mode."""
         return self.modes.default
-
-    @property
-    def reuse(self) -> Reuse:
-        """What was cached of the prompts that were routed here."""
-        return self._reuse.counts
 
     @property
     def needs_tokens(self) -> bool:
@@ -214,7 +206,7 @@ class Router:
             self.tables.shares.count(*candidates.held_of(request))
         booking = self.bookings.book(request, choice, now)
         if request.prompts and not (exclude or prefer):  # a retry is the same request
-            self._reuse.count(request, choice, candidates)
+            self._count_reuse(request, choice, candidates)
         own = OwnBooking(
             booking=booking,
             request=request,
@@ -297,21 +289,24 @@ class Router:
     def _moment(self, policy: BuiltInPolicy, now: float) -> Moment:
         tables, unseen, part = self.tables, self.feed.unseen.expected, self.feed.part
         if not policy.reads_speed:
-            return Moment(now, self._random, tables, unseen, part)
+            return Moment(now=now, random=self._random, tables=tables, unseen=unseen, part=part)
         speed, rate = tables.speeds.speed, tables.arrivals.per_s(now)
-        return Moment(now, self._random, tables, unseen, part, speed, rate, self.doubt)
+        return Moment(
+            now=now,
+            random=self._random,
+            tables=tables,
+            unseen=unseen,
+            part=part,
+            speed=speed,
+            arrivals_per_s=rate,
+            doubt=self.doubt,
+        )
 
     def _refused(
         self, request: RouteRequest, exclude: frozenset[Target], avoid: frozenset[Target] = frozenset()
     ) -> dict[Target, str]:
         """Why each target of the pool that is not a candidate is not one."""
-        if request.is_named:
-            refused = self.pool.refusals(request)
-        else:
-            # the pool makes a new dict of targets with every change: the same dict means no change
-            if self._refusals[0] is not self.pool.targets:
-                self._refusals = (self.pool.targets, self.pool.refusals(request))
-            refused = self._refusals[1]
+        refused = self.pool.refusals(request)
         if avoid:
             refused = refused | dict.fromkeys(avoid, AVOIDED)
         return refused | dict.fromkeys(exclude, "failed this request") if exclude else refused
@@ -325,6 +320,15 @@ class Router:
             return f"all workers of {self.pool.model!r} failed this request: {', '.join(map(str, exclude))}"
         known = ", ".join(self.pool.workers) or "none"
         return f"no live worker for model {self.pool.model!r}; known: {known}"
+
+    def _count_reuse(self, request: RouteRequest, choice: Candidate, candidates: Candidates) -> None:
+        """Count what was cached of the prompts, and what could have been."""
+        reuse, size = self.reuse, self.pool.block_size
+        reuse.chosen += choice.own_prefill_tokens
+        # the chosen one may hold more with the wider view of several prompts
+        reuse.best += request.isl - max(candidates.deepest_blocks(), choice.overlap_blocks) * size
+        for prompt in request.prompts:
+            reuse.count(prompt.hashes, prompt.isl, size, self.pool.room_blocks)
 
     def _count_decision(self, eligible: Candidates, target: Target, moment: Moment) -> float | None:
         """The predicted TTFT of the chosen target, counted against the least; None without a prediction."""

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator
 from kvrouter.core.feeds.sinks import SyncSink
 from kvrouter.core.feeds.source import FeedSource
 from kvrouter.core.fleet.pool import Pool
-from kvrouter.core.fleet.reuse import ReuseMeter
 from kvrouter.core.routing.builtin_policy import RoutingTables
 from kvrouter.core.tables.bookings import Booking, UnseenBookings, booking_ops
 from kvrouter.core.tables.claimed_losses import ClaimedLosses
 from kvrouter.core.tables.deadly_prompts import Deadly
 from kvrouter.core.tables.early_ops import EarlyOps
+from kvrouter.core.tables.ghosts import Reuse
 from kvrouter.core.tables.text_index import KeptTexts
 from kvrouter.core.wire.hashes import hashes_of, pack_hashes
 from kvrouter.core.wire.ids import PromptHash, RouterId, Target, WorkerId
@@ -60,7 +60,7 @@ class SyncFeed:
         synced: bool,
         seq: int,
         is_elder: Callable[[], bool],
-        reuse: ReuseMeter,
+        reuse: Reuse,
         early: EarlyOps,
     ) -> None:
         """`synced`, `seq`, `is_elder` and `claimed` as Router has them."""
@@ -204,7 +204,7 @@ class SyncFeed:
         self.part = self._smaller_peers / (len(self._peers) + 1)
 
     def _booked_elsewhere(self, booking: Booking, now: float) -> None:
-        self._reuse.booked_elsewhere(booking)
+        self._reuse.booked_elsewhere(booking.hashes, self._pool.room_blocks)
         self.unseen.booked_elsewhere(booking, now)
         self._tables.arrivals.count(now)
 

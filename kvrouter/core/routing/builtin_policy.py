@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from msgspec import Struct
 
@@ -83,10 +84,9 @@ class BuiltInPolicy(PolicyHooks, ABC):
 
     remembers_text: bool = False
     """Whether it reads the texts that targets have computed (`RoutingTables.texts`)."""
-    prefers_sessions: bool = False
-    """Whether a session's next request is expected where its last one ran (`Expected` in filters.py)."""
-    needs_sessions: bool = False
-    """Whether it reads which target a session is bound to."""
+    sessions: Literal["", "preferred", "read"] = ""
+    """preferred: a session's next request is expected where its last one ran (`Expected` in filters.py);
+    read: it reads itself which target a session is bound to."""
     reads_tables: bool = False
     """Whether its terms come from tables, too, and so change with time."""
     reads_speed: bool = False

@@ -40,7 +40,7 @@ class Filter(ABC):
     """Whether it looks at where sessions are bound."""
 
     only_if_preferred: bool = False
-    """Whether it applies only to policies with `prefers_sessions`."""
+    """Whether it applies only to policies that prefer sessions."""
 
     @abstractmethod
     def keep(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> Candidates:

@@ -96,9 +96,9 @@ class Selection:
     @cached_property
     def keeps_sessions(self) -> bool:
         """Whether a session's next request depends on where this one goes."""
-        prefers = self.policy.prefers_sessions
+        use = self.policy.sessions
         kept = [one for one in self.filters if one.keeps_sessions]
-        return self.policy.needs_sessions or any(prefers or not one.only_if_preferred for one in kept)
+        return use == "read" or any(use or not one.only_if_preferred for one in kept)
 
     def eligible(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> Candidates:
         """The candidates that no filter removes; may be empty."""
@@ -110,7 +110,7 @@ class Selection:
     def _applies(self, filter_: Filter, request: RouteRequest) -> bool:
         if not filter_.only_if_preferred:
             return True
-        return bool(request.session or request.parent_session) and self.policy.prefers_sessions
+        return bool(request.session or request.parent_session) and self.policy.sessions == "preferred"
 
     def choose(self, request: RouteRequest, eligible: Candidates, moment: Moment) -> list[Candidate]:
         """The pick, then the candidates to try if it fails. `eligible` must not be empty."""

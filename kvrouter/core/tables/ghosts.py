@@ -22,7 +22,6 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvrouter.core.wire.hashes import pack_hashes
 
@@ -38,19 +37,35 @@ LEAST_POOLED = 1 << 10
 _HASH_BYTES = 8
 
 
-@dataclass(slots=True)
 class Reuse:
     """Prompt tokens routed here, and those of them that had to be computed, by the cache that is asked."""
 
-    prompt_tokens: int = 0
-    chosen: int = 0
-    """Not cached on the chosen target."""
-    best: int = 0
-    """Not cached on the target that holds most of the prompt."""
-    pooled: int = 0
-    """Not cached in one cache of the fleet's size, shared by all targets."""
-    endless: int = 0
-    """Not cached in one endless cache."""
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.chosen = 0
+        """Not cached on the chosen target."""
+        self.best = 0
+        """Not cached on the target that holds most of the prompt."""
+        self.pooled = 0
+        """Not cached in one cache of the fleet's size, shared by all targets."""
+        self.endless = 0
+        """Not cached in one endless cache."""
+        self._ghosts = Ghosts()
+
+    def count(self, hashes: Sequence[int], isl: int, block_size: int, room_blocks: int) -> None:
+        """A prompt of `isl` tokens was routed here. `room_blocks`: those that all targets have room for."""
+        self.prompt_tokens += isl
+        ghosts, most = self._ghosts, min(len(hashes), max(0, isl - 1) // block_size)
+        endless, pooled = ghosts.endless_misses, ghosts.pooled_misses
+        if hashes:
+            ghosts.use(hashes, most, room_blocks)
+        never = isl - most * block_size
+        self.endless += never + (ghosts.endless_misses - endless) * block_size
+        self.pooled += never + (ghosts.pooled_misses - pooled) * block_size
+
+    def booked_elsewhere(self, hashes: Sequence[int], room_blocks: int) -> None:
+        """A peer has routed a prompt: the caches that all replicas' requests share hold it, too."""
+        self._ghosts.insert(hashes, room_blocks)
 
     def uncached(self) -> dict[str, int]:
         """The tokens by cache, the largest first."""

@@ -101,16 +101,16 @@ class RankLoad:
     def beat(self, rank: int, incarnation: int, seq: int, *, is_partial: bool) -> RankBeat:
         """The rank's part of a heartbeat."""
         return RankBeat(
-            rank,
-            incarnation,
-            seq,
-            is_partial,
-            self.running,
-            self.waiting,
-            self.kv_usage,
-            self.waiting_loras,
-            self.running_loras,
-            dict(self.metrics),
+            rank=rank,
+            incarnation=incarnation,
+            seq=seq,
+            partial=is_partial,
+            running=self.running,
+            waiting=self.waiting,
+            kv_usage=self.kv_usage,
+            waiting_loras=self.waiting_loras,
+            running_loras=self.running_loras,
+            metrics=dict(self.metrics),
         )
 
 
@@ -265,12 +265,12 @@ class _Reading:
         values, loras = self._loads.get(rank, {}), self._loras.get(rank, self._loras.get(None))
         running, waiting = values.get("running"), values.get("waiting")
         return RankLoad(
-            None if running is None else int(running),
-            None if waiting is None else int(waiting),
-            values.get("kv_usage"),
-            _names(loras, "waiting_lora_adapters") if loras else (),
-            _names(loras, "running_lora_adapters") if loras else None,
-            {**self._metrics.get(None, {}), **self._metrics.get(rank, {})},
+            running=None if running is None else int(running),
+            waiting=None if waiting is None else int(waiting),
+            kv_usage=values.get("kv_usage"),
+            waiting_loras=_names(loras, "waiting_lora_adapters") if loras else (),
+            running_loras=_names(loras, "running_lora_adapters") if loras else None,
+            metrics={**self._metrics.get(None, {}), **self._metrics.get(rank, {})},
         )
 
 
@@ -305,13 +305,13 @@ def _scrape(
     block_size = int(values.get("block_size", 0))
     tokens = {name: int(values.get(f"{name}_tokens", 0)) // (block_size or 1) for name in ("device", "host")}
     return Scrape(
-        loads,
-        block_size,
-        int(values.get("device_blocks", 0)) or (tokens["device"] if block_size else 0),
-        int(values.get("host_blocks", 0)) or (tokens["host"] if block_size else 0),
-        values.get("started_s", 0.0),
-        has_prefix_caching,
-        int(values.get("max_loras", 0)),
+        loads=loads,
+        block_size=block_size,
+        device_blocks=int(values.get("device_blocks", 0)) or (tokens["device"] if block_size else 0),
+        host_blocks=int(values.get("host_blocks", 0)) or (tokens["host"] if block_size else 0),
+        started_s=values.get("started_s", 0.0),
+        has_prefix_caching=has_prefix_caching,
+        max_loras=int(values.get("max_loras", 0)),
     )
 
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from kvrouter.core.fleet.pool import NAMED_MOST
+from kvrouter.core.fleet.block_size import NAMED_MOST
 from kvrouter.core.fleet.readiness import CLAIMED_S, HELLO_S, UNANSWERED_MOST
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.wire.heartbeats import RouterBeat, State, encode
