@@ -1,23 +1,27 @@
 """Writes a version into the checkout: version.py, CHANGELOG with its fragments, chart, SBOM.
 
 Nothing is committed, tagged or published: the commands for it are printed. tests/upgrade/PREVIOUS becomes the
-commit that is released, so that the next version is tested against it.
+commit that is released, and public_names.txt beside it its public names, so that the next version is tested
+against them.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import datetime
 import importlib.metadata
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
+
+from scripts.kit.public_names import all_names
 
 ROOT = Path(__file__).resolve().parents[2]
 UNRELEASED = "## Unreleased\n"
@@ -109,8 +113,11 @@ def _component(name: str, version: str | None = None) -> dict[str, Any]:
     return made | ({"licenses": [{"license": {"name": licence.splitlines()[0]}}]} if licence else {})
 
 
-def write(root: Path, version: str, date: str, commit: str) -> None:
-    """Write the version into the files below `root`. Raises ReleaseError before any is changed."""
+def write(root: Path, version: str, date: str, commit: str, names: Collection[str]) -> None:
+    """Write the version into the files below `root`. Raises ReleaseError before any is changed.
+
+    `names`: the public names of the commit.
+    """
     module = root / "kvrouter" / "version.py"
     current = re.findall(r'__version__ = "(.*)"', module.read_text())[0]
     if not is_newer(version, current):
@@ -128,6 +135,7 @@ def write(root: Path, version: str, date: str, commit: str) -> None:
         )
         file.write_text(re.sub(pattern, rf"\g<1>{version}", file.read_text()))
     (root / "tests" / "upgrade" / "PREVIOUS").write_text(f"{commit}\n")
+    (root / "tests" / "upgrade" / "public_names.txt").write_text("\n".join([commit, *sorted(names), ""]))
 
 
 def _git(*words: str) -> str:
@@ -147,7 +155,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if _git("status", "--porcelain"):
             raise ReleaseError("the checkout has changes that are not committed")
         today = datetime.datetime.now(datetime.UTC).date().isoformat()
-        write(ROOT, flags.version, today, _git("rev-parse", "HEAD"))
+        names = asyncio.run(all_names())
+        write(ROOT, flags.version, today, _git("rev-parse", "HEAD"), names)
     except ReleaseError as error:
         print(f"release: {error}", file=sys.stderr)
         return 1

@@ -56,8 +56,8 @@ def test_versions() -> None:
 
 
 def test_written(checkout: Path) -> None:
-    """Version, chart, images, changelog and the version to compare the next one with; fragments are gone."""
-    write(checkout, "9.8.7", "2026-02-02", "c0ffee")
+    """Version, chart, images, changelog, and what the next one is compared with; fragments are gone."""
+    write(checkout, "9.8.7", "2026-02-02", "c0ffee", {"command b", "command a"})
 
     assert '__version__ = "9.8.7"' in (checkout / "kvrouter/version.py").read_text()
     chart, values = ((checkout / name).read_text() for name in CHANGED[2:])
@@ -69,6 +69,8 @@ def test_written(checkout: Path) -> None:
         "\n### ", changelog.index("### Deployment") + 1
     )
     assert "c0ffee\n" == (checkout / "tests/upgrade/PREVIOUS").read_text()
+    names = (checkout / "tests/upgrade/public_names.txt").read_text()
+    assert "c0ffee\ncommand a\ncommand b\n" == names
     assert ["README.md"] == [path.name for path in (checkout / "docs/changes").iterdir()]
 
 
@@ -77,7 +79,7 @@ def test_an_older_version_changes_nothing(checkout: Path) -> None:
     before = {name: (checkout / name).read_text() for name in CHANGED}
 
     with pytest.raises(ReleaseError, match=f"not newer than {__version__}"):
-        write(checkout, "0.0.1", "2026-02-02", "c0ffee")
+        write(checkout, "0.0.1", "2026-02-02", "c0ffee", ())
 
     assert before == {name: (checkout / name).read_text() for name in CHANGED}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import subprocess
 import sys
 import time
@@ -19,7 +18,6 @@ from pathlib import Path
 import pytest
 
 from kvrouter.bus.server_info import read_info
-from kvrouter.settings.commands import command_named
 from kvrouter.tokens.tiny import build_tiny_model
 from kvrouter.verify import VerifyError, compare
 from scripts.kit import deployment
@@ -166,40 +164,3 @@ async def test_versions_differ(previous: Path, tmp_path: Path) -> None:
         shown = [fleet.processes[name].tail() for name in ("old", "new")]
 
     assert [str(tree / "kvrouter" / "__init__.py") for tree in (previous, ROOT)] == shown
-
-
-def page(path: str) -> str:
-    """A page of the version before; skips the test without the history."""
-    command = ["git", "-C", str(ROOT), "show", f"{PREVIOUS}:{path}"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    if ended.returncode:
-        pytest.skip(f"git has no {PREVIOUS[:12]}, the version before: {ended.stderr.strip()}")
-    return ended.stdout
-
-
-# Metrics that were announced as deprecated in the version before, and are gone: docs/deploy.md#upgrade.
-GONE: set[str] = set()
-
-
-def test_metric_names() -> None:
-    """Every metric of the version before is still there, or was announced to go."""
-    names = re.compile(r"`(kvrouter_[a-z0-9_]+)`")
-    before = {*names.findall(page("docs/metrics.md"))}
-
-    assert len(before) > 80
-    assert set() == before - {*names.findall((ROOT / "docs/metrics.md").read_text())} - GONE
-
-
-def test_flags() -> None:
-    """Every flag of the version before still works, or answers with what to use instead."""
-    sections = re.split(r"^## kvrouter (\S+)$", page("docs/reference/settings.md"), flags=re.MULTILINE)[1:]
-    gone, count = [], 0
-    for name, text in zip(sections[::2], sections[1::2], strict=True):
-        command = command_named(name)
-        for flag in re.findall(r"^\| `--([a-z0-9-]+)`", text, re.MULTILINE):
-            count += 1
-            if not command.has(f"--{flag}") and flag not in command.removed and flag not in command.left_out:
-                gone.append(f"{name} --{flag}")
-
-    assert count > 150
-    assert [] == gone
