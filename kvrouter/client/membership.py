@@ -102,7 +102,7 @@ async def until_serving(
     began = loop.time()
     wait = workers.begin("the only model that is served" if model is None else f"model {model!r}", began)
     while True:
-        unready = replica.not_ready(loop.time())
+        unready = replica.readiness.not_ready(loop.time())
         missing = unready or _why_not_serving(replica, model)
         if not missing:
             return replica.router_for(model).pool.id

@@ -180,7 +180,7 @@ class FleetView:
         self._metrics = metrics
         self._traffic = traffic
         self._address = address
-        self._readiness = readiness
+        self.readiness = readiness
         self._queue = queue
 
     async def view(self, _request: Request) -> Answer:
@@ -196,7 +196,7 @@ class FleetView:
             rows.append(row)
             if not number % SLICE:
                 await asyncio.sleep(0)
-        readiness, served = self._readiness(), self._traffic.own()
+        readiness, served = self.readiness(), self._traffic.own()
         return Fleet(
             time=round(time.time(), 3),
             router_id=replica.router_id,

@@ -130,18 +130,18 @@ class Admin:
 
     def _readiness(self) -> tuple[int, dict[str, Any]]:
         now = asyncio.get_running_loop().time()
-        missing = self._replica.not_ready(now)
+        missing = self._replica.readiness.not_ready(now)
         # Ready in part is better than never: a worker that died during the start must not block a rollout.
         # Ready with nothing is worse: a wrong password or namespace would be rolled out pod after pod.
-        timed_out = bool(missing) and self._has_waited() and self._replica.has_met_worker
+        timed_out = bool(missing) and self._has_waited() and self._replica.readiness.has_met_worker
         if timed_out:
             self._gave_up_waiting = True
-            self._replica.give_up_waiting()
+            self._replica.readiness.give_up_waiting()
         if self._is_draining:
             return 503, {"status": "draining"}
         if missing and not timed_out and not self._waits_for_first():
             return 503, {"status": "starting", "reasons": [*self._why_no_worker(), *missing]}
-        if unserved := self._replica.unserved():
+        if unserved := self._replica.readiness.unserved():
             return 503, {"status": "unserved", "reasons": unserved}
         reasons = self._degraded()
         if missing and not timed_out:  # ready, as requests wait for a first worker
@@ -153,14 +153,14 @@ class Admin:
 
     def _waits_for_first(self) -> bool:
         """Whether requests wait here for the first worker (--wait-for-workers-s)."""
-        has_none = not self._replica.has_met_worker
-        return self._wait_for_workers_s > 0 and has_none and self._replica.has_greeted
+        has_none = not self._replica.readiness.has_met_worker
+        return self._wait_for_workers_s > 0 and has_none and self._replica.readiness.has_greeted
 
     def _why_no_worker(self) -> Iterator[str]:
         """What is missing for a first worker: NATS, or an agent in the namespace."""
         if self._bus.outage_reason:
             yield f"NATS: {self._bus.outage_reason}"
-        elif self._bus.connected and not self._replica.has_met_worker:
+        elif self._bus.connected and not self._replica.readiness.has_met_worker:
             peers = len(self._replica.peers)
             heard = f"only {peers} other replicas are" if peers else "nobody is"
             yield f"{heard} heard in namespace {self._loop.awaited.namespace!r}: {NO_WORKER}"
@@ -267,7 +267,7 @@ class Admin:
 
     def _degraded(self) -> list[str]:
         of_workers = self._audit.degrading()
-        reasons = [*self._nats_away(), *self._replica.degraded(), *of_workers, *self._untokenized()]
+        reasons = [*self._nats_away(), *self._replica.readiness.degraded(), *of_workers, *self._untokenized()]
         more = len(reasons) - MOST_FEEDS
         return reasons if more <= 0 else [*reasons[:MOST_FEEDS], f"{more} more: see /workers"]
 

@@ -179,7 +179,7 @@ class Completions:
     async def _answer(self, record: Record, api: Api, rights: Rights) -> Served:
         request = record.request
         if request.head.hops:
-            check_hops(request.head.hops, self._replica.is_replica)
+            check_hops(request.head.hops, self._replica.peers.is_replica)
         record.work = work = await self._accept.work(
             request, api, record.id, record.received_at, rights, notes=record.notes
         )

@@ -39,7 +39,7 @@ async def ask_peers(replica: Replica) -> None:
     ) as session:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            while url := replica.next_question(loop.time()):
+            while url := replica.peers.next_question(loop.time()):
                 replica.answered(url, await router_at(session, url), loop.time())
 
 

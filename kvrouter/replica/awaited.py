@@ -41,7 +41,7 @@ class AwaitedWorkers:
         if now < self._next_look_at:
             return
         self._next_look_at = now + _LOOK_EVERY_S
-        missing = self._replica.awaited(now)
+        missing = self._replica.readiness.awaited(now)
         # without NATS nothing is known of workers, and the bus itself says what it waits for
         if not missing or not self._bus.connected:
             self._wait = None

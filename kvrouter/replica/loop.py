@@ -125,7 +125,7 @@ class ReplicaLoop:
         while True:
             await asyncio.sleep(TICK_S)
             now = loop.time()
-            self._replica.latch_ready(now)
+            self._replica.readiness.not_ready(now)
             self.awaited.look(now)
             for router in self._replica.routers.values():
                 for key in router.bookings.due(now):

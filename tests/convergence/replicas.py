@@ -232,7 +232,7 @@ class SimReplica(Process):
         """At every moment live copies are exact, and a ready replica stays ready."""
         if self.replica.is_watched:
             check_live_copies(self.replica, self._histories)
-        is_ready = not self.replica.not_ready(self.now())
+        is_ready = not self.replica.readiness.not_ready(self.now())
         assert is_ready or not self._was_ready, "it was ready, and no longer is"
         self._was_ready = is_ready
 

@@ -117,7 +117,7 @@ def test_a_joining_replica_learns_active_load() -> None:
     joined = fleet.replica_at(2)
     assert load_seen(fleet.replica_at(0)) == load_seen(joined)
     assert requests_seen(joined) == sum(len(sim.running) for sim in fleet.replicas())
-    assert [] == joined.replica.not_ready(joined.now())
+    assert [] == joined.replica.readiness.not_ready(joined.now())
 
 
 def test_joiner_decides_as_if_it_had_seen_all_traffic() -> None:

@@ -29,7 +29,7 @@ def test_router_restart_recovers_kv_state() -> None:
     restarted = fleet.replica_at(0)
     assert has_blocks_of(restarted, fleet, 0)
     assert has_blocks_of(restarted, fleet, 1)
-    assert [] == restarted.replica.not_ready(restarted.now())
+    assert [] == restarted.replica.readiness.not_ready(restarted.now())
 
 
 def test_router_restart_alone_recovers_kv_state() -> None:
@@ -117,7 +117,7 @@ def test_not_ready_before_the_index_has_recovered() -> None:
     fleet.start(0)
     sim, said = fleet.replica_at(0), set[str]()
 
-    while reasons := sim.replica.not_ready(sim.now()):
+    while reasons := sim.replica.readiness.not_ready(sim.now()):
         assert not has_blocks_of(sim, fleet) or "waiting for the answers to hello" in reasons
         said.update(reasons)
         fleet.pass_beats(0.001)
@@ -130,7 +130,7 @@ def test_ready_does_not_turn_back() -> None:
     """#13403: a replica that was ready stays so while NATS is away, feeds lag, and all workers are gone."""
     fleet = Fleet()
     sim = fleet.replica_at(0)
-    assert [] == sim.replica.not_ready(sim.now())
+    assert [] == sim.replica.readiness.not_ready(sim.now())
 
     sim.line.disconnect()
     fleet.pass_beats(30)
@@ -139,8 +139,8 @@ def test_ready_does_not_turn_back() -> None:
     fleet.crash(3)
     fleet.pass_beats(30)
 
-    assert [] == sim.replica.not_ready(sim.now())
-    assert sim.replica.degraded()
+    assert [] == sim.replica.readiness.not_ready(sim.now())
+    assert sim.replica.readiness.degraded()
 
 
 def test_unknown_hash_in_a_removal_does_not_stop_the_batch() -> None:
@@ -169,7 +169,7 @@ def test_a_feed_that_receives_nothing_is_reported() -> None:
 
     fleet.pass_beats(3)
 
-    assert any(reason.startswith("kv w0/0: recovering") for reason in sim.replica.degraded())
+    assert any(reason.startswith("kv w0/0: recovering") for reason in sim.replica.readiness.degraded())
     assert kv_reader(sim, agent).lag
     agent.line.mend()
     fleet.pass_beats(LEASE_BEATS)

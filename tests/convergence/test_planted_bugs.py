@@ -16,6 +16,7 @@ from kvrouter.core.feeds.receipt import Receipt
 from kvrouter.core.feeds.trust import FeedState
 from kvrouter.core.fleet import replica as replica_module
 from kvrouter.core.fleet.block_size import PoolBlockSize
+from kvrouter.core.fleet.peers import Peers
 from kvrouter.core.wire.heartbeats import RouterBeat
 from kvrouter.core.wire.ops import decode_frame
 from kvrouter.core.wire.senders import SyncSource
@@ -131,7 +132,7 @@ def test_a_joiner_must_take_the_elders_block_size(monkeypatch: pytest.MonkeyPatc
     """Both sizes have as many targets, and the pool keeps the larger: a replica that joins takes it, too."""
     assert_seen_only_then(
         [Step("crash", who=2, seconds=15.0, wait=16.0), Step("crash", who=1, seconds=0.3, wait=7.0)],
-        lambda: monkeypatch.setattr(replica_module, "sizes_of_elders", lambda *_: {}),
+        lambda: monkeypatch.setattr(Peers, "sizes_of_elders", lambda *_: {}),
         agents=4,
     )
 

@@ -127,5 +127,5 @@ async def running_agent(mocker: Mocker, nats_url: str, namespace: str) -> AsyncI
 def _is_complete(frontend: RunningFrontend, workers: int, replicas: int) -> bool:
     replica = frontend.replica
     seen = sum(len(router.pool.targets) for router in replica.routers.values())
-    ready = not replica.not_ready(asyncio.get_running_loop().time())
+    ready = not replica.readiness.not_ready(asyncio.get_running_loop().time())
     return ready and seen == workers and len(replica.peers) == replicas - 1

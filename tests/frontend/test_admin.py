@@ -184,7 +184,7 @@ async def test_nats_comes_late(new_nats_server: Callable[[], NatsServer]) -> Non
             reasons = frontend.admin.readiness()["reasons"]
             assert any(reason.startswith("NATS: ") and "kvrouter nats" in reason for reason in reasons)
             server.start()
-            await until(lambda: frontend.replica._readiness._hello_at is not None, "NATS is found")
+            await until(lambda: frontend.replica.readiness.has_greeted, "NATS is found")
 
             assert (await get(frontend.url, "/health")).json["nats_connected"]
 

@@ -92,7 +92,7 @@ async def test_address_of_a_peer(fleet_of: FleetOf) -> None:
         first, other = fleet.frontends
         announce(fleet, other.url)
         await until_known(fleet)
-        known = first.replica._places
+        known = first.replica.peers.places
         await until(lambda: place_of(other.url) in known.names, "the address has answered")
 
         assert [(False, ["loop"])] * 2 == rows(fleet, "loop")
@@ -105,7 +105,7 @@ async def test_forged_peer(fleet_of: FleetOf) -> None:
         fleet.bus.publish(fleet.subjects.live_router(RouterId("forged")), encode(beat))
         replica = fleet.frontend.replica
         await until(lambda: "forged" in replica.peers, "the claim")
-        await until(lambda: replica._has_failed(RouterId("forged")), "it was asked")
+        await until(lambda: replica.peers.has_failed(RouterId("forged")), "it was asked")
 
         assert 200 == (await fleet.ask()).status
         assert [(True, [])] == rows(fleet, "w0")

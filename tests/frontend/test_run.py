@@ -415,7 +415,7 @@ async def test_ipv6(nats_url: str) -> None:
     options = parse_options(["--host", "::1", "--port", "0", "--nats", nats_url, "--namespace", "six"])
     with no_trouble():
         async with running_frontend(options) as frontend:
-            await until(lambda: frontend.replica._readiness._hello_at is not None, "NATS is found")
+            await until(lambda: frontend.replica.readiness.has_greeted, "NATS is found")
             assert frontend.url.startswith("http://[::1]:")
             assert 200 == (await get(frontend.url, "/live")).status
 
@@ -434,7 +434,7 @@ async def test_failed_draining_ends_the_service(nats_url: str, monkeypatch: pyte
 
     async def serve() -> None:
         async with running_frontend(options) as frontend:
-            await until(lambda: frontend.replica._readiness._hello_at is not None, "NATS is found")
+            await until(lambda: frontend.replica.readiness.has_greeted, "NATS is found")
             is_broken.set()
             await asyncio.Event().wait()
 
@@ -472,7 +472,7 @@ async def test_failed_task_ends_the_service(nats_url: str, monkeypatch: pytest.M
 
     async def serve() -> None:
         async with running_frontend(options) as frontend:
-            await until(lambda: frontend.replica._readiness._hello_at is not None, "NATS is found")
+            await until(lambda: frontend.replica.readiness.has_greeted, "NATS is found")
             is_broken.set()
             await asyncio.Event().wait()
 

@@ -164,7 +164,7 @@ class Audit:
         """Members that are not known here, and claims of replicas that are not believed."""
         for sender, reason in self._replica.refusals.named().items():
             yield Finding("", sender, Problem("refused", f"{sender} is refused: {reason}"))
-        if doubts := self._replica.doubts():
+        if doubts := self._replica.readiness.doubts():
             yield Finding("", "", Problem("claims", "; ".join(doubts)))
 
     def _of_pools(self, compared: dict[PoolId, TokenComparison]) -> Iterator[Finding]:

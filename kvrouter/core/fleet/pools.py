@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Set
 
 from kvrouter.core.feeds.lease import DEFAULT_ROUNDS
+from kvrouter.core.fleet.block_size import NAMED_MOST
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.router import Router
 from kvrouter.core.wire.ids import PoolId
@@ -69,6 +70,22 @@ class Pools:
     def has_names(self) -> bool:
         """Whether any model is known."""
         return bool(self._past) or any(router.pool.names for router in self.routers.values())
+
+    def with_workers(self) -> list[Pool]:
+        """The pools that have a worker, in any state."""
+        return [router.pool for router in self.routers.values() if router.pool.workers]
+
+    def serves(self) -> dict[str, int]:
+        """The pools with a live target, and their block sizes."""
+        pools = [router.pool for router in self.routers.values()]
+        return {str(pool.id): pool.block_size for pool in pools if pool.has_live_target}
+
+    def why_no_target(self, pool_id: PoolId) -> str:
+        """The states of the pool's workers."""
+        router = self.routers.get(pool_id)
+        workers = router.pool.workers if router is not None else {}
+        states = [f"{name} {'silent' if one.silent else one.state}" for name, one in workers.items()]
+        return ", ".join(states[:NAMED_MOST]) or "no worker is known"
 
     def has_met(self, pool_id: PoolId) -> bool:
         """Whether a worker's card of this pool has arrived here, NAMES_KEPT_S ago at most if it is gone."""

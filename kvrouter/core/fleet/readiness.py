@@ -9,18 +9,18 @@ A feed whose owner answers no question, or badly, is awaited no longer: a forged
 Those of a peer that has answered nothing, neither a question nor at its address, are awaited for CLAIMED_S in
 all, however many there are.
 
-`ServedElsewhere`: whether a replica should get no traffic because only its peers serve anything.
+A ready replica gets no traffic only while it serves nothing and its peers do (`unserved`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
 
 from kvrouter.core.feeds.reader import FeedReader
 from kvrouter.core.feeds.trust import FeedState
 from kvrouter.core.fleet.block_size import NAMED_MOST
-from kvrouter.core.wire.heartbeats import RouterBeat
+from kvrouter.core.fleet.peers import Peers
+from kvrouter.core.fleet.pools import Pools
 from kvrouter.core.wire.ids import PoolId, RouterId, WorkerId
 from kvrouter.core.wire.senders import Feed, KvSource, name
 
@@ -36,12 +36,15 @@ CLAIMED_S = 2.0
 
 
 class Readiness:
-    """What a joining replica still lacks."""
+    """What a joining replica still lacks; and what a ready one says of itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, pools: Pools, peers: Peers, readers: Mapping[Feed, FeedReader]) -> None:
         self.is_ready = False
         self.has_met_worker = False
-        """Whether a worker's card has ever arrived."""
+        """Whether a worker's card has ever arrived: without one nothing could be served."""
+        self._pools = pools
+        self._peers = peers
+        self._readers = readers
         self._hello_at: float | None = None
         self._awaited: dict[WorkerId, RouterId] = {}
 
@@ -49,6 +52,11 @@ class Readiness:
         """A hello was published, maybe once more after a reconnect."""
         if self._hello_at is None:
             self._hello_at = now
+
+    @property
+    def has_greeted(self) -> bool:
+        """Whether a hello was published: NATS was reached."""
+        return self._hello_at is not None
 
     def wait_for(self, workers: Iterable[WorkerId], known_to: RouterId) -> list[WorkerId]:
         """A replica knows these workers, and no heartbeat of them has arrived here; returns the new ones."""
@@ -65,30 +73,27 @@ class Readiness:
         """The worker is known now, or gone."""
         self._awaited.pop(worker_id, None)
 
-    @property
-    def is_connected(self) -> bool:
-        """Whether a hello was published."""
-        return self._hello_at is not None
+    def give_up_waiting(self) -> None:
+        """Be ready with what is known: `--ready-timeout-s` has passed."""
+        self.is_ready = True
 
-    def missing(
-        self, readers: Mapping[Feed, FeedReader], now: float, has_answered: Callable[[RouterId], bool]
-    ) -> list[str]:
+    def not_ready(self, now: float) -> list[str]:
         """Why this replica should not get traffic yet; always empty after it was ready once.
 
-        `has_answered`: whether a peer has answered at its address.
+        Called many times a second: a moment of readiness counts even if no probe came then.
         """
         if self.is_ready:
             return []
         are_claims_over = self._hello_at is not None and now >= self._hello_at + CLAIMED_S
         answering = {
             source: reader
-            for source, reader in readers.items()
+            for source, reader in self._readers.items()
             if is_awaited(reader)
             and (
                 not are_claims_over
                 or reader.has_answered
                 or isinstance(source, KvSource)
-                or has_answered(source.router_id)
+                or self._peers.has_answered(source.router_id)
             )
         }
         reasons = [*self._greetings(now), *self._absent(), *behind(answering)]
@@ -109,63 +114,71 @@ class Readiness:
         if len(self._awaited) > NAMED_MOST:
             yield f"no heartbeat of {len(self._awaited) - NAMED_MOST} other workers yet"
 
+    # What a ready replica says
 
-class ServedElsewhere:
-    """Whether this replica has served nothing for at least a lease, and other replicas serve something.
+    def awaited(self, now: float) -> list[str]:
+        """What requests of some model wait for; empty while each known model has a live target."""
+        if missing := self.not_ready(now):
+            return missing
+        pools = self._pools.with_workers()
+        idle = [
+            f"pool {pool.id}: no live target: {self._pools.why_no_target(pool.id)}"
+            for pool in pools
+            if not pool.has_live_target
+        ]
+        return idle or ([] if pools else ["no worker is known"])
 
-        this one  {}     peer {a}     after a lease this one is not ready: clients of a are served there
-        this one  {a}    peer {a, b}  stays ready, and names the pool: a claim takes no served pool away
+    def degraded(self) -> list[str]:
+        """Problems that exist although requests are served."""
+        reasons = [f"{name(source)}: {one.flag}" for source, one in self._readers.items() if one.flag]
+        reasons += behind(self._readers)
+        pools = self._pools.with_workers()
+        reasons += [f"pool {pool.id}: no live worker" for pool in pools if not pool.has_live_target]
+        compared = [router.pool for router in self._pools.routers.values() if router.needs_tokens]
+        reasons += [f"pool {pool.id}: {note}" for pool in compared if (note := pool.sizes_note())]
+        return reasons or ([] if pools else ["no worker is known"])
 
-    A replica that serves anything stays ready, whatever others claim, so they are never all unready at once
-    while one of them serves. A peer counts only while it takes clients' requests, up and with an address, if
-    that address has answered as the peer (reached.py), and for pools of which a card has arrived here. Rounds
-    are those of the leases: a replica that is cut off has none, so stale heartbeats cannot make it unready.
-    """
+    def unserved(self) -> list[str]:
+        """Why traffic should go to peers instead: the pools that they serve and this replica cannot.
 
-    def __init__(self) -> None:
-        self._rounds: dict[Claim, int] = {}
+            this one  {}     peer {a}     after a lease this one is not ready: clients of a are served there
+            this one  {a}    peer {a, b}  stays ready, and names the pool: a claim takes no served pool away
 
-    def next_round(self, claims: Iterable[Claim]) -> None:
-        """A round of the leases has passed, and these pools are claimed that are not served here."""
-        self._rounds = {one: self._rounds.get(one, 0) + 1 for one in claims}
+        A replica that serves anything stays ready, whatever others claim, so they are never all unready at
+        once while one of them serves. A peer counts only while it takes clients' requests, up and with an
+        address, if that address has answered as the peer, and for pools of which a card has arrived here.
+        """
+        return [] if self._pools.serves() else self._claimed()
 
-    def lasting(self, lease_rounds: int) -> list[Claim]:
-        """The claims that have lasted for a lease."""
-        return sorted(one for one, rounds in self._rounds.items() if rounds >= lease_rounds)
+    def doubts(self) -> list[str]:
+        """What peers claim to serve and this replica does not, while it stays ready: each in a sentence."""
+        serves, peers = self._pools.serves(), self._peers
+        lasting = peers.lasting_claims(serves.keys())
+        unknown = {one.pool_id for one in lasting if not self._pools.has_met(one.pool_id)}
+        unreached = {one.router_id for one in lasting if peers.has_failed(one.router_id)}
+        reasons = self._claimed() if serves else []
+        reasons += [
+            f"replica {router_id} says that it serves pools which are not served here, and its address "
+            f"{peers[router_id].address} does not answer as that replica: it does not count"
+            for router_id in sorted(unreached)[:NAMED_MOST]
+        ]
+        reasons += [
+            f"pool {pool_id}: a replica says that it serves it, and no worker's card of it has arrived here"
+            for pool_id in sorted(unknown)[:NAMED_MOST]
+        ]
+        return reasons
 
-
-class Claim(NamedTuple):
-    """A replica names a pool that it serves and this one does not."""
-
-    pool_id: PoolId
-    router_id: RouterId
-
-
-# Of one peer: a heartbeat may name a thousand pools, and nothing of any of them need be true.
-CLAIMS_MOST = 16
-
-
-def claims(own: Set[str], peers: Mapping[RouterId, RouterBeat]) -> Iterator[Claim]:
-    """The pools that peers which take clients' requests serve, and this replica does not."""
-    for router_id, beat in peers.items():
-        if beat.state == "up" and beat.address:
-            for pool_id in sorted(beat.serves.keys() - own)[:CLAIMS_MOST]:
-                yield Claim(PoolId(pool_id), router_id)
-
-
-def sizes_of_elders(
-    peers: Mapping[RouterId, RouterBeat], incarnation: int, router_id: RouterId
-) -> dict[str, int]:
-    """The block size of each pool at the eldest peer that serves it and is older than this replica."""
-    older = [
-        (beat.incarnation, peer_id, beat.serves)
-        for peer_id, beat in peers.items()
-        if (beat.incarnation, peer_id) < (incarnation, router_id)
-    ]
-    sizes: dict[str, int] = {}
-    for _, _, serves in sorted(older, key=lambda peer: peer[:2], reverse=True):
-        sizes |= serves
-    return sizes
+    def _claimed(self) -> list[str]:
+        """The pools that peers serve, if their addresses have answered, and of which a card is here."""
+        served: dict[PoolId, list[RouterId]] = {}
+        for pool_id, router_id in self._peers.lasting_claims(self._pools.serves().keys()):
+            if self._pools.has_met(pool_id) and self._peers.has_answered(router_id):
+                served.setdefault(pool_id, []).append(router_id)
+        return [
+            f"pool {pool_id}: peers serve it ({', '.join(router_ids[:NAMED_MOST])}), "
+            f"no target here: {self._pools.why_no_target(pool_id)}"
+            for pool_id, router_ids in list(served.items())[:NAMED_MOST]
+        ]
 
 
 def is_awaited(reader: FeedReader) -> bool:

@@ -14,43 +14,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from msgspec.structs import replace
-
 from kvrouter.core.feeds.buffers import HeldBudget
 from kvrouter.core.feeds.lease import DEFAULT_ROUNDS, Leases
 from kvrouter.core.feeds.reader import FeedReader
 from kvrouter.core.feeds.receipt import REFUSED, STALE, TAKEN, Receipt, Verdict, malformed
 from kvrouter.core.feeds.sinks import KvSink
-from kvrouter.core.fleet.block_size import NAMED_MOST
 from kvrouter.core.fleet.following import MOST_SYNC_FEEDS, Following
 from kvrouter.core.fleet.hellos import Hellos
-from kvrouter.core.fleet.places import ReplicaPlaces
+from kvrouter.core.fleet.peers import Peers
 from kvrouter.core.fleet.pool import Pool, PoolSettings
 from kvrouter.core.fleet.pools import Pools, names_in_several
-from kvrouter.core.fleet.reached import ReachedPeers
-from kvrouter.core.fleet.readiness import (
-    AWAITED_MOST,
-    Claim,
-    Readiness,
-    ServedElsewhere,
-    behind,
-    claims,
-    sizes_of_elders,
-)
+from kvrouter.core.fleet.readiness import AWAITED_MOST, Readiness
 from kvrouter.core.fleet.refusals import (
-    HEARD_MOST,
-    PEER_BYTES,
-    PEERS_BYTES,
     WORKER_BYTES,
     WORKERS_BYTES,
     Budget,
     Refusals,
     card_bytes,
-    peer_bytes,
     rank_bytes,
 )
 from kvrouter.core.fleet.router import Router, RouterRules
-from kvrouter.core.fleet.routing_changes import follow, median, refused
+from kvrouter.core.fleet.routing_changes import follow, refused
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.bookings import BookedBudget
 from kvrouter.core.tables.claimed_losses import ClaimedLosses
@@ -78,7 +62,6 @@ from kvrouter.core.wire.senders import (
     Source,
     SyncSource,
     WorkerSource,
-    name,
 )
 from kvrouter.errors import MalformedFrameError, RefusedCardError
 
@@ -89,10 +72,6 @@ SWEPT_SHARE = 4
 # Further members are ignored and counted: anybody who may publish can invent names. Targets: in any state.
 WORKERS_MOST = 16_384
 TARGETS_MOST = 65_536
-PEERS_MOST = 1024
-# The snapshots of so many of the eldest replicas contain what was learnt from others. One may be gone without
-# its peers knowing it yet, and another may be the one whose entries are asked for.
-ELDERS = 3
 # How long a refused sender is named: cards come every 10 s, two leases by default.
 REFUSED_LEASES = 3
 UNFOLLOWED = Heard(0, 0, 0, 0)
@@ -149,23 +128,18 @@ class Replica:
         self.claimed_losses = ClaimedLosses(self.deadly)
         self.pools = Pools(self._new_router, settings.lease_rounds)
         self.routers = self.pools.routers
-        self.peers: dict[RouterId, RouterBeat] = {}
-        self._heard_since: dict[RouterId, int] = {}  # the round of each peer's first heartbeat
-        self.reached = ReachedPeers()
-        self._places = ReplicaPlaces(router_id, self.reached)
         self.refusals = Refusals()
         """Senders whose cards or heartbeats are not taken."""
         self._worker_budget: Budget[WorkerId] = Budget(WORKER_BYTES, WORKERS_BYTES)
-        self._peer_budget: Budget[RouterId] = Budget(PEER_BYTES, PEERS_BYTES)
         self.routing: RoutingChange | None = None
         """The change of routing that it follows, by an operator here or at a peer; the shell applies it."""
         self._worker_pools: dict[WorkerId, PoolId] = {}
         self._leases: Leases[Source] = Leases(settings.lease_rounds, settings.heartbeat_s)
+        self.peers = Peers(router_id, incarnation, self._leases, settings.lease_rounds)
         self._held, self._early, self._booked = HeldBudget(), EarlyBudget(), BookedBudget()
         self.feeds = Following(self._leases, self._new_reader)
         self.readers = self.feeds.readers
-        self._readiness = Readiness()
-        self._served_elsewhere = ServedElsewhere()
+        self.readiness = Readiness(self.pools, self.peers, self.readers)
         self._chance = chance
         self._new_rules = new_rules
         self._round = self._returned_round = 0
@@ -209,7 +183,7 @@ class Replica:
             return TAKEN
         if beat.card is None and (known is None or not known.knows_card_of(beat)):
             self._hellos.lacks_card = True
-        if self._readiness.is_waiting_for(worker_id):
+        if self.readiness.is_waiting_for(worker_id):
             self._leases.renew(AwaitedSource(worker_id), beat.interval_ms)  # `hello` asks for its card
         # Without a card neither its URL nor its block size is known.
         has_card = beat.card is not None or self.worker(worker_id) is not None
@@ -226,7 +200,7 @@ class Replica:
         if not router.pool.update(worker_id, beat, settles=settles):
             return REFUSED
         self._worker_pools[worker_id] = pool_id
-        self._readiness.has_met_worker = True
+        self.readiness.has_met_worker = True
         if has_lost_cache:
             router.engine_lost(worker_id)
             self.claimed_losses.worker_ended(worker_id, now)
@@ -241,30 +215,22 @@ class Replica:
 
     def settle(self) -> None:
         """Build the targets of the pools whose workers, or whose replicas' addresses, have changed."""
-        if self._places.changed(self.peers):
+        if self.peers.places.changed(self.peers):
             for router in self.routers.values():
-                router.pool.avoid(self._places.names)
+                router.pool.avoid(self.peers.places.names)
         for router in self.routers.values():
             router.pool.settle()
             router.report_workers()
 
     def listen_at(self, urls: Iterable[str]) -> None:
         """Where this replica listens: workers at these addresses are no targets."""
-        self._places.listen_at(urls)
+        self.peers.places.listen_at(urls)
         self.settle()
-
-    def is_replica(self, router_id: str) -> bool:
-        """Whether this replica or a live peer has this id."""
-        return router_id == self.router_id or router_id in self.peers
-
-    def next_question(self, now: float) -> str:
-        """The address of a peer to ask for its router id now; empty if none is due."""
-        return self.reached.next(self.peers, now)
 
     def answered(self, url: str, router_id: str, now: float) -> None:
         """The router id that the address has answered with; empty: it did not answer as a replica."""
-        if self.reached.answered(url, router_id, now):
-            self._places.reached()
+        if self.peers.reached.answered(url, router_id, now):
+            self.peers.places.reached()
             self.settle()
 
     def router_heartbeat(
@@ -286,17 +252,11 @@ class Replica:
             if settles:
                 self.settle()
             return TAKEN
-        if router_id not in self.peers and len(self.peers) >= PEERS_MOST:
-            return self._refuse_peer(router_id, f"{PEERS_MOST} others are known")
-        kept = replace(beat, workers=[], hears=beat.hears if len(beat.hears or ()) <= HEARD_MOST else None)
-        if reason := self._peer_budget.take(router_id, peer_bytes(kept)):
+        if reason := self.peers.take(router_id, beat, self._returned_round):
             return self._refuse_peer(router_id, reason)
         self.refusals.accept(f"replica {router_id}")
-        self._places.heard(self.peers.get(router_id), kept)
-        self.peers[router_id] = kept
         if settles:
             self.settle()
-        self._heard_since.setdefault(router_id, self._returned_round)
         self.routing = follow(self.routing, {router_id: beat}, [standing(self.routing)])
         self._note_unheard()
         self._leases.renew(RouterSource(router_id), beat.interval_ms)
@@ -324,27 +284,13 @@ class Replica:
 
     def _end_round(self) -> None:
         """One more round for block sizes and pools served elsewhere, which must hold for a lease."""
-        sizes = sizes_of_elders(self._credible_peers(), self.incarnation, self.router_id)
+        sizes = self.peers.sizes_of_elders()
         for pool_id, router in self.routers.items():
             router.pool.next_round(self.settings.lease_rounds, sizes.get(pool_id, 0))
             router.feed.early.next_round(self.settings.lease_rounds)
-        self._served_elsewhere.next_round(claims(self._serves().keys(), self._recent_peers()))
+        self.peers.next_round(self.pools.serves().keys())
         self.refusals.next_round(REFUSED_LEASES * self.settings.lease_rounds)
-        self._catch_up_routing()
-
-    def _catch_up_routing(self) -> None:
-        """Follow a change that is far ahead if more than half of the settled replicas do."""
-        lease, peers = self.settings.lease_rounds, self._credible_peers()
-        known_before = self._returned_round - lease
-        votes = [
-            standing(beat.routing if self._heard_since[router_id] <= known_before else self.routing)
-            for router_id, beat in peers.items()
-            if beat.round >= 2 * lease
-        ]
-        if self._returned_round >= 2 * lease:
-            votes.append(standing(self.routing))
-        marks = [standing(self.routing), *median(votes)]
-        self.routing = follow(self.routing, peers, marks)
+        self.routing = self.peers.routing(self.routing, self._returned_round)
 
     def _follow_bookings(self, source: SyncSource, beat: RouterBeat, seq: int, now: float) -> None:
         """A peer's heartbeat with the seq of its sync feed in one pool. An empty feed begins no pool here."""
@@ -360,14 +306,14 @@ class Replica:
 
         Peers name them in answer to its hello. Names that come later than a lease are forged, or of no use.
         """
-        if self._readiness.is_ready or self._returned_round > self.settings.lease_rounds:
+        if self.readiness.is_ready or self._returned_round > self.settings.lease_rounds:
             return
         unknown = [WorkerId(worker_id) for worker_id in beat.workers if worker_id not in self._worker_pools]
-        for worker_id in self._readiness.wait_for(unknown, router_id):
+        for worker_id in self.readiness.wait_for(unknown, router_id):
             self._leases.renew(AwaitedSource(worker_id))
 
     def _meet_awaited(self, worker_id: WorkerId) -> None:
-        self._readiness.met(worker_id)
+        self.readiness.met(worker_id)
         self._leases.forget(AwaitedSource(worker_id))
 
     def sync_frame(self, source: SyncSource, data: bytes, now: float) -> Receipt:
@@ -402,10 +348,6 @@ class Replica:
         needed = self.feeds.pools_with_bookings().union(self._worker_pools.values())
         self.feeds.end_pools(self.pools.next_round(needed, now))
 
-    def latch_ready(self, now: float) -> None:
-        """Call many times a second: a moment of readiness counts even if no probe came then."""
-        self.not_ready(now)
-
     def heartbeat(
         self,
         state: State,
@@ -427,18 +369,13 @@ class Replica:
             interval_ms=round(self.settings.heartbeat_s * 1000),
             workers=self._live_workers() if names_workers else [],
             # Peers that serve fewer pools become unready by this, so it must not promise too much.
-            serves=self._serves() if state == "up" and self._readiness.is_ready else {},
+            serves=self.pools.serves() if state == "up" and self.readiness.is_ready else {},
             routing=self.routing,
             hears={router_id: bookings.get(router_id, UNFOLLOWED) for router_id in self.peers},
             caches=caches,
             traffic=traffic,
             clients_url=clients_url,
         )
-
-    def _serves(self) -> dict[str, int]:
-        """The pools with a live target, and their block sizes."""
-        pools = [router.pool for router in self.routers.values()]
-        return {str(pool.id): pool.block_size for pool in pools if pool.has_live_target}
 
     def _live_workers(self) -> list[str]:
         pools = [router.pool for router in self.routers.values()]
@@ -452,7 +389,7 @@ class Replica:
 
     def hello_sent(self, now: float) -> None:
         """A hello was published, maybe once more after a reconnect."""
-        self._readiness.hello_sent(now)
+        self.readiness.hello_sent(now)
         self.claimed_losses.began(now)
 
     # Questions
@@ -473,18 +410,13 @@ class Replica:
             incarnation=self.incarnation,
             synced=self.settings.synced,
             seq=seq,
-            is_elder=self._is_elder,
+            is_elder=self.peers.is_elder,
             claimed=self.claimed_losses,
             early=self._early,
         )
         router.unheard = self._unheard()
-        router.pool.avoid(self._places.names)
+        router.pool.avoid(self.peers.places.names)
         return router
-
-    def _is_elder(self) -> bool:
-        """Whether this replica is among the ELDERS that started first, as far as it knows."""
-        mine = self.incarnation, self.router_id
-        return sum((beat.incarnation, one) < mine for one, beat in self._credible_peers().items()) < ELDERS
 
     def _note_unheard(self) -> None:
         """Without sync, the queues at workers are longer than this replica knows."""
@@ -538,129 +470,17 @@ class Replica:
         size = card_bytes(card) + sum(map(rank_bytes, beat.ranks[: card.ranks]))
         return self._worker_budget.take(worker_id, size)
 
-    def not_ready(self, now: float) -> list[str]:
-        """Why this replica should not get traffic yet; always empty after it was ready once."""
-        return self._readiness.missing(self.readers, now, self._has_answered)
-
-    def awaited(self, now: float) -> list[str]:
-        """What requests of some model wait for; empty while each known model has a live target."""
-        if missing := self.not_ready(now):
-            return missing
-        pools = [router.pool for router in self.routers.values() if router.pool.workers]
-        idle = [
-            f"pool {pool.id}: no live target: {self._why_no_target(pool.id)}"
-            for pool in pools
-            if not pool.has_live_target
-        ]
-        return idle or ([] if pools else ["no worker is known"])
-
-    def has_workers(self) -> bool:
-        """Whether any worker is known, in any state."""
-        return any(router.pool.workers for router in self.routers.values())
-
-    @property
-    def has_met_worker(self) -> bool:
-        """Whether any worker's card has ever arrived: without one nothing could be served."""
-        return self._readiness.has_met_worker
-
-    @property
-    def has_greeted(self) -> bool:
-        """Whether a hello was published: NATS was reached."""
-        return self._readiness.is_connected
-
-    def give_up_waiting(self) -> None:
-        """Be ready with what is known: `--ready-timeout-s` has passed."""
-        self._readiness.is_ready = True
-
-    def degraded(self) -> list[str]:
-        """Problems that exist although requests are served."""
-        reasons = [f"{name(source)}: {reader.flag}" for source, reader in self.readers.items() if reader.flag]
-        reasons += behind(self.readers)
-        pools = [router.pool for router in self.routers.values() if router.pool.workers]
-        reasons += [f"pool {pool.id}: no live worker" for pool in pools if not pool.has_live_target]
-        compared = [router.pool for router in self.routers.values() if router.needs_tokens]
-        reasons += [f"pool {pool.id}: {note}" for pool in compared if (note := pool.sizes_note())]
-        return reasons or ([] if pools else ["no worker is known"])
-
-    def unserved(self) -> list[str]:
-        """Why traffic should go to peers instead: the pools that they serve and this replica cannot."""
-        return [] if self._serves() else self._claimed(self._real_claims())
-
-    def doubts(self) -> list[str]:
-        """What peers claim to serve and this replica does not, while it stays ready: each in a sentence."""
-        lasting, real = self._lasting_claims(), self._real_claims()
-        unknown = {one.pool_id for one in lasting if not self.pools.has_met(one.pool_id)}
-        unreached = {one.router_id for one in lasting if self._has_failed(one.router_id)}
-        reasons = self._claimed(real) if self._serves() else []
-        reasons += [
-            f"replica {router_id} says that it serves pools which are not served here, and its address "
-            f"{self.peers[router_id].address} does not answer as that replica: it does not count"
-            for router_id in sorted(unreached)[:NAMED_MOST]
-        ]
-        reasons += [
-            f"pool {pool_id}: a replica says that it serves it, and no worker's card of it has arrived here"
-            for pool_id in sorted(unknown)[:NAMED_MOST]
-        ]
-        return reasons
-
-    def _claimed(self, found: list[Claim]) -> list[str]:
-        served: dict[PoolId, list[RouterId]] = {}
-        for one in found:
-            served.setdefault(one.pool_id, []).append(one.router_id)
-        return [
-            f"pool {pool_id}: peers serve it ({', '.join(router_ids[:NAMED_MOST])}), "
-            f"no target here: {self._why_no_target(pool_id)}"
-            for pool_id, router_ids in list(served.items())[:NAMED_MOST]
-        ]
-
-    def _lasting_claims(self) -> list[Claim]:
-        """Claims of a lease's age that still hold."""
-        now = set(claims(self._serves().keys(), self._recent_peers()))
-        return [one for one in self._served_elsewhere.lasting(self.settings.lease_rounds) if one in now]
-
-    def _real_claims(self) -> list[Claim]:
-        """Those of peers whose address has answered, of pools that have a card here."""
-        return [
-            one
-            for one in self._lasting_claims()
-            if self.pools.has_met(one.pool_id)
-            and self.reached.is_reached(one.router_id, self.peers[one.router_id])
-        ]
-
-    def _has_answered(self, router_id: RouterId) -> bool:
-        peer = self.peers.get(router_id)
-        return peer is not None and self.reached.is_reached(router_id, peer)
-
-    def _has_failed(self, router_id: RouterId) -> bool:
-        return self.reached.has_failed(router_id, self.peers[router_id])
-
     def refused_routing(self) -> dict[RouterId, RoutingChange]:
         """Peers' changes of routing that are too far ahead to be followed."""
         return refused(self.routing, self.peers)
 
-    def _recent_peers(self) -> dict[RouterId, RouterBeat]:
-        """Peers seen within the shortest lease: a forged message must not count for a longer one."""
-        lease, silent = self.settings.lease_rounds, self._leases.silent_rounds
-        return {one: beat for one, beat in self.peers.items() if silent(RouterSource(one)) < lease}
-
-    def _credible_peers(self) -> dict[RouterId, RouterBeat]:
-        """The recent peers whose addresses have answered as theirs; all recent ones where none has.
-
-        Where the admin listeners are bound to loopback, as by default, other hosts reach none of them.
-        """
-        recent = self._recent_peers()
-        reached = {one: beat for one, beat in recent.items() if self.reached.is_reached(one, beat)}
-        return reached or recent
+    def has_workers(self) -> bool:
+        """Whether any worker is known, in any state."""
+        return bool(self.pools.with_workers())
 
     def sharing_peers(self) -> int:
         """How many peers compete with this replica for the same targets."""
-        return len(self._credible_peers()) if self.settings.synced else 0
-
-    def _why_no_target(self, pool_id: PoolId) -> str:
-        router = self.routers.get(pool_id)
-        workers = router.pool.workers if router is not None else {}
-        states = [f"{name} {'silent' if one.silent else one.state}" for name, one in workers.items()]
-        return ", ".join(states[:NAMED_MOST]) or "no worker is known"
+        return len(self.peers.credible()) if self.settings.synced else 0
 
     # Members
 
@@ -701,7 +521,7 @@ class Replica:
             elif isinstance(source, SyncSource):
                 self._unfollow_bookings(source)
             elif isinstance(source, AwaitedSource):
-                self._readiness.met(source.worker_id)
+                self.readiness.met(source.worker_id)
 
     def _lose_workers(self, worker_ids: set[WorkerId]) -> None:
         pools: dict[PoolId, set[WorkerId]] = {}
@@ -748,9 +568,7 @@ class Replica:
             router.feed.drop_peer(source.router_id)
 
     def _remove_router(self, router_id: RouterId) -> None:
-        self._places.heard(self.peers.pop(router_id, None), None)
-        self._peer_budget.free(router_id)
-        self._heard_since.pop(router_id, None)
+        self.peers.drop(router_id)
         self._note_unheard()
         self._leases.forget(RouterSource(router_id))
         for pool_id in self.feeds.end_router(router_id) & self.routers.keys():

@@ -339,7 +339,9 @@ class Stage:
     def _is_complete(self, frontend: RunningFrontend) -> bool:
         replica = frontend.replica
         seen = sum(len(router.pool.targets) for router in replica.routers.values())
-        return not replica.not_ready(self.clock.time()) and seen == ENGINES and len(replica.peers) == 1
+        return (
+            not replica.readiness.not_ready(self.clock.time()) and seen == ENGINES and len(replica.peers) == 1
+        )
 
     async def chat(self, url: str, text: str, max_tokens: int = 4) -> None:
         """Stream a chat until its answer is complete. Raises HttpError."""

@@ -372,7 +372,7 @@ class Namespace:
             for replica in self.replicas:
                 for worker_id in self.rng.sample(sorted(self.sizes), len(self.sizes)):
                     self._receive_heartbeat(replica, worker_id)
-                replica.latch_ready(1.0)
+                replica.readiness.not_ready(1.0)
             rounds(self.replicas[0], 1, *self.replicas[1:])
             self._look()
 

@@ -73,7 +73,7 @@ def repair(one: Replica, replicas: list[Replica], now: float) -> None:
         if not one.work(now):
             break
     for _ in range(10):
-        if url := one.next_question(now):
+        if url := one.peers.next_question(now):
             one.answered(url, ADDRESSES.get(url, ""), now)
     for pool, worker in one.silent_workers():  # nobody answers there
         pool.unreachable(WorkerId(worker.card.worker_id))
@@ -97,7 +97,7 @@ def test_forged_members(seed: int) -> None:
         honest_round(replicas, now)
     for one in replicas:
         one.router(POOL).route(request(prompt(chain_from(1, 10))), now)
-        assert [] == one.not_ready(now)
+        assert [] == one.readiness.not_ready(now)
 
     for number in range(MESSAGES):
         source, data = forger.message()
@@ -124,12 +124,12 @@ def test_forged_members(seed: int) -> None:
 def check_while_attacked(one: Replica) -> None:
     """It serves, it is ready, and what it keeps is bounded."""
     assert {W1, W2} <= {target.worker_id for target in one.router(POOL).pool.targets}
-    assert [] == one.unserved()
+    assert [] == one.readiness.unserved()
     assert len(one.routers) <= POOLS_MOST
     assert one._worker_budget.used <= WORKERS_BYTES
-    assert one._peer_budget.used <= PEERS_BYTES
+    assert one.peers._budget.used <= PEERS_BYTES
     assert len(one.refusals.named()) <= NAMED_MOST
-    assert len("".join(one.doubts())) < 10_000
+    assert len("".join(one.readiness.doubts())) < 10_000
     assert one.routing is None
 
 
@@ -140,10 +140,10 @@ def check_afterwards(one: Replica, other: Replica) -> None:
     assert [POOL] == list(one.routers)
     assert bookings_of(one, other.router_id) == bookings_of(other, other.router_id)
     assert {W1, W2, other.router_id} == {_owner(source) for source in one.readers}
-    assert [] == one.doubts() == one.degraded()
+    assert [] == one.readiness.doubts() == one.readiness.degraded()
     assert {} == one.refusals.named()
     assert 2 == len(one._worker_budget._taken)
-    assert 1 == len(one._peer_budget._taken)
+    assert 1 == len(one.peers._budget._taken)
 
 
 def _owner(source: Source) -> str:

@@ -20,7 +20,7 @@ URL = "http://10.0.0.7:8000"
 def hear(replica: Replica, clients_url: str = URL, address: str = "", state: State = "up") -> None:
     """A peer's heartbeat with these addresses, which answer as the peer."""
     claim(replica, clients_url, address, state)
-    while url := replica.next_question(0.0):
+    while url := replica.peers.next_question(0.0):
         replica.answered(url, PEER, 0.0)
 
 
@@ -138,7 +138,7 @@ def test_address_that_does_not_answer_as_a_replica(answer: str) -> None:
     claim(replica)
     assert ["w1", "w2"] == names(replica)
 
-    assert URL == replica.next_question(0.0)
+    assert URL == replica.peers.next_question(0.0)
     replica.answered(URL, answer, 0.0)
 
     assert (["w2"] if answer else ["w1", "w2"]) == names(replica)
@@ -151,12 +151,12 @@ def test_replica_that_no_longer_answers() -> None:
     hear(replica)
     receive_worker(replica, card("w1", url=URL))
     now = AGAIN_S
-    assert URL == replica.next_question(now)
+    assert URL == replica.peers.next_question(now)
     replica.answered(URL, "", now)
     assert [] == names(replica)
 
     now += FIRST_PAUSE_S
-    assert URL == replica.next_question(now)
+    assert URL == replica.peers.next_question(now)
     replica.answered(URL, "", now)
 
     assert ["w1"] == names(replica)

@@ -428,4 +428,4 @@ def test_malformed_frame_of_an_unknown_replica(noise: bytes) -> None:
     replica.sync_frame(SyncSource(POOL, PEER), noise, 0.0)
 
     assert {} == replica.readers
-    assert ["no worker is known"] == replica.degraded()
+    assert ["no worker is known"] == replica.readiness.degraded()

@@ -168,7 +168,7 @@ def test_refused_senders_are_bounded() -> None:
 
 def test_too_many_replicas(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond PEERS_MOST they are refused by name."""
-    monkeypatch.setattr("kvrouter.core.fleet.replica.PEERS_MOST", 1)
+    monkeypatch.setattr("kvrouter.core.fleet.peers.PEERS_MOST", 1)
     for name in ("p1", "p2"):
         beat = RouterBeat(VERSION, 5, "up", "", {}, 1)
         replica.router_heartbeat(RouterId(name), encode(beat), 0.0)

@@ -252,7 +252,7 @@ def test_workers_of_another_block_size_serve() -> None:
 
     assert [
         f"pool {POOL}: 1 of 1 workers have another block size than 32: no overlap is predicted there (w1: 16)"
-    ] == replica.degraded()
+    ] == replica.readiness.degraded()
     assert T1 == replica.router_for("llama").route(request(prompt(CHAIN)), 0.0).target
 
 
@@ -261,7 +261,7 @@ def test_block_sizes_do_not_matter_without_tokens() -> None:
     replica = new_replica(settings=PoolSettings(block_size=32), policy=Random)
     receive_worker(replica, card())
 
-    assert [] == replica.degraded()
+    assert [] == replica.readiness.degraded()
 
 
 def test_prefill_rates_of_lost_workers_are_dropped(replica: Replica) -> None:
@@ -304,11 +304,11 @@ def test_lease_of_a_slow_worker() -> None:
 def test_degraded_lists_problems(replica: Replica) -> None:
     """A feed that is behind and a pool without a live worker are listed."""
     receive_worker(replica, card(), seq=3)
-    assert ["kv w1/0: recovering, 3 frames behind"] == replica.degraded()
+    assert ["kv w1/0: recovering, 3 frames behind"] == replica.readiness.degraded()
 
     receive_worker(replica, card(), state="down", rank_incarnation=101, incarnation=101)
 
-    assert [f"pool {POOL}: no live worker"] == replica.degraded()
+    assert [f"pool {POOL}: no live worker"] == replica.readiness.degraded()
 
 
 def test_worker_that_comes_back_with_fewer_ranks() -> None:
