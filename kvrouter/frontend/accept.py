@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import cycle, repeat
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -21,7 +21,7 @@ from kvrouter.core.fleet.pools import Pools
 from kvrouter.core.fleet.router import Router
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy
 from kvrouter.core.routing.policy import Prompt, RouteRequest, Wanted
-from kvrouter.core.routing.worker import Worker
+from kvrouter.core.tables.predictions import Kind
 from kvrouter.errors import BadRequestError, NotMendedError, UnknownResponseError
 from kvrouter.frontend import passthrough
 from kvrouter.frontend.bodies import openai, responses
@@ -48,7 +48,6 @@ from kvrouter.frontend.kept_responses import (
     find_response,
     new_response_id,
 )
-from kvrouter.frontend.notes import NOT_NOTED, Notes
 from kvrouter.frontend.operators import Rights
 from kvrouter.frontend.overrides import (
     DIRECT,
@@ -59,12 +58,12 @@ from kvrouter.frontend.overrides import (
     read_overrides,
 )
 from kvrouter.frontend.owners import owned, owner_of
-from kvrouter.frontend.prediction_checks import Traits
 from kvrouter.frontend.prompt_blocks import Naming, PromptWays, Sendable
+from kvrouter.frontend.record import Record, SentIds, Traits, Work, clock
 from kvrouter.relay.request import OVERRIDES, Request
 from kvrouter.telemetry.metrics import RequestMetrics
 from kvrouter.tokens import prompt as texts
-from kvrouter.tokens.prompt import ChatPrompt
+from kvrouter.tokens.prompt import ChatPrompt, TextPrompt
 
 Asked = TypeVar("Asked", bound=openai.CompletionRequest)
 
@@ -74,54 +73,6 @@ _MOST_CHARACTERS_PER_TOKEN = 64
 _UNKNOWN_MODEL_LEN = 131_072
 # One prompt of this many is measured for kvrouter_hash_seconds: to measure each would cost 0.4 % of it.
 HASHING_TIMED_EVERY = 16
-
-
-class Work(Struct, frozen=True):
-    """A client's request, ready to be routed."""
-
-    id: str
-    request: Request
-    body: bytes
-    stream: bool
-    route: RouteRequest
-    router: Router
-    received_at: float
-    traits: Traits | None
-    """None if its tokens are not known: then nothing is predicted."""
-    api: Api
-    response: NewResponse | None
-    """What `previous_response_id` may name later."""
-    has_engine_arguments: bool
-    """Whether its body contains `vllm_xargs`."""
-    is_dry_run: bool
-    """Whether to reply with the decision only, without sending the request."""
-    reads_end: bool
-    """Whether its policy is told how long the answer was."""
-    shows_worker: bool
-    """Whether its client may see which worker answers."""
-    ids: SentIds | None
-    """Its token ids, for engines that may get them."""
-
-
-class SentIds(Struct):
-    """Token ids that a chat may be sent with."""
-
-    field: bytes
-    """As the body has them."""
-    sendable: Sendable | None
-    """None: the chat has been answered, and no further attempt needs them."""
-    context_tokens: int
-    """What they and the asked output take of a context."""
-
-    def may_go_to(self, worker: Worker | None) -> bool:
-        """Whether they are what its engine would compute, and it would not reject the chat for its length."""
-        if worker is None or 0 < worker.card.max_model_len <= self.context_tokens:
-            return False
-        return self.sendable is not None and self.sendable.may_go_to(worker)
-
-    def release(self) -> None:
-        """Free the memory: a long answer would hold it as long as it streams."""
-        self.field, self.sendable = b"", None
 
 
 class _Read(Struct, frozen=True):
@@ -158,66 +109,57 @@ class Accept:
         self.dialect = dialect
         self.aliases = aliases
         self.kept = KeptResponses()
-        self._until_timed = 1
+        self._times_hashing = cycle((True, *repeat(False, HASHING_TIMED_EVERY - 1)))
 
-    async def work(
-        self,
-        request: Request,
-        api: Api,
-        request_id: str,
-        received_at: float,
-        rights: Rights | None,
-        *,
-        notes: Notes = NOT_NOTED,
-    ) -> Work:
+    async def work(self, record: Record, api: Api, rights: Rights | None) -> Work:
         """Read what routing needs from a request. Raises KvRouterError. `rights`: its client's; None: all."""
-        may_override = may_see = True
+        request, may_override, may_see = record.request, True, True
         if rights is not None and (rights.are_limited or rights.key.is_set):
             may_override, may_see = rights.of(request)
         if self._first_worker is not None:
             await self._first_worker.wait()
-        read = await self._read(request, api, received_at)
+        read = await self._read(request, api, record.received_at)
         asked, router = read.asked, read.router
         overrides = self._overrides(request, read, may_override=may_override)
         wanted, mode = _wanted(request, read, overrides)
         policy = (router.modes.of(mode) if mode else router.modes.default).policy
         lora_name = _lora_name(router, asked)
         found_ids: list[Sendable] = []
-        prompts = await self._prompts(read, api, policy, notes, found_ids)
+        prompts = await self._prompts(read, api, policy, record, found_ids)
         route = RouteRequest(
-            request_id,
-            prompts,
-            lora_name,
-            overrides.overlap_weight,
-            overrides.temperature,
-            texts.plain_text(asked.prompt) if policy.needs_text else "",
-            overrides.session,
-            overrides.bucket,
-            wanted,
-            _priority(asked, overrides, may_override=may_override),
-            overrides.parent_session,
-            mode,
+            request_id=record.id,
+            prompts=prompts,
+            lora_name=lora_name,
+            overlap_weight=overrides.overlap_weight,
+            temperature=overrides.temperature,
+            text=texts.plain_text(asked.prompt) if policy.needs_text else "",
+            session=overrides.session,
+            bucket=overrides.bucket,
+            wanted=wanted,
+            priority=_priority(asked, overrides, may_override=may_override),
+            parent_session=overrides.parent_session,
+            mode=mode,
             reads_cache=asked.reads_cache,
             served_name=asked.model if asked.model in router.pool.uneven_names else "",
             context_tokens=0 if router.pool.has_equal_contexts else _context_tokens(asked, prompts),
         )
         sent, response = _with_id(self._edited(request, read, may_override=may_override), read)
         return Work(
-            request_id,
-            request,
-            sent,
-            asked.stream,
-            route,
-            router,
-            received_at,
-            Traits.of(asked, lora_name, prompts, api.converted) if prompts else None,
-            api,
-            response,
-            asked.engine_arguments is not UNSET,
-            overrides.dry_run,
-            policy.reads_ends,
-            may_see,
-            await _sent_ids(asked, prompts, found_ids[0]) if found_ids else None,
+            id=record.id,
+            request=request,
+            body=sent,
+            stream=asked.stream,
+            route=route,
+            router=router,
+            received_at=record.received_at,
+            traits=_traits(asked, lora_name, prompts, api) if prompts else None,
+            api=api,
+            response=response,
+            has_engine_arguments=asked.engine_arguments is not UNSET,
+            is_dry_run=overrides.dry_run,
+            reads_end=policy.reads_ends,
+            shows_worker=may_see,
+            ids=await _sent_ids(asked, prompts, found_ids[0]) if found_ids else None,
         )
 
     async def _read(self, request: Request, api: Api, now: float) -> _Read:
@@ -246,7 +188,16 @@ class Accept:
         rename = None
         if asked.model and (model := self.aliases.get(asked.model)) is not None:
             asked, rename = _without_alias(request, asked, asked.model, model)
-        return _Read(body, large, asked, router, before, is_json, rename, owner)
+        return _Read(
+            body=body,
+            large=large,
+            asked=asked,
+            router=router,
+            before=before,
+            is_json=is_json,
+            rename=rename,
+            owner=owner,
+        )
 
     def _edited(self, request: Request, read: _Read, *, may_override: bool) -> bytes:
         """The body that an engine gets. What the client sent and no engine gets is counted."""
@@ -308,7 +259,7 @@ class Accept:
         self._metrics.removed_fields.inc("overrides")
 
     async def _prompts(
-        self, read: _Read, api: Api, policy: BuiltInPolicy, notes: Notes, found_ids: list[Sendable]
+        self, read: _Read, api: Api, policy: BuiltInPolicy, record: Record, found_ids: list[Sendable]
     ) -> tuple[Prompt, ...]:
         """Token ids, then hashes. Empty if the tokens are not known, or placing needs none.
 
@@ -325,19 +276,16 @@ class Accept:
         most_characters = _MOST_CHARACTERS_PER_TOKEN * (router.pool.max_model_len or _UNKNOWN_MODEL_LEN)
         if texts.text_characters(prompt) > most_characters:
             return ()
-        self._until_timed -= 1
-        hashed = None
-        if not self._until_timed:
-            self._until_timed, hashed = HASHING_TIMED_EVERY, self._metrics.hash.observe
+        hashed = self._metrics.hash.observe if next(self._times_hashing) else None
         found = found_ids.append if asked.may_be_ids and router.pool.sends_token_ids else None
         lora_name, salt = _lora_name(router, asked), asked.cache_salt
         naming = Naming(router.pool, asked.model, lora_name, salt, hashed, asked.extra_key, found)
-        began = time.perf_counter()
+        began = clock()
         try:
             return await self._blocks.hashes(prompt, naming)
         finally:
-            self._metrics.tokenize.observe(time.perf_counter() - began)
-            notes.tokenized(began)
+            record.tokenized = began, clock()
+            self._metrics.tokenize.observe(record.tokenized[1] - began)
 
 
 async def _parsed(
@@ -397,6 +345,22 @@ def _context_tokens(asked: openai.CompletionRequest, prompts: tuple[Prompt, ...]
     """What the longest prompt and the asked output take of a context, estimated if tokens are not known."""
     longest = max([prompt.isl for prompt in prompts], default=0) or texts.estimated_isl(asked.prompt)
     return longest + max(1, asked.asked_output)
+
+
+_WORDS: dict[type, str] = {ChatPrompt: "chat", TextPrompt: "text"}
+
+
+def _traits(
+    asked: openai.CompletionRequest, lora_name: str | None, prompts: Sequence[Prompt], api: Api
+) -> Traits:
+    """`prompts`: those whose tokens are known."""
+    kind: Kind | None = None  # if the tokens are not known, or known only up to an image
+    if not [prompt for prompt in prompts if not prompt.is_known]:  # half the time of `all`
+        name = api.converted or _WORDS.get(type(asked.prompt), "tokens")
+        kind = Kind(name, bool(lora_name), bool(asked.cache_salt))  # type: ignore[arg-type]  # one of its names
+    # Engines report the cached tokens of one prompt and one answer only.
+    is_single = len(prompts) == 1 and asked.n == 1 and not asked.is_beam_search
+    return Traits(kind, is_single, asked.reads_cache)
 
 
 def _priority(asked: openai.CompletionRequest, overrides: Overrides, *, may_override: bool) -> int:

@@ -1,7 +1,7 @@
 """The access log: one event for a served request, and one for each that failed. The trace has the same facts.
 
-    serve ──begin──> Notes ──steps, first byte, answer──> Notes ──end──> log: request.served; span: receive
-                └──> None: neither logged nor traced          └──> log: request.failed, always
+    Record ──begin──> is it logged? traced? ──> … ──end──> log: request.served; spans (traces.py)
+                                                    └──> log: request.failed, always
 
 `--access-log sampled` logs one request in a hundred, chosen by chance; failures are logged in every mode.
 
@@ -16,24 +16,21 @@ import datetime
 import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from kvrouter.core.fleet.router import Placement
 from kvrouter.errors import KvRouterError
-from kvrouter.frontend.accept import Work
 from kvrouter.frontend.client_totals import ClientAddresses
 from kvrouter.frontend.decision_views import DecisionViews
-from kvrouter.frontend.notes import NOT_NOTED, Notes, clock
-from kvrouter.frontend.record import Ending, Record
+from kvrouter.frontend.record import Ending, Record, Work
 from kvrouter.frontend.settings import AccessOptions
-from kvrouter.relay.answer import Served
+from kvrouter.frontend.traces import end_trace
 from kvrouter.relay.request import Request
 
 if TYPE_CHECKING:
-    from kvrouter.telemetry.spans import Trace, Tracing
+    from kvrouter.telemetry.spans import Tracing
 
 log = structlog.get_logger()
 
@@ -72,33 +69,32 @@ class AccessLog:
     def change(self, options: AccessOptions) -> None:
         """Use these settings for requests that begin from now on."""
         self._share = {"off": 0.0, "sampled": SAMPLED, "all": 1.0}[options.mode]
+        self.is_on = self._share > 0 or self._tracing is not None
+        """Whether `begin` has anything to do."""
         self.addresses.trust(options.trusted_proxies)
 
-    def begin(self, request: Request) -> Notes:
-        """The notes of a new request; NOT_NOTED if it is neither logged nor traced."""
-        is_logged = self._share > 0 and self._chance() < self._share
-        if self._tracing is None:
-            return _new_notes() if is_logged else NOT_NOTED
-        notes = _new_notes()
-        trace = self._tracing.begin(request.head.fields, notes.begun)
-        request.trace = trace.headers(None)  # if it is not sampled, the worker shall not sample it either
-        notes.is_logged, notes.trace = is_logged, trace if trace.is_recorded else None
-        return notes if is_logged or trace.is_recorded else NOT_NOTED
+    def begin(self, record: Record) -> None:
+        """Find out whether a new request is logged, and begin its trace."""
+        record.is_logged = self._share > 0 and self._chance() < self._share
+        if self._tracing is not None:
+            request = record.request
+            trace = self._tracing.begin(request.head.fields, record.began_at)
+            request.trace = trace.headers(None)  # if it is not sampled, the worker shall not sample it either
+            record.trace = trace if trace.is_recorded else None
 
     def end(self, record: Record) -> None:
         """Log a request that is logged, or has failed, and end its trace."""
-        ending, notes, work = record.ending(), record.notes, record.work
+        ending, work = record.ending(), record.work
         # a client that stops an answer that has begun is no failure of the router
         is_failure = ending != "ok" and not (ending == "left" and record.request.client.has_begun)
-        if not is_failure and notes is NOT_NOTED:
+        if not is_failure and not record.is_noted:
             return
-        notes.ended()
         is_small = work is not None and len(work.body) <= _SMALL_BYTES
-        if ending == "ok" and is_small and notes.trace is None:
+        if ending == "ok" and is_small and record.trace is None:
             self._wait(record)
         else:
             self.flush()  # lines stay in order
-            self._tell(time.time(), record, is_logged=is_failure or notes.is_logged)
+            self._tell(time.time(), record, is_logged=is_failure or record.is_logged)
 
     def _wait(self, record: Record) -> None:
         self._waiting.append((time.time(), record))
@@ -118,31 +114,30 @@ class AccessLog:
 
     def _tell(self, at: float, record: Record, *, is_logged: bool) -> None:
         """`at`: when it ended, the time of the day."""
-        notes, work, error = record.notes, record.work, record.error
-        ending, status = record.ending(), record.status
+        work, error, trace, ending = record.work, record.error, record.trace, record.ending()
         facts = self._asked(record.request, record.id) | {
-            "status": status,
+            "status": record.status,
             "outcome": ending,
-            "duration_s": round(record.lasted_s if notes.duration_s is None else notes.duration_s, 6),
+            "duration_s": round(record.lasted_s, 6),
         }
-        if why := _reason(record.served, error):
+        if why := _reason(record):
             facts["error"] = why[:_MOST_CHARACTERS]
         if work is not None:
-            facts |= _routed(work, [one.placement for one in record.attempts], notes)
-        facts |= _noted(notes)
+            facts |= _routed(work, record)
+        facts |= _noted(record)
         bug = None if isinstance(error, KvRouterError) else error
-        if notes.trace is not None:
-            _end_trace(notes.trace, notes, facts, is_error=ending == "broken" or status >= 500, bug=bug)
+        if trace is not None:
+            end_trace(trace, record, facts, bug)
         if not is_logged:
             return
-        if notes.trace is not None:
-            facts["trace"] = notes.trace.id
+        if trace is not None:
+            facts["trace"] = trace.id
         if record.attempts and log.is_enabled_for(logging.DEBUG):
             facts |= self._decisions.terms_of(record.id)
         facts["timestamp"] = (
             datetime.datetime.fromtimestamp(at, datetime.UTC).isoformat().replace("+00:00", "Z")
         )
-        _write(ending, status, facts, bug)
+        _write(ending, record.status, facts, bug)
 
     def refused(
         self,
@@ -172,43 +167,6 @@ class AccessLog:
         return facts
 
 
-def _new_notes() -> Notes:
-    now = clock()
-    return Notes(begun=now, mark=now)
-
-
-_ATTRIBUTES = {
-    "request": "kvrouter.request_id",
-    "client": "client.address",
-    "method": "http.request.method",
-    "path": "url.path",
-    "status": "http.response.status_code",
-    "model": "gen_ai.request.model",
-    "prompt_tokens": "gen_ai.usage.input_tokens",
-    "output_tokens": "gen_ai.usage.output_tokens",
-}
-"""Of OpenTelemetry's conventions; other facts become `kvrouter.NAME`."""
-# What the spans say themselves.
-_NO_ATTRIBUTES = {"trace", "error", "accept_s", "queue_s", "decide_s", "duration_s"}
-
-
-def _end_trace(
-    trace: Trace, notes: Notes, facts: dict[str, Any], *, is_error: bool, bug: BaseException | None
-) -> None:
-    attributes = {
-        _ATTRIBUTES.get(name, f"kvrouter.{name}"): value
-        for name, value in facts.items()
-        if name not in _NO_ATTRIBUTES
-    }
-    reason = str(facts.get("error", ""))
-    if is_error:
-        attributes["error.type"] = str(facts["outcome"])
-    elif reason:
-        attributes["kvrouter.error"] = reason
-    ended = notes.begun + (notes.duration_s or 0.0)
-    trace.end(None, ended, attributes, (reason or f"status {facts['status']}") if is_error else "", bug)
-
-
 def _write(ending: Ending, status: int, facts: dict[str, Any], bug: BaseException | None = None) -> None:
     event = "request.served" if ending == "ok" else "request.failed"
     if bug is not None:
@@ -218,38 +176,47 @@ def _write(ending: Ending, status: int, facts: dict[str, Any], bug: BaseExceptio
     log.log(logging.WARNING if is_ours else logging.INFO, event, **facts)
 
 
-def _reason(served: Served | None, error: BaseException | None) -> str:
-    if served is None:
+def _reason(record: Record) -> str:
+    if record.served is None:
         return "the client left"
-    return str(error) if error is not None else served.failure
+    return str(record.error) if record.error is not None else record.served.failure
 
 
-def _routed(work: Work, tried: Sequence[Placement], notes: Notes) -> dict[str, Any]:
+def _routed(work: Work, record: Record) -> dict[str, Any]:
     facts: dict[str, Any] = {"model": work.router.pool.model[:_MOST_CHARACTERS], "stream": work.stream}
+    last = record.last
     if mode := work.route.mode or work.router.selection.mode:
         facts["mode"] = mode
-    reported = notes.usage.prompt_tokens if notes.usage is not None else None
+    reported = last.usage.prompt_tokens if last is not None and last.usage is not None else None
     if tokens := work.route.isl or reported:  # the engine counts those that are not known here
         facts["prompt_tokens"] = tokens
-    if tried:
-        choice, target = tried[-1].choice, tried[-1].target
-        facts |= {"worker": str(target.worker_id), "rank": target.rank, "retries": len(tried) - 1}
+    if last is not None:
+        choice, target = last.placement.choice, last.placement.target
+        facts |= {"worker": str(target.worker_id), "rank": target.rank, "retries": len(record.attempts) - 1}
         if work.route.isl:
-            facts["predicted_cached_tokens"] = choice.overlap_blocks * tried[-1].block_size
+            facts["predicted_cached_tokens"] = choice.overlap_blocks * last.placement.block_size
     return facts
 
 
-def _noted(notes: Notes) -> dict[str, Any]:
+def _noted(record: Record) -> dict[str, Any]:
+    """Counts of its engine, and the times of its steps."""
     facts: dict[str, Any] = {}
-    if notes.usage is not None and notes.usage.cached_tokens is not None:
-        facts["cached_tokens"] = notes.usage.cached_tokens
-    if notes.output_tokens is not None:
-        facts["output_tokens"] = notes.output_tokens
-    for name in ("accept_s", "queue_s", "decide_s", "first_byte_s"):
-        seconds = getattr(notes, name)
-        if seconds is not None:
-            facts[name] = round(seconds, 6)
-    return facts
+    last, seconds = record.last, {}
+    if record.accepted_at:
+        seconds["accept_s"] = record.accepted_at - record.began_at
+    if record.queued_at:
+        seconds["queue_s"] = record.queued_at - record.accepted_at
+    if last is not None:
+        if last.usage is not None and last.usage.cached_tokens is not None:
+            facts["cached_tokens"] = last.usage.cached_tokens
+        if last.output_tokens is not None:
+            facts["output_tokens"] = last.output_tokens
+        seconds["decide_s"] = sum(
+            [ended - began for began, ended in (one.decided for one in record.attempts)]
+        )
+        if last.first_at:
+            seconds["first_byte_s"] = last.first_at - record.began_at
+    return facts | {name: round(each, 6) for name, each in seconds.items()}
 
 
 def trace_id_of(traceparent: str) -> str:

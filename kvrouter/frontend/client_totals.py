@@ -13,6 +13,7 @@ import ipaddress
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from typing import TypeAlias
 
 import msgspec
 from msgspec import Struct
@@ -145,21 +146,16 @@ class ClientsView(Struct, frozen=True):
     clients: list[ClientRow]
 
 
+InFlight: TypeAlias = Callable[[], Iterable[tuple[Request, float]]]
+"""Returns the requests that workers answer now, and when they arrived."""
+
+
 class ClientTotals:
-    """Counts for one replica. `clock()` returns seconds.
+    """Counts for one replica. `clock()` returns seconds."""
 
-    `running()` returns the requests that workers answer now, and when they arrived.
-    """
-
-    def __init__(
-        self,
-        addresses: ClientAddresses,
-        clock: Callable[[], float],
-        running: Callable[[], Iterable[tuple[Request, float]]],
-    ) -> None:
+    def __init__(self, addresses: ClientAddresses, clock: Callable[[], float]) -> None:
         self._addresses = addresses
         self._clock = clock
-        self._running = running
         self._current: dict[str, Totals] = {}
         self._steps = deque([self._current], maxlen=STEPS_NOW + STEPS_BEFORE)
         self._shown: tuple[float, bytes] = float("-inf"), b""
@@ -184,21 +180,21 @@ class ClientTotals:
         self._current = self._steps[-1]
         self._step_ends += steps * STEP_S
 
-    async def view(self, _request: Request) -> Answer:
+    async def view(self, in_flight: InFlight, _request: Request) -> Answer:
         """GET /clients. All that ask within a second get the same."""
         made_at, body = self._shown
         if self._clock() - made_at >= SHOWN_S:
-            body = msgspec.json.encode(self.shown()) + b"\n"
+            body = msgspec.json.encode(self.shown(in_flight)) + b"\n"
             self._shown = self._clock(), body
         return Answer(200, body, {"cache-control": "no-store"})
 
-    def shown(self) -> ClientsView:
+    def shown(self, requests: InFlight) -> ClientsView:
         """All clients, of which the busiest are kept apart."""
         now = self._clock()
         if now >= self._step_ends:
             self._turn(now)
         in_flight: dict[str, list[float]] = {}
-        for request, received_at in self._running():
+        for request, received_at in requests():
             in_flight.setdefault(self._addresses.of(request), []).append(now - received_at)
         steps = list(self._steps)
         current, before = self._sum(steps[-STEPS_NOW:]), self._sum(steps[:-STEPS_NOW])

@@ -1,23 +1,21 @@
-"""The request path, top to bottom: accept, wait in the queue, place, relay, compare, free.
+"""The request path, top to bottom: accept, wait in the queue, place, relay, free, read the record.
 
-accept.py ──> Work ──> admission_queue.py ──> Router.route ──> relay ──> prediction_checks.py
-^                        │
-└── another worker ──────┘ failed before the first byte
+accept.py ──> Work ──> admission_queue.py ──> Router.route ──> relay ──> readers.py
+                                              ^                  │
+                                              └─ another worker ─┘ failed before the first byte
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import Container, Iterator
 from functools import lru_cache, partial
+from itertools import cycle, repeat
 from typing import Any
 
 import structlog
 
-from kvrouter.core.audit.findings import Audit
-from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.fleet.router import Placement
 from kvrouter.core.wire.ids import Target
 from kvrouter.errors import (
@@ -29,25 +27,20 @@ from kvrouter.errors import (
     WorkerSilentError,
 )
 from kvrouter.frontend import engine_routes
-from kvrouter.frontend.accept import Accept, Work
-from kvrouter.frontend.access_log import AccessLog
+from kvrouter.frontend.accept import Accept
 from kvrouter.frontend.admission_queue import WaitingRoom
 from kvrouter.frontend.bodies import responses
 from kvrouter.frontend.bodies.apis import Api
 from kvrouter.frontend.bodies.edits import with_field, with_report_mode
-from kvrouter.frontend.client_totals import ClientTotals
-from kvrouter.frontend.decision_views import DecisionViews
-from kvrouter.frontend.hung_engines import HungEngines, Probe
 from kvrouter.frontend.lost_requests import Case, LostRequests
-from kvrouter.frontend.notes import NOT_NOTED, Notes
 from kvrouter.frontend.operators import Rights
-from kvrouter.frontend.prediction_checks import check_answer
-from kvrouter.frontend.record import Record, Running, ending_without_worker
+from kvrouter.frontend.readers import Readers
+from kvrouter.frontend.record import Record, Running, Work, clock
 from kvrouter.frontend.rules import record_busy, record_outcome, record_refusal
 from kvrouter.frontend.state_metrics import target_samples
+from kvrouter.frontend.traces import begin_upstream
 from kvrouter.relay.answer import Answer, Served, internal_error, rejected_answer
 from kvrouter.relay.begun import KeepAlive, begin_unplaced
-from kvrouter.relay.engine_answers import UNKNOWN_MODEL
 from kvrouter.relay.events import message_in
 from kvrouter.relay.exchange import (
     Attempt,
@@ -65,15 +58,13 @@ from kvrouter.relay.routes import Routes
 from kvrouter.relay.timed_attempt import TimedAttempt
 from kvrouter.relay.upstream import Upstream, WorkerUnreachableError
 from kvrouter.replica.publishing import Publishing
-from kvrouter.telemetry.metrics import OTHER, RequestMetrics, Sample
+from kvrouter.telemetry.metrics import Sample
 
 log = structlog.get_logger()
 
 # The first retry comes at once, later ones after up to 4, 8, … times this: a fleet that is down for a moment
 # must not get every request `--retries` times in the same millisecond.
 RETRY_DELAY_S = 0.05
-# The progress of this many answers is booked before other tasks get a turn: it takes less than 1 ms.
-PROGRESS_SLICE = 500
 # One attempt of this many is measured for kvrouter_decide_seconds: to measure each would cost 1 % of it.
 DECISION_TIMED_EVERY = 16
 # And of this many for kvrouter_relay_seconds. A TimedAttempt makes the attempts beside it slower too: they
@@ -85,64 +76,34 @@ RELAY_TIMED_EVERY = 128
 MOST_REFUSALS, REFUSED_S = 16, 0.5
 # With these a worker may say how long it wants to be left alone (Retry-After).
 _BUSY = frozenset({429, 503})
-# Paths that the label `route` of kvrouter_requests_total may have.
-ROUTES = engine_routes.PATHS
 
 
 class Completions:
-    """Serves and passes on the routes of engine_routes.py."""
+    """Serves and passes on the routes of engine_routes.py. `limits`: of requests that begin from now on."""
 
     def __init__(
         self,
-        replica: Replica,
         publishing: Publishing,
-        audit: Audit,
         accept: Accept,
-        decisions: DecisionViews,
         *,
-        upstream: Upstream,
-        probe: Probe,
         waiting_room: WaitingRoom,
-        metrics: RequestMetrics,
-        access: AccessLog,
-        limits: Limits,
-        retries: int,
-        retries_after_death: int,
+        upstream: Upstream,
+        lost: LostRequests,
+        readers: Readers,
     ) -> None:
-        self._in_flight = InFlight()
-        self.idle = self._in_flight.idle
-        self._is_draining = False
-        self._loop = asyncio.get_running_loop()
-        self._now = self._loop.time
-        self._running: dict[Attempt, Running] = {}
-        self.hung_engines = HungEngines(self._running, replica.silent_workers, probe, self._now)
-        self.lost = LostRequests(
-            replica,
-            publishing,
-            probe,
-            metrics,
-            now=self._now,
-            retries_after_death=retries_after_death,
-        )
-        self._replica = replica
+        self.in_flight = InFlight()
+        self.limits = Limits()
+        self.lost = lost
+        self.readers = readers
         self._publishing = publishing
-        self._audit = audit
+        self._replica = publishing.replica
         self._accept = accept
-        self._decisions = decisions
         self._waiting_room = waiting_room
         self._upstream = upstream
-        self._metrics = metrics
-        self.access = access
-        self.clients = ClientTotals(access.addresses, self._now, self._running_requests)
-        self._until_decision_timed = 1
-        self._until_relay_timed = 1
-        self._limits = limits
-        self._retries = retries
-
-    def change(self, limits: Limits, retries: int, retries_after_death: int) -> None:
-        """Use these for requests that begin from now on."""
-        self._limits, self._retries = limits, retries
-        self.lost.retries_after_death = retries_after_death
+        self._metrics = readers.metrics
+        self._now = asyncio.get_running_loop().time
+        self._times_decision = cycle((True, *repeat(False, DECISION_TIMED_EVERY - 1)))
+        self._attempt_types = cycle((TimedAttempt, *repeat(Attempt, RELAY_TIMED_EVERY - 1)))
 
     def add_routes(self, routes: Routes, rights: Rights) -> None:
         """Add what is served here. `rights`: of the port's clients."""
@@ -159,20 +120,22 @@ class Completions:
 
         If the client disconnects, the task is cancelled, and the booking is freed on the way out.
         """
-        record = Record(request, request_id_of(request.headers), self._now(), self.access.begin(request))
+        record = Record(request, request_id_of(request.headers), self._now(), clock())
+        if self.readers.access.is_on:
+            self.readers.access.begin(record)
         try:
-            self._in_flight.begin(request)
+            self.in_flight.begin(request)
             served = record.served = await self._answer(record, api, rights)
         except asyncio.CancelledError:
-            rejection = self._in_flight.take_rejection(request)
+            rejection = self.in_flight.take_rejection(request)
             if rejection is None:  # the client left; else cut_off cancelled the request
                 raise
             served = record.served = self._failed(record, api, rejection)
         except Exception as error:
             served = record.served = self._failed(record, api, error)
         finally:
-            self._in_flight.end(request)
-            self._ended(record)
+            self.in_flight.end(request)
+            self.readers.ended(record)
             record.error = None  # its traceback leads back here, and would hold the body in a ring
         return served
 
@@ -180,13 +143,12 @@ class Completions:
         request = record.request
         if request.head.hops:
             check_hops(request.head.hops, self._replica.peers.is_replica)
-        record.work = work = await self._accept.work(
-            request, api, record.id, record.received_at, rights, notes=record.notes
-        )
+        record.work = work = await self._accept.work(record, api, rights)
+        record.accepted_at = clock()
         if work.is_dry_run:
             rights.gate("a dry run", request.headers)
-            return self._reply(request, self._decisions.preview(work))
-        keeps_alive = self._limits.keep_alive_s and work.stream and api.streams
+            return self._reply(request, self.readers.decisions.preview(work))
+        keeps_alive = self.limits.keep_alive_s and work.stream and api.streams
         relay = self._kept_alive if keeps_alive else self._try_workers
         return self._finish(work, await relay(record, work))
 
@@ -197,36 +159,9 @@ class Completions:
             return self._reply_error(api, request, record.id, error)
         return self._fail(api, request, record.id)
 
-    def _ended(self, record: Record) -> None:
-        """Read the record: nothing is counted of a request's end anywhere else."""
-        record.ended_at = now = self._now()
-        metrics, work, ending, request = self._metrics, record.work, record.ending(), record.request
-        model, mode = "", ""
-        if work is not None:
-            model = metrics.models[work.router.pool.model]
-            mode = work.route.mode or work.router.modes.default.mode
-        # Only its own routes lead here, so the path is not the client's choice.
-        metrics.requests.values[model, request.head.route, mode, record.status, ending] += 1
-        self.clients.of(request, now).count(record, ending)
-        if record.served is None:
-            metrics.cancelled.inc()
-        else:
-            metrics.duration.observe(record.lasted_s, model)
-        if ending != "ok" or record.notes is not NOT_NOTED or record.error is not None:
-            self.access.end(record)
-
-    def refused(
-        self, request: Request | None, request_id: str, error: KvRouterError, client: str = ""
-    ) -> None:
-        """Count and log a request that reached no worker's route. `request`: None if it was not readable."""
-        route = OTHER if request is None or request.head.route not in ROUTES else request.head.route
-        ending = ending_without_worker(error.status, is_api=route != OTHER)
-        self._metrics.requests.values["", route, "", error.status, ending] += 1
-        self.access.refused(request, request_id, error, ending, client)
-
     def _reply(self, request: Request, answer: Answer, *, closes: bool = False) -> Served:
         """Write an answer that no worker made."""
-        return request.reply(answer, closes=closes or self._is_draining)
+        return request.reply(answer, closes=closes or self.in_flight.is_draining)
 
     def _reply_error(self, api: Api, request: Request, request_id: str, error: KvRouterError) -> Served:
         """Reply with an error: as an event, if the stream has begun."""
@@ -236,7 +171,7 @@ class Completions:
         if begun.has_output or not begun.ends_event:
             return Served(error.status, keeps_alive=False, needs_reset=True)
         client.write(begun.frame(api.error_event(error)) + begun.end)
-        keeps_alive = begun.keeps_alive and not self._is_draining
+        keeps_alive = begun.keeps_alive and not self.in_flight.is_draining
         return Served(200, keeps_alive, failure=str(error))
 
     def _fail(self, api: Api, request: Request, request_id: str) -> Served:
@@ -249,9 +184,9 @@ class Completions:
         """`_try_workers`, with comments for a client that waits for its stream (--sse-keep-alive-s)."""
         request = work.request
         headers = f"x-request-id: {work.id}\r\nx-kvrouter-router: {self._replica.router_id}\r\n".encode()
-        may_stay = request.head.wants_keep_alive and not self._is_draining
+        may_stay = request.head.wants_keep_alive and not self.in_flight.is_draining
         start = partial(begin_unplaced, request.client, headers, may_stay=may_stay)
-        keep_alive = KeepAlive(request.client, start, self._limits.keep_alive_s)
+        keep_alive = KeepAlive(request.client, start, self.limits.keep_alive_s)
         try:
             return await self._try_workers(record, work)
         finally:
@@ -262,110 +197,81 @@ class Completions:
         failed: frozenset[Target] = frozenset()
         fallbacks: tuple[Target, ...] = ()
         outcome: Outcome | None = None
-        notes = record.notes
-        notes.accepted()
         # Once, not before each retry: a retry replaces a booking of this request that has just been freed.
         if work.api.parse is not None and self._waiting_room.is_on:
             try:
                 await self._waiting_room.admitted(work.router, work.route)
             finally:
-                notes.queued()
-        prompts = self.lost.prompts
+                record.queued_at = clock()
+        prompts, limits = self.lost.prompts, self.limits
         case: Case | None = None
         tries = refusals = 0
-        while tries <= self._retries:
+        while tries <= limits.retries:
             if tries > 1:
                 await asyncio.sleep(RETRY_DELAY_S * 2**tries * random.random())
             is_watched = prompts.suspected or prompts.condemned
             case = case or (await self.lost.case(work) if is_watched else None)
+            place = partial(self._place, record, work, failed, fallbacks, is_last=tries == limits.retries)
             try:
-                if case is None:
-                    placement = self._place(work, notes, failed, fallbacks)
-                else:
-                    placement = await self.lost.place(
-                        case, partial(self._place, work, notes, failed, fallbacks)
-                    )
+                running = place() if case is None else await self.lost.place(case, place)
             except NoWorkersError:
                 if outcome is None:
                     raise
                 break  # no worker is left: the client gets the answer of the last one
             outcome = None  # stays None if this attempt is cancelled: `_end` then knows that the client left
-            running = self._begin(work, placement, failed if tries < self._retries else None, notes)
-            record.attempts.append(running)
-            outcome, case = await self._attempt(running, case)
+            outcome, case = await self._attempt(record, running, case)
             if isinstance(outcome, (Done, TimedOut)):
                 break
             # Exclude all ranks of the worker: they share its HTTP server.
-            failed = failed.union(work.router.pool.targets_of(placement.target.worker_id))
-            fallbacks = placement.fallbacks
+            failed = failed.union(work.router.pool.targets_of(running.placement.target.worker_id))
+            fallbacks = running.placement.fallbacks
             refusals += running.is_refused
-            tries = len(record.attempts) - min(refusals, MOST_REFUSALS if self._retries else 0)
-            reason = self._log_failure(running, outcome)
+            tries = len(record.attempts) - min(refusals, MOST_REFUSALS if limits.retries else 0)
+            reason = self.readers.attempt_failed(running, outcome)
             if running.is_lost and case is not None:
-                await self.lost.settle(case, running, reason)
+                await self.lost.settle(case, running, reason, limits.retries_after_death)
         return outcome
-
-    def _begin(
-        self, work: Work, placement: Placement, excluded: frozenset[Target] | None, notes: Notes
-    ) -> Running:
-        """A request that is sent to its worker now; `excluded` as Running has it."""
-        metrics, target = self._metrics, placement.target
-        running = Running(
-            work,
-            placement,
-            excluded,
-            metrics.models[work.router.pool.model],
-            metrics.targets.get(target) or metrics.new_target(target),
-            notes,
-            sent_at=self._now(),
-        )
-        if work.route.prompts:
-            self._count_placed(running)
-        return running
-
-    async def _attempt(self, running: Running, case: Case | None) -> tuple[Outcome, Case | None]:
-        """One worker's try. Returns the case of the request, which a loss begins."""
-        outcome: Outcome | None = None
-        try:
-            outcome = await self._exchange(running)
-            if isinstance(outcome, Lost) and outcome.was_idle:
-                # The worker closed an idle connection meanwhile, as HTTP/1.1 allows: it has not failed.
-                outcome = None
-                outcome = await self._exchange(running, fresh=True)
-            # nearly all need no call
-            if not isinstance(outcome, Done) or outcome.failure or self.lost.prompts.suspected:
-                case = await self.lost.ended(case, running, outcome)
-            return outcome, case
-        finally:
-            if case is not None:
-                self.lost.end_trial(case)
-            self._end(running, outcome)
 
     def _place(
         self,
+        record: Record,
         work: Work,
-        notes: Notes,
         failed: frozenset[Target],
         fallbacks: tuple[Target, ...],
         avoided: frozenset[Target] = frozenset(),
-    ) -> Placement:
-        """Choose and book. The AddRequest goes to the peers at the end of this turn of the loop."""
-        router, route = work.router, work.route
-        notes.deciding()
-        self._until_decision_timed -= 1
-        began = 0.0
-        if not self._until_decision_timed:
-            self._until_decision_timed, began = DECISION_TIMED_EVERY, time.perf_counter()
-        placement, _ = router.route_among(
-            route, self._now(), streamed=work.stream, exclude=failed, prefer=fallbacks, avoid=avoided
+        *,
+        is_last: bool,
+    ) -> Running:
+        """Choose and book: an attempt begins. The AddRequest goes to the peers at the end of this turn.
+
+        `is_last`: no retry is left.
+        """
+        metrics, now, began = self._metrics, self._now(), clock()
+        placement, _ = work.router.route_among(
+            work.route, now, streamed=work.stream, exclude=failed, prefer=fallbacks, avoid=avoided
         )
-        if began:
-            self._metrics.decide.observe(time.perf_counter() - began)
-        notes.decided(self._decisions.last_terms)
-        if self._decisions.logs:
-            self._decisions.log_last()
+        ended, target = clock(), placement.target
+        if next(self._times_decision):
+            metrics.decide.observe(ended - began)
+        running = Running(
+            work=work,
+            placement=placement,
+            excluded=None if is_last else failed,
+            model=metrics.models[work.router.pool.model],
+            counts=metrics.targets.get(target) or metrics.new_target(target),
+            decided=(began, ended),
+            sent_at=now,
+        )
+        record.attempts.append(running)
+        if work.route.prompts:
+            self._count_placed(running)
+        decisions = self.readers.decisions
+        if record.trace is not None:
+            running.terms = decisions.last_terms()
+        if decisions.logs:
+            decisions.log_last()
         self._publishing.flush_soon()
-        return placement
+        return running
 
     def _count_placed(self, running: Running) -> None:
         work, counts, tokens = running.work, running.counts, running.work.route.isl
@@ -376,9 +282,29 @@ class Completions:
         counts.prompt_tokens += tokens
         counts.overlap_tokens += overlap_tokens
 
-    def _end(self, running: Running, outcome: Outcome | None) -> None:
+    async def _attempt(
+        self, record: Record, running: Running, case: Case | None
+    ) -> tuple[Outcome, Case | None]:
+        """One worker's try. Returns the case of the request, which a loss begins."""
+        try:
+            outcome = await self._exchange(record, running)
+            if isinstance(outcome, Lost) and outcome.was_idle:
+                # The worker closed an idle connection meanwhile, as HTTP/1.1 allows: it has not failed.
+                running.outcome = None
+                outcome = await self._exchange(record, running, fresh=True)
+            # nearly all need no call
+            if not isinstance(outcome, Done) or outcome.failure or self.lost.prompts.suspected:
+                case = await self.lost.ended(case, running, outcome)
+            return outcome, case
+        finally:
+            if case is not None:
+                self.lost.end_trial(case)
+            self._end(running)
+
+    def _end(self, running: Running) -> None:
         """Free the booking of an attempt. It has no outcome if the client left or an error was raised."""
-        router, placement, now = running.work.router, running.placement, self._now()
+        router, placement, outcome, now = running.work.router, running.placement, running.outcome, self._now()
+        running.ended_at = clock()
         if router.circuits is not None:
             record_outcome(router.circuits, placement.target, outcome)
         # Nearly all are good: asked first, and without a `match`, which takes 0.5 µs.
@@ -401,11 +327,11 @@ class Completions:
         router.bookings.free(placement.key, now, running.output_tokens)
         self._publishing.flush_soon()
 
-    async def _exchange(self, running: Running, *, fresh: bool = False) -> Outcome:
+    async def _exchange(self, record: Record, running: Running, *, fresh: bool = False) -> Outcome:
         """Send the request to the placement's worker, and its answer to the client."""
-        work, placement = running.work, running.placement
-        request, outcome = work.request, None
-        running.notes.sending(request, placement)
+        work, placement, request = running.work, running.placement, running.work.request
+        if record.trace is not None and not fresh:
+            begin_upstream(record.trace, running, len(record.attempts))
         try:
             connection = None if fresh else self._upstream.idle(placement.url)
             if connection is None:
@@ -414,35 +340,32 @@ class Completions:
             now = self._now()
             record_refusal(work.router, placement.target, now, random.random())
             running.is_refused = not fresh and now < running.sent_at + REFUSED_S
-            running.notes.answered(Lost(str(error)))
-            return Lost(str(error), is_cut=fresh)  # `fresh`: a connection has just broken with the request
-        self._until_relay_timed -= 1
-        new_attempt = Attempt
-        if not self._until_relay_timed:
-            self._until_relay_timed, new_attempt = RELAY_TIMED_EVERY, TimedAttempt
-        attempt = new_attempt(
+            # `fresh`: a connection has just broken with the request
+            lost = running.outcome = Lost(str(error), is_cut=fresh)
+            return lost
+        attempt = next(self._attempt_types)(
             request.client,
             connection,
-            self._limits,
+            self.limits,
             work.api,
             _response_headers(work, placement, self._replica.router_id),
             partial(self._first_output, running),
-            request.head.wants_keep_alive and not self._is_draining,
+            request.head.wants_keep_alive and not self.in_flight.is_draining,
             work.response is not None,
         )
-        self._running[attempt] = running
+        self.in_flight.running[attempt] = running
         try:
             attempt.send(self._bytes_for(running))
-            outcome = await attempt.outcome
-            if isinstance(outcome, Done) and outcome.status == 200 and not outcome.failure:
-                self._good_answer(work, placement, attempt)
+            running.outcome = outcome = await attempt.outcome
+            if running.is_good:
+                self._good_answer(running, attempt)
             return outcome
         except asyncio.CancelledError:
             attempt.cancel()
             raise
         finally:
-            del self._running[attempt]
-            self._measure_answer(running, attempt, outcome)
+            del self.in_flight.running[attempt]
+            self.readers.attempt_ended(record, running, attempt)
 
     def _bytes_for(self, running: Running) -> bytes:
         """The request as its worker gets it, head and body."""
@@ -467,108 +390,37 @@ class Completions:
         )
         return head + body
 
-    def _measure_answer(self, running: Running, attempt: Attempt, outcome: Outcome | None) -> None:
-        """Count what an attempt has relayed, whole or not."""
-        work, metrics = running.work, self._metrics
-        if work.api.parse is not None:
-            running.output_tokens = tokens = attempt.output_tokens()
-            if tokens:
-                metrics.output_tokens.inc(running.model, tokens)
-            if running.first_at and attempt.events > 1:
-                between_s = (self._now() - running.first_at) / (attempt.events - 1)
-                metrics.between.observe(between_s, running.model)
-        if isinstance(attempt, TimedAttempt):
-            metrics.relay.observe(attempt.spent_s)
-        running.notes.counted(work.api.find_usage, attempt.tail, running.output_tokens)
-        running.notes.answered(outcome, attempt.events)
-
-    def _good_answer(self, work: Work, placement: Placement, attempt: Attempt) -> None:
-        """Check the prediction by the answer's usage; keep what a later request may continue."""
-        worker = work.router.pool.workers.get(placement.target.worker_id)
+    def _good_answer(self, running: Running, attempt: Attempt) -> None:
+        """Keep what a later request may continue."""
+        work, target = running.work, running.placement.target
+        worker = work.router.pool.workers.get(target.worker_id)
         if worker is not None and not worker.is_engine:
             worker.is_engine = not attempt.is_of_router
         if work.response is not None:
-            self._accept.kept.keep(work.response, placement.target, responses.find_answer(attempt.tail))
+            self._accept.kept.keep(work.response, target, responses.find_answer(attempt.tail))
             for session in work.response.sessions():
-                work.router.bookings.bind(session, placement.target, self._now())
+                work.router.bookings.bind(session, target, self._now())
             self._publishing.flush_soon()
-        if work.traits is not None:
-            usage, now = work.api.find_usage(attempt.tail), self._now()
-            check_answer(
-                work.router, work.route, placement, work.traits, audit=self._audit, usage=usage, now=now
-            )
 
     def _first_output(self, running: Running) -> None:
         work, now = running.work, self._now()
         ttft_s = work.router.bookings.first_byte(running.placement.key, now)
-        running.first_at = now
+        running.first_at = clock()
         if work.ids is not None:
             work.ids.release()
         self._metrics.first_byte.observe(now - work.received_at, running.model)
         if ttft_s is not None:
             running.counts.first_byte_s += ttft_s
             running.counts.first_bytes += 1
-        running.notes.got_first_byte()
         self._publishing.flush_soon()
 
-    def _running_requests(self) -> list[tuple[Request, float]]:
-        return [(one.work.request, one.work.received_at) for one in self._running.values()]
-
-    @property
-    def requests_in_flight(self) -> int:
-        return self._in_flight.count
-
-    def drain(self) -> None:
-        """Let answers close their connections, so that clients reconnect to another replica."""
-        self._is_draining = True
-
-    async def report_progress(self) -> None:
-        """Book the output blocks that running answers have filled."""
-        running = list(self._running.items())
-        for start in range(0, len(running), PROGRESS_SLICE):
-            for attempt, one in running[start : start + PROGRESS_SLICE]:
-                # `progress` ignores a booking that was freed since `running` was copied
-                one.work.router.bookings.progress(one.placement.key, attempt.events)
-            self._publishing.flush_soon()
-            await asyncio.sleep(0)
-
     def samples(self) -> Iterator[Sample]:
-        in_flight = self.requests_in_flight
-        yield "kvrouter_requests_in_flight", {}, in_flight
+        yield "kvrouter_requests_in_flight", {}, self.in_flight.count
         yield from target_samples(self._metrics.targets, list(self._replica.routers.values()))
-
-    def cut_off(self) -> None:
-        """End every request: answers that have begun get an error event, all others are answered with 503."""
-        begun = {attempt: one.work.request for attempt, one in self._running.items() if attempt.is_committed}
-        self._in_flight.reject_waiting(set(begun.values()))
-        for attempt in begun:
-            attempt.cut_off(cut_off_error())
-
-    def _log_failure(self, running: Running, failure: Rejected | Lost | Retried) -> str:
-        """Count and log an attempt that failed; returns what the log has as its detail."""
-        match failure:
-            case Rejected(status, body=body):
-                reason, detail = "retried" if status == UNKNOWN_MODEL else str(status), body[:200]
-            case Lost(detail):
-                reason = "lost"
-            case Retried(detail):
-                reason = "retried"
-        reason = "died" if running.is_lost else reason
-        self._metrics.failed_attempts.inc(reason)
-        log.warning(
-            "worker.failed_request",
-            request=running.work.id,
-            worker=str(running.placement.target),
-            reason=reason,
-            detail=detail,
-        )
-        return str(detail)
 
     def _finish(self, work: Work, outcome: Outcome | None) -> Served:
         """Reply with the last outcome, unless the client has the worker's answer already."""
         if isinstance(outcome, Done):
-            if outcome.failure:
-                self._metrics.broken.inc()
             return Served(outcome.status, outcome.keeps_alive, outcome.needs_reset, outcome.failure)
         match outcome:
             case Rejected() if work.request.client.begun is not None:
@@ -624,24 +476,28 @@ def _target_lines(target: Target, router_id: str) -> str:
 
 
 class InFlight:
-    """Counts the requests being served, and rejects the waiting ones when the drain is over.
+    """The requests being served, and how they end with this replica.
 
     begun ──> waiting: body, tokens, a worker, its first byte ──> answering ──> ended
-                 │ reject_waiting                                    │ Attempt.cut_off
+                 │ cut_off                                           │ Attempt.cut_off
                  └──> 503                                            └──> error event
     """
 
     def __init__(self) -> None:
+        self.count = 0
         self.idle = asyncio.Event()  # set while no request is being served
         self.idle.set()
-        self.count = 0
+        self.running: dict[Attempt, Running] = {}
+        """Those that are at a worker."""
+        self.is_draining = False
+        """Whether answers close their connections, so that clients reconnect to another replica."""
         self._waiting: dict[Request, asyncio.Task[Any]] = {}
         self._rejected: dict[Request, asyncio.Task[Any]] = {}
         self._is_closed = False
         self._loop = asyncio.get_running_loop()
 
     def begin(self, request: Request) -> None:
-        """Count a request that the current task serves. Raises ShuttingDownError after `reject_waiting`."""
+        """Count a request that the current task serves. Raises ShuttingDownError after `cut_off`."""
         task = asyncio.current_task(self._loop)  # without the loop it calls os.getpid to find it
         assert task is not None
         if not self.count:
@@ -652,7 +508,7 @@ class InFlight:
             raise cut_off_error()
 
     def take_rejection(self, request: Request) -> ShuttingDownError | None:
-        """The error for a request that `reject_waiting` cancelled, whose task goes on to answer with it.
+        """The error for a request that `cut_off` cancelled, whose task goes on to answer with it.
 
         None if the task was cancelled because the client has left.
         """
@@ -669,6 +525,17 @@ class InFlight:
             self._rejected.pop(request, None)
         if not self.count:
             self.idle.set()
+
+    def requests(self) -> list[tuple[Request, float]]:
+        """Those that workers answer now, and when they arrived."""
+        return [(one.work.request, one.work.received_at) for one in self.running.values()]
+
+    def cut_off(self) -> None:
+        """End every request: answers that have begun get an error event, all others are answered with 503."""
+        begun = {attempt: one.work.request for attempt, one in self.running.items() if attempt.is_committed}
+        self.reject_waiting(set(begun.values()))
+        for attempt in begun:
+            attempt.cut_off(cut_off_error())
 
     def reject_waiting(self, answering: Container[Request]) -> None:
         """Answer all requests with 503, later ones too, except those in `answering`."""

@@ -23,8 +23,8 @@ from kvrouter.core.routing.decisions import Decided, DecisionRing
 from kvrouter.core.routing.policy import Candidate, OverlapWeight, RouteRequest
 from kvrouter.core.routing.selection import Decision, Selection, Verdict
 from kvrouter.errors import BadRequestError, UnknownDecisionError
-from kvrouter.frontend.accept import Work
 from kvrouter.frontend.owners import name_of
+from kvrouter.frontend.record import Work
 from kvrouter.frontend.views import json_answer
 from kvrouter.relay.answer import Answer, Lines
 from kvrouter.relay.request import Request

@@ -18,6 +18,7 @@ from kvrouter.frontend.bodies import apis
 from kvrouter.frontend.bodies.apis import Api
 from kvrouter.frontend.decision_views import DecisionViews
 from kvrouter.frontend.engine_routes import relayed
+from kvrouter.frontend.record import Record, clock
 from kvrouter.relay.answer import Answer
 from kvrouter.relay.request import Request, request_id_of
 
@@ -45,10 +46,9 @@ class DryRoute:
     async def route(self, request: Request) -> Answer:
         """POST /v1/route. Raises the errors that the request itself would raise."""
         api = _api(await request.read())
-        now = asyncio.get_running_loop().time()
-        request_id = request_id_of(request.headers)
-        work = await self._accept.work(request, api, request_id, now, None)
-        return self._views.preview(work)
+        now, request_id = asyncio.get_running_loop().time(), request_id_of(request.headers)
+        record = Record(request, request_id, now, clock())
+        return self._views.preview(await self._accept.work(record, api, None))
 
 
 def _api(body: bytes) -> Api:

@@ -25,7 +25,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from kvrouter.frontend.admin import MODEL_PATH, Admin
 from kvrouter.frontend.admin_listener import application
-from kvrouter.frontend.completions import Completions
+from kvrouter.frontend.completions import Completions, InFlight
 from kvrouter.frontend.engine_routes import why_closed
 from kvrouter.frontend.openapi import OPENAPI_PATH, document
 from kvrouter.frontend.operators import (
@@ -112,13 +112,13 @@ class Site:
         if metrics is not None:
             views["/metrics"] = metrics
         for path, view in views.items():
-            _add(routes, "GET", path, answering(view, rights, open_gate, completions.refused))
+            _add(routes, "GET", path, answering(view, rights, open_gate, completions.readers.refused))
         for method, path, view in self._for_operators:
-            _add(routes, method, path, answering(view, rights, gate, completions.refused))
+            _add(routes, method, path, answering(view, rights, gate, completions.readers.refused))
         if self.root_path:
-            _add(routes, "GET", "", answering(self._root, rights, open_gate, completions.refused))
+            _add(routes, "GET", "", answering(self._root, rights, open_gate, completions.readers.refused))
         view = self._described(routes, gate)
-        _add(routes, "GET", OPENAPI_PATH, answering(view, rights, open_gate, completions.refused))
+        _add(routes, "GET", OPENAPI_PATH, answering(view, rights, open_gate, completions.readers.refused))
         return routes
 
     def _described(self, routes: Routes, gate: Gate) -> View:
@@ -164,7 +164,7 @@ async def _clients_port(
         max_body_bytes=site.max_body_bytes,
         arriving=ArrivingBytes(site.max_body_bytes),
         keep_alive_s=KEEP_ALIVE_S,
-        on_refused=site.completions.refused,
+        on_refused=site.completions.readers.refused,
         root_path=site.root_path,
     )
     server = await _listen(connections.new, sock, tls)
@@ -185,7 +185,7 @@ async def _admin_listener(
             site.for_admin(gate.key),
             gate,
             site.max_body_bytes,
-            site.completions.refused,
+            site.completions.readers.refused,
             site.root_path,
         ),
         handler_cancellation=True,
@@ -250,7 +250,7 @@ async def http_server(
             server.close()
             await asyncio.sleep(0)  # lets connections that were accepted just now begin
             await _drain(
-                site.completions,
+                site.completions.in_flight,
                 lambda: connections.unread,
                 hurried,
                 timeout_s=options.drain_timeout_s,
@@ -273,20 +273,20 @@ def _is_our_fault(record: logging.LogRecord) -> bool:
 
 
 async def _drain(
-    completions: Completions, unread: Callable[[], int], hurried: asyncio.Event | None, *, timeout_s: float
+    in_flight: InFlight, unread: Callable[[], int], hurried: asyncio.Event | None, *, timeout_s: float
 ) -> None:
     """Let running requests finish until `hurried` is set or `timeout_s` has passed; then cut off the rest.
 
     `unread` counts the connections whose clients have not read all of their answers.
     """
-    idle = completions.idle
+    idle = in_flight.idle
     hurry = hurried.wait() if hurried is not None else None
     await wait_for_any(_drained(idle, unread), hurry, timeout_s=timeout_s)
     if not idle.is_set():
         is_hurried = hurried is not None and hurried.is_set()
         reason = "a second signal" if is_hurried else f"--drain-timeout-s {timeout_s:g} has passed"
         log.warning("frontend.cut_off", reason=reason)
-        completions.cut_off()
+        in_flight.cut_off()
         await wait_for_any(idle.wait(), timeout_s=CUT_OFF_S)
     if left := unread():
         log.warning("frontend.answers_cut_off", connections=left)

@@ -31,10 +31,9 @@ from kvrouter.core.fleet.router import Placement, Router
 from kvrouter.core.tables.deadly_prompts import MOST_SUSPECTED, SETTLE_S, Deadly
 from kvrouter.core.wire.ids import PromptHash, Target, WorkerId
 from kvrouter.errors import NoWorkersError, RequestEndsWorkersError, WorkerDiedError
-from kvrouter.frontend.accept import Work
 from kvrouter.frontend.bodies.prompt_hash import prompt_hash
 from kvrouter.frontend.hung_engines import Probe
-from kvrouter.frontend.record import Running
+from kvrouter.frontend.record import Running, Work
 from kvrouter.relay.exchange import Done, Lost, Outcome, Rejected
 from kvrouter.replica.publishing import Publishing
 from kvrouter.telemetry.metrics import RequestMetrics
@@ -54,7 +53,7 @@ _ENGINE_DIED = re.compile(
     r"EngineCore encountered an issue|EngineDeadError|Engine loop is not running|Background loop has errored"
 )
 
-Place: TypeAlias = Callable[[frozenset[Target]], Placement]
+Place: TypeAlias = Callable[[frozenset[Target]], Running]
 """Chooses and books, except at these targets. Raises NoWorkersError."""
 
 
@@ -92,14 +91,12 @@ class LostRequests:
         metrics: RequestMetrics,
         *,
         now: Callable[[], float],
-        retries_after_death: int,
     ) -> None:
         self.prompts = replica.deadly
         self._claimed = replica.claimed_losses
         self._replica = replica
         self._is_claimed = asyncio.Event()
         self._claimed.on_claim = self._is_claimed.set
-        self.retries_after_death = retries_after_death
         self._publishing = publishing
         self._probe = probe
         self._metrics = metrics
@@ -115,7 +112,7 @@ class LostRequests:
 
     # Before an attempt
 
-    async def place(self, case: Case, place: Place) -> Placement:
+    async def place(self, case: Case, place: Place) -> Running:
         """Place a request when and where its prompt may be tried.
 
         Raises RequestEndsWorkersError, or NoWorkersError if it has waited for TURN_S.
@@ -126,9 +123,9 @@ class LostRequests:
             self._check(case)
             is_late = self._now() >= give_up_at
             if case.prompt is None or is_late or not self.prompts.must_wait(case.prompt, self._now()):
-                placement = self._place_apart(case, place)
-                if placement is not None:
-                    return self._begin(case, placement)
+                running = self._place_apart(case, place)
+                if running is not None:
+                    return self._begin(case, running)
             if is_late:
                 raise NoWorkersError(
                     "workers were lost with this request and others, so each of them is tried at a worker of "
@@ -136,7 +133,7 @@ class LostRequests:
                 )
             await asyncio.sleep(_POLL_S)
 
-    def _place_apart(self, case: Case, place: Place) -> Placement | None:
+    def _place_apart(self, case: Case, place: Place) -> Running | None:
         """Place a request away from lost workers, and from prompts that are suspected like its own.
 
         None: no worker is free of these.
@@ -158,10 +155,10 @@ class LostRequests:
             return place(frozenset())
         return None
 
-    def _begin(self, case: Case, placement: Placement) -> Placement:
+    def _begin(self, case: Case, running: Running) -> Running:
         if case.prompt is not None:
-            case.is_trial = self.prompts.begin(case.prompt, placement.target.worker_id)
-        return placement
+            case.is_trial = self.prompts.begin(case.prompt, running.placement.target.worker_id)
+        return running
 
     def _check(self, case: Case) -> None:
         """Raise RequestEndsWorkersError if the prompt is refused."""
@@ -228,10 +225,11 @@ class LostRequests:
         loss.router.feed.lost_with(loss.prompt, worker_id, sent_at=loss.sent_at, lost_at=loss.at, now=now)
         self._publishing.flush_soon()
 
-    async def settle(self, case: Case, running: Running, reason: str) -> None:
+    async def settle(self, case: Case, running: Running, reason: str, retries: int) -> None:
         """Wait until it is known what else was lost. Raises KvRouterError if the request is not tried again.
 
-        The losses count that can be its fault: a death that fits other prompts as well does not.
+        `retries`: after so many losses that can be its fault it is. A death that fits other prompts as well
+        is none.
         """
         await asyncio.sleep(SETTLE_S)
         worker_id, prompt = running.placement.target.worker_id, case.prompt
@@ -247,7 +245,7 @@ class LostRequests:
                 f"{count} workers were lost with this request in hand, so it is not tried again: look at the "
                 "logs of the engines, and change the prompt or its options (request_ends_workers)"
             )
-        if case.charged > self.retries_after_death:
+        if case.charged > retries:
             raise WorkerDiedError(
                 f"the worker was lost with this request in hand ({reason}), so it is not tried again: see "
                 "--retries-after-death"

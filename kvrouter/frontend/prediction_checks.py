@@ -2,69 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from msgspec import Struct
-
 from kvrouter.core.audit.findings import Audit
 from kvrouter.core.fleet.router import Placement, Router
-from kvrouter.core.routing.policy import Prompt as HashedPrompt
 from kvrouter.core.routing.policy import RouteRequest
-from kvrouter.core.tables.predictions import Kind, Prediction, Usage
-from kvrouter.frontend.bodies.openai import CompletionRequest
-from kvrouter.tokens.prompt import ChatPrompt, Prompt, TextPrompt
+from kvrouter.core.tables.predictions import Prediction
+from kvrouter.frontend.record import Running
 
 
-class Traits(Struct, frozen=True):
-    """Properties of a request that decide whether its prediction can be compared, and how."""
-
-    kind: Kind | None
-    is_single: bool
-    reads_cache: bool
-    """False if the engine computes the whole prompt, cached or not: 0 cached tokens are right then."""
-
-    @classmethod
-    def of(
-        cls,
-        request: CompletionRequest,
-        lora_name: str | None,
-        prompts: Sequence[HashedPrompt],
-        converted: str | None,
-    ) -> Traits:
-        """`prompts`: those whose tokens are known. `converted`: the API that a chat was converted from."""
-        is_known = not [prompt for prompt in prompts if not prompt.is_known]  # half the time of `all`
-        kind = _kind(request.prompt if is_known else None, lora_name, request.cache_salt, converted)
-        # Engines report the cached tokens of one prompt and one answer only.
-        is_single = len(prompts) == 1 and request.n == 1 and not request.is_beam_search
-        return cls(kind, is_single, request.reads_cache)
-
-
-_WORDS: dict[type, str] = {ChatPrompt: "chat", TextPrompt: "text"}
-
-
-def _kind(
-    prompt: Prompt | None, lora_name: str | None, salt: str | None, converted: str | None
-) -> Kind | None:
-    """None if the tokens are not known, or known only up to an image."""
-    if prompt is None:
-        return None
-    name = converted or _WORDS.get(type(prompt), "tokens")
-    return Kind(name, bool(lora_name), bool(salt))  # type: ignore[arg-type]  # one of Kind's names
-
-
-def check_answer(
-    router: Router,
-    route: RouteRequest,
-    placement: Placement,
-    traits: Traits,
-    *,
-    audit: Audit,
-    usage: Usage,
-    now: float,
-) -> None:
+def check_answer(running: Running, audit: Audit, now: float) -> None:
     """Compare the prediction made at the booking with the usage in a good answer, and expect its events."""
-    pool, choice = router.pool, placement.choice
-    names_blocks = _names_blocks_of_engine(router, route, placement)
+    work, placement, usage = running.work, running.placement, running.usage
+    router, route, traits, choice = work.router, work.route, work.traits, placement.choice
+    if traits is None or usage is None:
+        return
+    pool, names_blocks = router.pool, _names_blocks_of_engine(router, route, placement)
     # A prediction that may fail for a known reason is counted, and raises no alarm. Behind other waiting
     # requests the cache changes before this prompt is computed. A rank that is asked for a report is partial:
     # its engine may have blocks that the index lacks.

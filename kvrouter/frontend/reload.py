@@ -80,9 +80,9 @@ class Running:
         new, applied = fresh.loaded.settings, fresh.changes.applied
         self.apply_routing(new)
         self.accept.aliases = new.aliases
-        self.completions.change(new.limits, new.retries, new.retries_after_death)
+        self.completions.limits = new.limits
         self.replica.deadly.ttl_s = new.deadly_prompt_ttl_s
-        self.completions.access.change(new.access)
+        self.completions.readers.access.change(new.access)
         if new.policy.scored != old.policy.scored:
             applied.setdefault("router-config", CHANGED)
         if self.key.change(fresh.admin_key):

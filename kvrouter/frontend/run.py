@@ -10,6 +10,7 @@ import ssl
 import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from socket import gethostname
 
 import structlog
@@ -35,16 +36,19 @@ from kvrouter.frontend.admin import Admin
 from kvrouter.frontend.admission_queue import WaitingRoom
 from kvrouter.frontend.background import audit_forever, evict_texts, report_progress, running
 from kvrouter.frontend.busy_threshold import BusyThresholds
+from kvrouter.frontend.client_totals import ClientTotals
 from kvrouter.frontend.completions import Completions
 from kvrouter.frontend.deadly_prompts import PROMPT_PATH, PROMPTS_PATH, DeadlyPromptViews
 from kvrouter.frontend.decision_views import DECISION_PATH, DecisionViews
 from kvrouter.frontend.dry_route import DryRoute
 from kvrouter.frontend.http_server import Site, http_server, wait_for_any
-from kvrouter.frontend.hung_engines import probing
+from kvrouter.frontend.hung_engines import HungEngines, probing
+from kvrouter.frontend.lost_requests import LostRequests
 from kvrouter.frontend.openapi import check_root_path
 from kvrouter.frontend.operators import AdminGate, AdminKey, KeyGate, is_loopback
 from kvrouter.frontend.overrides import Dialect
 from kvrouter.frontend.peer_questions import ask_peers
+from kvrouter.frontend.readers import Readers
 from kvrouter.frontend.reload import Reload, Running
 from kvrouter.frontend.routing_change import RoutingChanges
 from kvrouter.frontend.rules import Rules
@@ -94,6 +98,7 @@ class RunningFrontend:
     audit: Audit
     admin: Admin
     completions: Completions
+    hung_engines: HungEngines
     waiting_room: WaitingRoom
     tokens: Tokens
     reload: Reload | None
@@ -102,7 +107,7 @@ class RunningFrontend:
         """Report it in /ready and to the peers, and close each connection after its next answer."""
         self.replica_loop.publishing.drain()
         self.admin.drain()
-        self.completions.drain()
+        self.completions.in_flight.is_draining = True
 
 
 async def serve(loaded: Loaded[FrontendOptions]) -> None:
@@ -122,7 +127,7 @@ async def serve(loaded: Loaded[FrontendOptions]) -> None:
         grace_s = signals.grace_s(options.drain_grace_s)
         log.info("frontend.draining", grace_s=grace_s)
         await wait_for_any(signals.hurried.wait(), timeout_s=grace_s)
-        requests = frontend.completions.requests_in_flight
+        requests = frontend.completions.in_flight.count
         if requests and not signals.hurried.is_set():
             timeout_s, remedy = options.drain_timeout_s, "a second signal ends them now"
             log.info("frontend.waiting", requests=requests, timeout_s=timeout_s, remedy=remedy)
@@ -158,8 +163,8 @@ class _RequestPath:
     """What serves requests."""
 
     accept: Accept
-    views: DecisionViews
     completions: Completions
+    hung_engines: HungEngines
 
 
 @contextlib.asynccontextmanager
@@ -179,7 +184,7 @@ async def running_frontend(
     async with (
         _open_member(options, registry, tls) as member,
         _open_request_path(options, registry, member, tls) as path,
-        _run_tasks(options, registry, member, path.completions),
+        _run_tasks(options, registry, member, path),
         _left_at_the_end(member.replica_loop),  # entered last: it needs the tasks and the bus
     ):
         admin = _new_admin(options, registry, member, path.accept)
@@ -196,16 +201,17 @@ async def running_frontend(
         ):
             _log_start(options, member)
             frontend = RunningFrontend(
-                member.listeners.url,
-                member.listeners.admin_url,
-                member.replica,
-                member.replica_loop,
-                member.audit,
-                admin,
-                path.completions,
-                member.waiting_room,
-                member.tokens,
-                reload,
+                url=member.listeners.url,
+                admin_url=member.listeners.admin_url,
+                replica=member.replica,
+                replica_loop=member.replica_loop,
+                audit=member.audit,
+                admin=admin,
+                completions=path.completions,
+                hung_engines=path.hung_engines,
+                waiting_room=member.waiting_room,
+                tokens=member.tokens,
+                reload=reload,
             )
             try:
                 yield frontend
@@ -247,9 +253,17 @@ async def _open_member(
             on_change=waiting_room.wake if waiting_room.is_on else None,
             traffic=traffic.own,
         )
-        audit = Audit(replica, tokens.compared, has_queue=waiting_room.is_on)
         yield _Member(
-            rules, replica, tokens, listeners, bus, waiting_room, metrics, traffic, replica_loop, audit
+            rules=rules,
+            replica=replica,
+            tokens=tokens,
+            listeners=listeners,
+            bus=bus,
+            waiting_room=waiting_room,
+            metrics=metrics,
+            traffic=traffic,
+            replica_loop=replica_loop,
+            audit=Audit(replica, tokens.compared, has_queue=waiting_room.is_on),
         )
 
 
@@ -258,50 +272,47 @@ async def _open_request_path(
     options: FrontendOptions, registry: Registry, member: _Member, tls: ssl.SSLContext | None
 ) -> AsyncIterator[_RequestPath]:
     """`tls`: which workers are trusted."""
-    dialect, aliases = _dialect(options), options.aliases
+    replica, metrics, publishing = member.replica, member.metrics, member.replica_loop.publishing
     accept = Accept(
-        member.replica.pools,
+        replica.pools,
         member.tokens.blocks,
-        member.metrics,
-        dialect,
-        aliases,
+        metrics,
+        _dialect(options),
+        options.aliases,
         wait_for_workers_s=options.wait_for_workers_s,
     )
-    logs = options.rules.log_decisions
-    views = DecisionViews(member.rules.decisions, logs=logs)
-    traces, router_id = options.traces, str(member.replica.router_id)
+    views = DecisionViews(member.rules.decisions, logs=options.rules.log_decisions)
+    now, networks = asyncio.get_running_loop().time, options.worker_networks
     async with (
-        open_tracing(traces.endpoint, traces.ratio, router_id) as tracing,
-        probing(tls, options.worker_networks) as probe,
+        open_tracing(options.traces.endpoint, options.traces.ratio, str(replica.router_id)) as tracing,
+        probing(tls, networks) as probe,
     ):
         if tracing is not None:
             registry.register(StateCollector(tracing.samples))
         access = AccessLog(options.access, views, random.random, tracing)
-        upstream = Upstream(tls, options.worker_networks)
+        clients = ClientTotals(access.addresses, now)
+        readers = Readers(metrics, clients, member.audit, access, views)
+        lost = LostRequests(replica, publishing, probe, metrics, now=now)
+        upstream = Upstream(tls, networks)
         with contextlib.closing(upstream), contextlib.ExitStack() as at_end:
             at_end.callback(access.flush)
             completions = Completions(
-                member.replica,
-                member.replica_loop.publishing,
-                member.audit,
+                publishing,
                 accept,
-                views,
-                upstream=upstream,
-                probe=probe,
                 waiting_room=member.waiting_room,
-                metrics=member.metrics,
-                access=access,
-                limits=options.limits,
-                retries=options.retries,
-                retries_after_death=options.retries_after_death,
+                upstream=upstream,
+                lost=lost,
+                readers=readers,
             )
+            completions.limits = options.limits
             registry.register(StateCollector(completions.samples))
-            yield _RequestPath(accept, views, completions)
+            hung_engines = HungEngines(completions.in_flight.running, replica.silent_workers, probe, now)
+            yield _RequestPath(accept, completions, hung_engines)
 
 
 @contextlib.asynccontextmanager
 async def _run_tasks(
-    options: FrontendOptions, registry: Registry, member: _Member, completions: Completions
+    options: FrontendOptions, registry: Registry, member: _Member, path: _RequestPath
 ) -> AsyncIterator[None]:
     """Follow the namespace, and run every other task of the replica."""
     await member.replica_loop.subscribe()
@@ -316,14 +327,14 @@ async def _run_tasks(
             "tokens": member.tokens.run(),
             "policies": upkeep.run(),
             "texts": evict_texts(member.replica),
-            "hung engines": completions.hung_engines.run(),
-            "lost requests": completions.lost.run(),
+            "hung engines": path.hung_engines.run(),
+            "lost requests": path.completions.lost.run(),
             "garbage": collect_and_freeze(),
         }
         if certificate is not None:
             tasks["certificate"] = certificate.run()
         if options.track_output_blocks:
-            tasks["progress"] = report_progress(completions)
+            tasks["progress"] = report_progress(path.completions.in_flight, member.replica_loop.publishing)
         with (
             LoopLag(registry).watched(),
             Pauses(registry).watched(),
@@ -428,14 +439,14 @@ def _weight(policy: Kv) -> dict[str, str]:
 
 def _changeable(member: _Member, path: _RequestPath, key: AdminKey) -> Running:
     return Running(
-        member.replica,
-        member.rules,
-        path.accept,
-        path.completions,
-        member.waiting_room,
-        key,
-        member.tokens.engines,
-        member.listeners.certificate,
+        replica=member.replica,
+        rules=member.rules,
+        accept=path.accept,
+        completions=path.completions,
+        waiting_room=member.waiting_room,
+        key=key,
+        engines=member.tokens.engines,
+        certificate=member.listeners.certificate,
     )
 
 
@@ -478,7 +489,8 @@ def _operators_routes(
     changes: RoutingChanges | None,
 ) -> list[tuple[str, str, View]]:
     """Method, path and view of each."""
-    thresholds, views = BusyThresholds(member.replica, member.rules), path.views
+    thresholds, readers = BusyThresholds(member.replica, member.rules), path.completions.readers
+    views = readers.decisions
     fleet, page = _fleet_view(member, admin), Page()
     deadly = DeadlyPromptViews(member.replica, member.replica_loop.publishing)
     return [
@@ -488,7 +500,7 @@ def _operators_routes(
         ("GET", PAGE_PATH, page.page),
         ("GET", FILES_PATH, page.file),
         ("GET", "/prefixes", Prefixes(member.rules.decisions).view),
-        ("GET", "/clients", path.completions.clients.view),
+        ("GET", "/clients", partial(readers.clients.view, path.completions.in_flight.requests)),
         ("GET", WORKER_PATH, WorkerBlocks(member.replica).view),
         ("POST", "/v1/route", DryRoute(path.accept, views).route),
         ("GET", "/decisions", views.last),

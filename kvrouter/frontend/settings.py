@@ -507,10 +507,10 @@ class FrontendOptions(CommonOptions):
         heading=AdmissionSettings.heading,
     )
     retries: int = setting(
-        2, "other workers to try before the first byte of an answer", least=0, reloadable=True
+        _LIMITS.retries, "other workers to try before the first byte of an answer", least=0, reloadable=True
     )
     retries_after_death: int = setting(
-        1,
+        _LIMITS.retries_after_death,
         "of these, other workers to try after one was lost with the request in hand; none after two of them",
         least=0,
         reloadable=True,
@@ -661,7 +661,13 @@ class FrontendOptions(CommonOptions):
 
     @property
     def limits(self) -> Limits:
-        return Limits(self.first_byte_timeout_s, self.idle_timeout_s, self.sse_keep_alive_s)
+        return Limits(
+            first_byte_s=self.first_byte_timeout_s,
+            idle_s=self.idle_timeout_s,
+            keep_alive_s=self.sse_keep_alive_s,
+            retries=self.retries,
+            retries_after_death=self.retries_after_death,
+        )
 
 
 REMOVED = {

@@ -160,7 +160,18 @@ async def open_tokens(
         asks = by_engines if by_engines in blocks.ways else None
         reports = WayReports(replica, blocks, asks, cards, is_auto=asks is not None)
         counts = ImageCounts(replica, own, engines)
-        tokens = Tokens(options.way, encoders, store, hashes, blocks, reports, asks, checks, engines, counts)
+        tokens = Tokens(
+            setting=options.way,
+            encoders=encoders,
+            store=store,
+            hashes=hashes,
+            blocks=blocks,
+            reports=reports,
+            by_engines=asks,
+            checks=checks,
+            engines=engines,
+            images=counts,
+        )
         tokens.log_what_is_off()
         yield tokens
 

@@ -199,12 +199,16 @@ class AnswerForm(Protocol):
 
 
 class Limits(Struct, frozen=True):
-    """How long a worker may send no output, in seconds, and what its client gets meanwhile."""
+    """How long a worker may send no output, in seconds, what its client gets then, and who else is tried."""
 
     first_byte_s: float = 600.0
     idle_s: float = 300.0
     keep_alive_s: float = 0.0
     """After this long without output, and again, the client of a stream gets a comment; 0: it gets none."""
+    retries: int = 2
+    """Other workers that are tried before the first byte of an answer."""
+    retries_after_death: int = 1
+    """Of these, those tried after a worker was lost with the request in hand."""
 
 
 class Attempt:

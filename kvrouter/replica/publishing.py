@@ -43,7 +43,7 @@ class Publishing:
         traffic: Callable[[], Traffic] | None,
     ) -> None:
         self.state: State = "up"
-        self._replica = replica
+        self.replica = replica
         self._bus = bus
         self._subjects = subjects
         self._log = feed_log
@@ -67,7 +67,7 @@ class Publishing:
     def flush(self) -> None:
         """Publish what happened to own bookings: afterwards each pool is at its feed's seq."""
         self._is_flush_due = False
-        for pool_id, router in self._replica.routers.items():
+        for pool_id, router in self.replica.routers.items():
             self._publish(pool_id, router.feed.frames())
         if self._on_change is not None:
             self._on_change()
@@ -79,7 +79,7 @@ class Publishing:
         except MalformedFrameError as error:
             self._log.malformed("a replay request", str(error))
             return
-        router = self._replica.routers.get(PoolId(str(request.part)))
+        router = self.replica.routers.get(PoolId(str(request.part)))
         now = self._loop.time()
         if router is None or not reply or not self._answers.allows(now):
             return
@@ -92,24 +92,24 @@ class Publishing:
             self._bus.publish(self._sync_subject(pool_id), frame)
 
     def _new_sync_subject(self, pool_id: PoolId) -> str:
-        return self._subjects.live_sync(pool_id, self._replica.router_id)
+        return self._subjects.live_sync(pool_id, self.replica.router_id)
 
     # Presence
 
     def begin_round(self) -> None:
         """Once per heartbeat interval: a round of the leases begins, and its heartbeat is published."""
         now = self._loop.time()
-        self._replica.next_round(now)
-        for pool_id, router in self._replica.routers.items():
+        self.replica.next_round(now)
+        for pool_id, router in self.replica.routers.items():
             self._publish(pool_id, router.feed.check_frames(now))
-        if (hello := self._replica.hello()) is not None:
+        if (hello := self.replica.hello()) is not None:
             self._bus.publish(self._subjects.hello, hello)
         self._publish_heartbeat()
 
     def hello(self) -> None:
         """Ask all replicas and agents for a heartbeat, after every connection to NATS."""
         self._bus.publish(self._subjects.hello, b"")
-        self._replica.hello_sent(self._loop.time())
+        self.replica.hello_sent(self._loop.time())
         self._publish_heartbeat()
 
     def answer_hello(self, _subject: str, _data: bytes, _reply: str) -> None:
@@ -143,9 +143,9 @@ class Publishing:
     def _publish_heartbeat(self, *, names_workers: bool = False) -> None:
         host = self._bus.local_host  # another one after a reconnect over another network
         address, clients_url = reachable(self._address, host), reachable(self._clients_url, host)
-        self._replica.listen_at((address, clients_url, *self._own_urls))
+        self.replica.listen_at((address, clients_url, *self._own_urls))
         traffic = self._traffic() if self._traffic is not None else None
-        beat = self._replica.heartbeat(
+        beat = self.replica.heartbeat(
             self.state, address, names_workers=names_workers, traffic=traffic, clients_url=clients_url
         )
-        self._bus.publish(self._subjects.live_router(self._replica.router_id), encode(beat))
+        self._bus.publish(self._subjects.live_router(self.replica.router_id), encode(beat))

@@ -150,8 +150,8 @@ class Fleet:
     def check_nothing_is_left(self) -> None:
         """Raise if a request left a booking or a connection."""
         for frontend in self.frontends:
-            assert {} == frontend.completions._running
-            assert frontend.completions.idle.is_set()
+            assert {} == frontend.completions.in_flight.running
+            assert frontend.completions.in_flight.idle.is_set()
             for router in frontend.replica.routers.values():
                 router.pool.active.check()
                 assert not router.bookings._own
@@ -210,5 +210,5 @@ async def running_fleet(
         )
         yield fleet
         await fleet.until_free()
-        await until(lambda: all(each.completions.idle.is_set() for each in fleet.frontends), "idle")
+        await until(lambda: all(each.completions.in_flight.idle.is_set() for each in fleet.frontends), "idle")
         fleet.check_nothing_is_left()

@@ -44,7 +44,7 @@ TRACE = "traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 def events(fleet: Fleet) -> list[Any]:
     """Those of the access log."""
-    fleet.frontend.completions.access.flush()  # else some lines wait for others
+    fleet.frontend.completions.readers.access.flush()  # else some lines wait for others
     return [one for one in fleet.trouble.logs if one["event"] in {"request.served", "request.failed"}]
 
 
@@ -228,7 +228,7 @@ async def test_one_in_a_hundred(fleet_of: FleetOf) -> None:
     """Chosen by chance; a wrong trace context is left out."""
     async with fleet_of("--access-log", "sampled", scripts=(OK,)) as fleet:
         chances = iter([0.5, 0.009, 0.008, 0.01])
-        fleet.frontend.completions.access._chance = lambda: next(chances)
+        fleet.frontend.completions.readers.access._chance = lambda: next(chances)
         for version, trace in (("00", "0"), ("00", "0"), ("ff", "1"), ("00", "1")):
             head = f"traceparent: {version}-{trace * 32}-{'1' * 16}-01"
             await ask(fleet.url, BODY, head, path="/v1/completions")

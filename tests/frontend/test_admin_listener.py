@@ -76,7 +76,8 @@ async def test_slow_client(fleet_of: FleetOf) -> None:
     ):
         client.stop_reading()
         client.send(BODY)
-        await until(lambda: any(each._is_paused for each in fleet.frontend.completions._running), "paused")
+        running = fleet.frontend.completions.in_flight.running
+        await until(lambda: any(each._is_paused for each in running), "paused")
         client.go_on_reading()
 
         assert size == len((await client.response()).body)

@@ -374,7 +374,7 @@ async def test_waiting_when_the_draining_ends(fleet_of: FleetOf) -> None:
         fleet.frontend.drain()
         gate.permits.release()
         await until(lambda: gate.arrived == [0, 1], "the next one is sent")
-        fleet.frontend.completions._in_flight.reject_waiting(set())
+        fleet.frontend.completions.in_flight.cut_off()
 
         assert [503, 503] == await crowd.statuses()
         assert 0 == waiting(fleet)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvrouter.frontend import client_totals as module
-from kvrouter.frontend.client_totals import ClientAddresses, ClientRow, ClientTotals, Totals
+from kvrouter.frontend.client_totals import ClientAddresses, ClientRow, ClientsView, ClientTotals, Totals
 from kvrouter.relay.request import Request, RequestHead
 from tests.frontend.fleet import BODY, STREAM, FleetOf
 from tests.frontend.workers import OK, SSE_HEAD, answer, chunk, says, says_and_stalls, stream
@@ -27,7 +27,8 @@ class _Counted:
 
     def __init__(self, running: Sequence[tuple[Request, float]] = ()) -> None:
         self.now = 1000.0
-        self.totals = ClientTotals(ClientAddresses(("127.0.0.1",)), lambda: self.now, lambda: running)
+        self.totals = ClientTotals(ClientAddresses(("127.0.0.1",)), lambda: self.now)
+        self.running = running
 
     def ask(self, client: str, **grown: int) -> None:
         totals = self.totals.of(request_of(client), self.now)
@@ -35,8 +36,11 @@ class _Counted:
         for name, by in grown.items():
             setattr(totals, name, getattr(totals, name) + by)
 
+    def shown(self) -> ClientsView:
+        return self.totals.shown(lambda: self.running)
+
     def rows(self) -> dict[str, ClientRow]:
-        return {row.client: row for row in self.totals.shown().clients}
+        return {row.client: row for row in self.shown().clients}
 
 
 def test_the_last_minute_next_to_the_ten_before() -> None:
@@ -48,7 +52,7 @@ def test_the_last_minute_next_to_the_ten_before() -> None:
         if minute == 19:
             counted.ask("10.0.0.2", output_tokens=500)
     counted.now += 15.0
-    shown, rows = counted.totals.shown(), counted.rows()
+    shown, rows = counted.shown(), counted.rows()
 
     assert (45.0, 600.0) == (shown.now_s, shown.before_s)
     assert (1, 10) == (rows["10.0.0.1"].now.requests, rows["10.0.0.1"].before.requests)
@@ -60,7 +64,7 @@ def test_at_the_start_and_after_silence() -> None:
     counted = _Counted()
     counted.now += 5.0
     counted.ask("10.0.0.1")
-    assert (5.0, 0.0) == (counted.totals.shown().now_s, counted.totals.shown().before_s)
+    assert (5.0, 0.0) == (counted.shown().now_s, counted.shown().before_s)
     counted.now += 3600.0
 
     assert {} == counted.rows()
@@ -73,7 +77,7 @@ def test_order() -> None:
     counted.ask("10.0.0.2", seconds=9)
 
     assert [("10.0.0.2", 0, 0.0), ("10.0.0.3", 2, 5.0), ("10.0.0.1", 0, 0.0)] == [
-        (row.client, row.in_flight, row.in_flight_s) for row in counted.totals.shown().clients
+        (row.client, row.in_flight, row.in_flight_s) for row in counted.shown().clients
     ]
 
 
@@ -83,7 +87,7 @@ def test_many_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = _Counted()
     for number in range(300):
         counted.ask(f"10.0.{number // 250}.{number % 250}", seconds=number)
-    shown = counted.totals.shown().clients
+    shown = counted.shown().clients
 
     assert (module.MOST_ROWS + 1, "others") == (len(shown), shown[-1].client)
     assert ("10.0.0.199", "10.0.0.100") == (shown[0].client, shown[-2].client)

@@ -153,7 +153,7 @@ async def test_no_delay(fleet_of: FleetOf) -> None:
     async with fleet_of(scripts=(script,)) as fleet, fleet.connected() as client:
         client.send(STREAM)
         await client.read_until(event("a"))
-        (attempt,) = fleet.frontend.completions._running
+        (attempt,) = fleet.frontend.completions.in_flight.running
         upstream = attempt._connection._transport
         downstream = attempt._client._transport  # type: ignore[attr-defined]
 
@@ -211,9 +211,9 @@ async def test_client_leaves_amid_its_request(fleet_of: FleetOf) -> None:
     """A client that leaves while it sends its body leaves nothing behind."""
     async with fleet_of() as fleet, fleet.connected() as client:
         client.writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: 99\r\n\r\n{")
-        await until(lambda: not fleet.frontend.completions.idle.is_set(), "the request has begun")
+        await until(lambda: not fleet.frontend.completions.in_flight.idle.is_set(), "the request has begun")
         client.leave()
-        await fleet.frontend.completions.idle.wait()
+        await fleet.frontend.completions.in_flight.idle.wait()
 
         assert not fleet.requests
 
@@ -224,10 +224,10 @@ async def test_client_leaves_during_tokenizing(fleet_of: FleetOf, tmp_path: Path
     flags = ("--router-mode", "kv", "--model-path", str(tmp_path), "--tokenizer-workers", "1")
     async with fleet_of(*flags) as fleet, fleet.connected() as client:
         client.send({"model": "m", "prompt": "hello world " * 100_000})
-        await until(lambda: not fleet.frontend.completions.idle.is_set(), "the request has begun")
+        await until(lambda: not fleet.frontend.completions.in_flight.idle.is_set(), "the request has begun")
         client.leave()
         async with asyncio.timeout(AT_ONCE_S + 1):
-            await fleet.frontend.completions.idle.wait()
+            await fleet.frontend.completions.in_flight.idle.wait()
 
         assert not fleet.requests
         assert b"kvrouter_cancelled_requests_total 1.0" in (await fleet.get("/metrics")).body

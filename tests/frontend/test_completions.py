@@ -15,7 +15,7 @@ from unittest.mock import AsyncMock
 import pytest
 
 from kvrouter.core.routing import rests
-from kvrouter.frontend.completions import Completions
+from kvrouter.frontend.readers import Readers
 from kvrouter.frontend.record import Record
 from kvrouter.relay.upstream import Upstream
 from kvrouter.tokens.tiny import build_tiny_model
@@ -487,21 +487,21 @@ async def test_unfinished_bodies_are_bounded_together(fleet_of: FleetOf, framing
 
             assert (503, "1") == (refused.status, refused.header("retry-after"))
             assert "unfinished" in refused.json["error"]["message"]
-        await until(fleet.frontend.completions.idle.is_set, "all have left")
+        await until(fleet.frontend.completions.in_flight.idle.is_set, "all have left")
         assert 200 == (await fleet.ask({**BODY, "user": "u" * 990_000})).status
 
 
 async def test_failed_requests_leave_no_ring(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error's traceback leads to its request's record. If that led back, the body would stay an hour."""
     records: list[Record] = []
-    ended = Completions._ended
+    ended = Readers.ended
 
-    def seen(self: Completions, record: Record) -> None:
+    def seen(self: Readers, record: Record) -> None:
         assert record.error is not None
         records.append(record)
         ended(self, record)
 
-    monkeypatch.setattr(Completions, "_ended", seen)
+    monkeypatch.setattr(Readers, "ended", seen)
     async with fleet_of(scripts=(OK,)) as fleet:
         assert 404 == (await fleet.ask({"model": "unknown", "prompt": "hi"})).status
 

@@ -33,7 +33,7 @@ def _looks_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def look(fleet: Fleet) -> int:
     """One look, as once a second; returns how many requests moved."""
-    return await fleet.frontend.completions.hung_engines.look()
+    return await fleet.frontend.hung_engines.look()
 
 
 async def look_often(fleet: Fleet) -> int:
@@ -41,7 +41,7 @@ async def look_often(fleet: Fleet) -> int:
     for _ in range(4):
         if moved := await look(fleet):
             return moved
-        if probes := fleet.frontend.completions.hung_engines._probes.values():
+        if probes := fleet.frontend.hung_engines._probes.values():
             await asyncio.wait(probes)
     return 0
 

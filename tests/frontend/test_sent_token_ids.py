@@ -220,7 +220,7 @@ async def test_streams_hold_no_ids(fleet_of: FleetOf, model: Path) -> None:
         async with fleet.connected() as client:
             client.send(CHAT | {"max_tokens": 7, "stream": True}, path=PATH)
             await client.read_until(event("a"))
-            (running,) = fleet.frontend.completions._running.values()
+            (running,) = fleet.frontend.completions.in_flight.running.values()
 
             assert [await ids_of(model)] == sent_ids(fleet)
             assert running.work.ids is not None

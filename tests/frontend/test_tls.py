@@ -312,9 +312,9 @@ async def test_cut_off(https: Https, authority: Authority) -> None:
     """A stream that the replica cannot finish ends in order, with an error event."""
     async with https(says_and_stalls(SSE_HEAD + chunk(event("a")))) as fleet:
         reading = asyncio.create_task(until_end(fleet.url, authority.trusted(), post(STREAM)))
-        running = fleet.frontend.completions._running
+        running = fleet.frontend.completions.in_flight.running
         await until(lambda: any(attempt.is_committed for attempt in running), "the answer has begun")
-        fleet.frontend.completions.cut_off()
+        fleet.frontend.completions.in_flight.cut_off()
         got, is_announced = await reading
 
     assert b"shutting down" in got

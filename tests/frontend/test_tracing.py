@@ -137,7 +137,7 @@ async def test_client_that_left(fleet_of: FleetOf) -> None:
                 await client.read_until(event("a"))
                 client.leave()
                 await fleet.until_free()
-            await until(lambda: not fleet.frontend.completions.requests_in_flight)
+            await until(lambda: not fleet.frontend.completions.in_flight.count)
 
         assert {"tokenize", "decide", "receive", "upstream", "stream"} >= {
             one.name for one in collector.spans
@@ -192,7 +192,7 @@ async def test_collector_that_is_away(fleet_of: FleetOf, monkeypatch: pytest.Mon
             for _ in range(3):
                 assert 200 == (await fleet.ask()).status
             await until(lambda: fleet.logged("tracing.export_failed"))
-            await until(lambda: fleet.frontend.completions.access._tracing.counts.waiting == 0)  # type: ignore[union-attr]
+            await until(lambda: fleet.frontend.completions.readers.access._tracing.counts.waiting == 0)  # type: ignore[union-attr]
             metrics = (await fleet.get("/metrics")).body
             assert 1 == len(fleet.logged("tracing.export_failed"))
         assert "400" in fleet.logged("tracing.export_failed")[0]["reason"]

@@ -455,7 +455,7 @@ async def test_body_in_pieces(fleet_of: FleetOf) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: %d\r\n\r\n" % len(data)
     async with fleet_of() as fleet, fleet.connected() as client:
         client.writer.write(head)
-        await until(lambda: not fleet.frontend.completions.idle.is_set(), "the request has begun")
+        await until(lambda: not fleet.frontend.completions.in_flight.idle.is_set(), "the request has begun")
         client.writer.write(data[:9])
         await turns(20)
         client.writer.write(data[9:] + head + data)

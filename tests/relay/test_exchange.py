@@ -301,7 +301,7 @@ async def test_slow_client(fleet_of: FleetOf) -> None:
     async with fleet_of(scripts=(script,)) as fleet, fleet.connected() as client:
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
         client.send(STREAM)
-        running = fleet.frontend.completions._running
+        running = fleet.frontend.completions.in_flight.running
         await until(lambda: running, "the request runs")
         (attempt,) = running
         await until(lambda: attempt._is_paused, "the worker is paused")
@@ -347,7 +347,8 @@ async def test_paused_connection_is_resumed(fleet_of: FleetOf) -> None:
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
         client.send(STREAM)
         await until(
-            lambda: worker.requests and not fleet.frontend.completions._running, "the answer is relayed"
+            lambda: worker.requests and not fleet.frontend.completions.in_flight.running,
+            "the answer is relayed",
         )
         others = [await fleet.ask(STREAM) for _ in range(2)]
         client.writer.transport.resume_reading()  # type: ignore[attr-defined]

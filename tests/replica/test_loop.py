@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvrouter.frontend.background import book_progress
 from tests.frontend.fleet import BODY, POOL, STREAM, FleetOf
 from tests.frontend.workers import (
     OK,
@@ -26,7 +27,8 @@ async def test_output_blocks(fleet_of: FleetOf) -> None:
         async with fleet.connected() as client:
             client.send(STREAM)
             await client.read_until(texts[-1])
-            await fleet.frontend.completions.report_progress()
+            frontend = fleet.frontend
+            await book_progress(frontend.completions.in_flight, frontend.replica_loop.publishing)
 
             assert 64 // 16 + 40 // 16 == pool.active.blocks(target)
 
