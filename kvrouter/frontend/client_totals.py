@@ -109,8 +109,7 @@ class Totals(Struct):
         """Add a request that has ended."""
         self.requests += 1
         self.seconds += record.lasted_s
-        if record.attempts:
-            last = record.attempts[-1]
+        if (last := record.last) is not None:
             self.prompt_tokens += last.prompt_tokens
             self.overlap_tokens += last.overlap_tokens
             self.output_tokens += last.output_tokens or 0
@@ -146,7 +145,7 @@ class ClientsView(Struct, frozen=True):
     clients: list[ClientRow]
 
 
-InFlight: TypeAlias = Callable[[], Iterable[tuple[Request, float]]]
+Requests: TypeAlias = Callable[[], Iterable[tuple[Request, float]]]
 """Returns the requests that workers answer now, and when they arrived."""
 
 
@@ -180,15 +179,15 @@ class ClientTotals:
         self._current = self._steps[-1]
         self._step_ends += steps * STEP_S
 
-    async def view(self, in_flight: InFlight, _request: Request) -> Answer:
+    async def view(self, requests: Requests, _request: Request) -> Answer:
         """GET /clients. All that ask within a second get the same."""
         made_at, body = self._shown
         if self._clock() - made_at >= SHOWN_S:
-            body = msgspec.json.encode(self.shown(in_flight)) + b"\n"
+            body = msgspec.json.encode(self.shown(requests)) + b"\n"
             self._shown = self._clock(), body
         return Answer(200, body, {"cache-control": "no-store"})
 
-    def shown(self, requests: InFlight) -> ClientsView:
+    def shown(self, requests: Requests) -> ClientsView:
         """All clients, of which the busiest are kept apart."""
         now = self._clock()
         if now >= self._step_ends:

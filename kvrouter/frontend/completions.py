@@ -79,7 +79,10 @@ _BUSY = frozenset({429, 503})
 
 
 class Completions:
-    """Serves and passes on the routes of engine_routes.py. `limits`: of requests that begin from now on."""
+    """Serves and passes on the routes of engine_routes.py.
+
+    `limits`: of requests that begin from now on, set at the start (run.py) and by a reload.
+    """
 
     def __init__(
         self,

@@ -228,8 +228,8 @@ class LostRequests:
     async def settle(self, case: Case, running: Running, reason: str, retries: int) -> None:
         """Wait until it is known what else was lost. Raises KvRouterError if the request is not tried again.
 
-        `retries`: after so many losses that can be its fault it is. A death that fits other prompts as well
-        is none.
+        `retries`: the losses after which it is tried again. Those count that can be its fault: a death that
+        fits other prompts as well does not.
         """
         await asyncio.sleep(SETTLE_S)
         worker_id, prompt = running.placement.target.worker_id, case.prompt

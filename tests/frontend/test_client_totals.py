@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import pytest
 
+from kvrouter.core.fleet.router import Placement
 from kvrouter.frontend import client_totals as module
 from kvrouter.frontend.client_totals import ClientAddresses, ClientRow, ClientsView, ClientTotals, Totals
+from kvrouter.frontend.record import Record, Running, Work
 from kvrouter.relay.request import Request, RequestHead
+from kvrouter.telemetry.metrics import TargetCounts
 from tests.frontend.fleet import BODY, STREAM, FleetOf
 from tests.frontend.workers import OK, SSE_HEAD, answer, chunk, says, says_and_stalls, stream
 from tests.relay.rig import FakeClient
@@ -79,6 +83,29 @@ def test_order() -> None:
     assert [("10.0.0.2", 0, 0.0), ("10.0.0.3", 2, 5.0), ("10.0.0.1", 0, 0.0)] == [
         (row.client, row.in_flight, row.in_flight_s) for row in counted.shown().clients
     ]
+
+
+def test_a_request_at_two_workers() -> None:
+    """Its prompt counts once, in whatever number of attempts; the output is that of the last."""
+    record = Record(request_of(), "r1", 0.0, 10.0, ended_at=12.5)
+    for output_tokens in (1, 7):
+        record.attempts.append(
+            Running(
+                work=cast(Work, None),
+                placement=cast(Placement, None),
+                excluded=None,
+                model="m",
+                counts=TargetCounts(),
+                decided=(0.0, 0.0),
+                sent_at=0.0,
+                prompt_tokens=64,
+                output_tokens=output_tokens,
+            )
+        )
+    totals = Totals()
+    totals.count(record, "ok")
+
+    assert Totals(requests=1, prompt_tokens=64, output_tokens=7, seconds=2.5) == totals
 
 
 def test_many_clients(monkeypatch: pytest.MonkeyPatch) -> None:
