@@ -49,7 +49,7 @@ class Readers:
         self._now = asyncio.get_running_loop().time
 
     def attempt_ended(self, record: Record, running: Running, attempt: Attempt) -> None:
-        """Count what an attempt has relayed, whole or not."""
+        """Count what an attempt has relayed, whole or not, and compare the prediction of a good one."""
         work, metrics, events = running.work, self.metrics, attempt.events
         running.events = events
         if work.api.parse is not None:
@@ -62,6 +62,8 @@ class Readers:
             metrics.relay.observe(attempt.spent_s)
         if work.traits is not None or record.is_noted:
             running.usage = work.api.find_usage(attempt.tail)
+        if running.is_good:
+            check_answer(running, self._audit, self._now())
 
     def attempt_failed(self, running: Running, failure: Rejected | Lost | Retried) -> str:
         """Count and log an attempt that failed; returns what the log has as its detail."""
@@ -85,7 +87,7 @@ class Readers:
 
     def ended(self, record: Record) -> None:
         """A request is over."""
-        record.ended_at, now = clock(), self._now()
+        record.ended_at = clock()
         metrics, work, last, ending = self.metrics, record.work, record.last, record.ending()
         model, mode = "", ""
         if work is not None:
@@ -93,12 +95,9 @@ class Readers:
             mode = work.route.mode or work.router.modes.default.mode
         # Only the APIs' own routes lead here, so the path is not the client's choice.
         metrics.requests.values[model, record.request.head.route, mode, record.status, ending] += 1
-        self.clients.of(record.request, now).count(record, ending)
-        if last is not None:
-            if last.is_good:
-                check_answer(last, self._audit, now)
-            elif isinstance(last.outcome, Done) and last.outcome.failure:
-                metrics.broken.inc()
+        self.clients.of(record.request, self._now()).count(record, ending)
+        if last is not None and isinstance(last.outcome, Done) and last.outcome.failure:
+            metrics.broken.inc()
         if record.served is None:
             metrics.cancelled.inc()
         else:
