@@ -5,21 +5,34 @@ Helm and the schemas of Kubernetes are large packages; without them the rendered
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import subprocess
+import uuid
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import yaml
+from aiohttp import web
 
 from kvrouter.bus import accounts
 from kvrouter.bus.embedded import server_binary
+from kvrouter.frontend.run import running_frontend
+from kvrouter.frontend.settings import parse_options
+from kvrouter.mocker.app import Service
+from kvrouter.mocker.config import MockerConfig
+from kvrouter.mocker.server import running_mocker
 from kvrouter.settings.commands import command_named
 from kvrouter.settings.read import load
+from kvrouter.tokens.tiny import build_tiny_model
+from kvrouter.worker.agent import serve
 from scripts.kit.manifests import CHART, MANIFESTS, examples, render, values_of, written
+from tests.e2e.fleet import frontend_flags, until
 
-SERVICE_MONITOR = Path(__file__).with_name("servicemonitor.schema.json")
+MONITORS = json.loads(Path(__file__).with_name("monitors.schema.json").read_text())
 EXAMPLES = examples()
 FRONTEND = "kvrouter-frontend"
 
@@ -90,25 +103,151 @@ def test_other_refusals() -> None:
     assert "--nats=nats://n:4222" in render(values | {"nats": {"enabled": False, "url": "nats://n:4222"}})
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_kubernetes_accepts(name: str) -> None:
-    """Strictly valid for the oldest and the newest Kubernetes; a planted key is found."""
+# What GPU clusters ask for, in all places where it may stand.
+PODS: dict[str, Any] = {
+    "env": [{"name": "VLLM_LOGGING_LEVEL", "value": "INFO"}],
+    "envFrom": [{"configMapRef": {"name": "proxy"}}],
+    "labels": {"team": "llm"},
+    "annotations": {"example.com/reviewed": "yes"},
+    "nodeSelector": {"nvidia.com/gpu.product": "H100"},
+    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+    "affinity": {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+    "priorityClassName": "serving",
+    "runtimeClassName": "nvidia",
+    "serviceAccountName": "llm",
+    "imagePullSecrets": ["registry"],
+    "extraVolumes": [{"name": "extra", "emptyDir": {}}],
+    "extraVolumeMounts": [{"name": "extra", "mountPath": "/extra"}],
+}
+FORTY: dict[str, Any] = {
+    "usersSecret": "users",
+    "fullnameOverride": "llm",
+    "huggingFaceSecret": "hf",
+    "frontend": PODS
+    | {
+        "replicas": 4,
+        "cacheClaim": "tokenizers",
+        "ingress": {"host": "llm.example.com", "className": "nginx", "tlsSecret": "tls"},
+        "httpRoute": {"parentRefs": [{"name": "public"}], "hostnames": ["llm.example.com"]},
+    },
+    "agent": {"env": PODS["env"], "envFrom": PODS["envFrom"]},
+    "workers": [
+        PODS
+        | {"name": f"zone-{zone}", "model": "meta-llama/Llama-3.3-70B-Instruct", "replicas": 20, "gpus": 8}
+        | {"zone": zone, "memory": "512Gi", "requests": {"cpu": "16"}, "cacheClaim": "models"}
+        | {"args": ["--tensor-parallel-size=8"], "maxUnavailable": "10%"}
+        for zone in ("a", "b")
+    ],
+    "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+    "prometheusRule": {"enabled": True},
+}
+
+
+def test_a_fleet_of_forty() -> None:
+    """What clusters with GPUs ask of pods reaches each of them, and Kubernetes accepts it."""
+    helm()
+    found = [one for one in yaml.safe_load_all(render(FORTY)) if one]
+
+    validate(found)
+    owners = {one["metadata"]["name"]: one for one in found if one["kind"] in {"Deployment", "StatefulSet"}}
+    assert {"llm-frontend", "llm-zone-a", "llm-zone-b", "llm-nats"} == owners.keys()
+    for name in ("llm-frontend", "llm-zone-a", "llm-zone-b"):
+        template = owners[name]["spec"]["template"]
+        pod, about = template["spec"], template["metadata"]
+        assert "llm" == about["labels"]["team"]
+        assert PODS["annotations"] == about["annotations"]
+        assert PODS["nodeSelector"].items() <= pod["nodeSelector"].items()
+        for field in (
+            "tolerations",
+            "affinity",
+            "priorityClassName",
+            "runtimeClassName",
+            "serviceAccountName",
+        ):
+            assert PODS[field] == pod[field], field
+        assert [{"name": "registry"}] == pod["imagePullSecrets"]
+        assert PODS["extraVolumes"][0] in pod["volumes"]
+        container = pod["containers"][0]
+        assert PODS["extraVolumeMounts"][0] in container["volumeMounts"]
+        assert PODS["envFrom"] == container["envFrom"]
+        token = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "token"}}}
+        assert token in container["env"]
+        assert PODS["env"][0] in container["env"]
+    zone = owners["llm-zone-b"]["spec"]["template"]["spec"]["nodeSelector"]
+    assert "b" == zone["topology.kubernetes.io/zone"]
+    kinds = [one["kind"] for one in found]
+    assert {"Ingress", "HTTPRoute", "PodMonitor"} <= set(kinds)
+    assert 4 == kinds.count("PodDisruptionBudget")
+
+
+def validate(found: list[dict[str, Any]]) -> None:
+    """Strictly, for the oldest and the newest Kubernetes; custom resources by schemas of the tests."""
     validator = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
     import jsonschema
     from kubernetes_validate.utils import all_versions
 
     minors = {int(version.split(".")[1]) for version in all_versions()}
-    versions = [f"1.{minor}" for minor in (min(minors), max(minors))]
-    for version in versions:
-        for one in documents(name):
-            if one["kind"] == "ServiceMonitor":
-                jsonschema.validate(one, json.loads(SERVICE_MONITOR.read_text()))
-            else:
+    for version in (f"1.{minor}" for minor in (min(minors), max(minors))):
+        for one in found:
+            if one["kind"] in {"ServiceMonitor", "PodMonitor"}:
+                jsonschema.validate(one, MONITORS)
+            elif one["kind"] not in {"PrometheusRule", "HTTPRoute"}:
                 validator.validate(one, version, strict=True)
+
+
+async def test_an_engine_that_names_no_endpoints(
+    nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vLLM without /kv_event_sources behind the chart's own flags of agents: its events are read."""
+
+    async def missing(*_: object) -> web.Response:
+        raise web.HTTPNotFound
+
+    monkeypatch.setattr(Service, "kv_event_sources", missing)
+    build_tiny_model(tmp_path)
+    (words,) = [one["args"] for _, one in containers("one-host.yaml") if one["name"] == "agent"]
+    config = MockerConfig(model_name="tiny", model_path=tmp_path)
+    async with running_mocker(config) as mocker, contextlib.AsyncExitStack() as stack:
+        there = {
+            "http://127.0.0.1:8000": mocker.url,
+            "tcp://127.0.0.1:5557": mocker.kv_events,
+            "tcp://127.0.0.1:5657": mocker.kv_replay,
+        }
+        flags = [word.partition("=") for word in words]
+        flags = [(flag, "=", there.pop(value, "")) for flag, _, value in flags]
+        assert not there, "the chart gives the agent all three"
+        told = ["".join(one) for one in flags if one[2]]
+        namespace = uuid.uuid4().hex
+        settings = load(
+            command_named("worker"), [*told, f"--nats={nats_url}", f"--namespace={namespace}"], {}
+        ).settings
+        stop = asyncio.Event()
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        tasks.create_task(serve(settings.agent(), stop))
+        stack.callback(stop.set)
+        frontend = await stack.enter_async_context(
+            running_frontend(parse_options(frontend_flags(nats_url, namespace, tmp_path)))
+        )
+        await until(lambda: bool(frontend.replica.routers))
+        (router,) = frontend.replica.routers.values()
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        body = {"model": "tiny", "prompt": "the same words " * 40, "max_tokens": 1}
+        async with http.post(f"{frontend.url}/v1/completions", json=body) as answer:
+            assert 200 == answer.status, await answer.text()
+        await until(lambda: len(router.pool.index) > 0)
+        async with http.post(f"{frontend.url}/v1/completions", json=body) as answer:
+            assert int(answer.headers["x-kvrouter-overlap-blocks"]) > 0
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_kubernetes_accepts(name: str) -> None:
+    """Strictly valid for the oldest and the newest Kubernetes; a planted key is found."""
+    validator = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    validate(documents(name))
     (deployment,) = of_kind(name, "Deployment")
     deployment["spec"]["replica"] = 1
     with pytest.raises(validator.ValidationError):
-        validator.validate(deployment, versions[-1], strict=True)
+        validate([deployment])
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -60,8 +60,8 @@ from scripts.kit.script import log_directory, new_console, until_signalled
 
 # Files of each walk, with the hot tables in C. A change may raise one, with its reason here.
 # chat: 29 was the aim. 2 more are parts of core/fleet/router.py, which nobody held in mind any longer:
-# own_bookings.py and sync_feed.py. `auto`, the default, counts arrivals (arrivals.py of core/tables); what was
-# cached is compared with caches that do not exist (ghosts.py); the chat is a stream, whose events
+# own_bookings.py and sync_feed.py. `auto`, the default, counts arrivals (arrivals.py of core/tables); what
+# was cached is compared with caches that do not exist (ghosts.py); the chat is a stream, whose events
 # relay/events.py reads. Each is one idea, and to put two into one file would only lower the number.
 LIMITS = {"chat": 34, "kv event": 16, "add request": 11}
 # Recorded, of each walk.
