@@ -127,6 +127,7 @@ FORTY: dict[str, Any] = {
     | {
         "replicas": 4,
         "cacheClaim": "tokenizers",
+        "trustedProxies": ["10.0.0.0/8", "fd00::1"],
         "ingress": {"host": "llm.example.com", "className": "nginx", "tlsSecret": "tls"},
         "httpRoute": {"parentRefs": [{"name": "public"}], "hostnames": ["llm.example.com"]},
     },
@@ -175,6 +176,8 @@ def test_a_fleet_of_forty() -> None:
         assert PODS["env"][0] in container["env"]
     zone = owners["llm-zone-b"]["spec"]["template"]["spec"]["nodeSelector"]
     assert "b" == zone["topology.kubernetes.io/zone"]
+    (frontend,) = owners["llm-frontend"]["spec"]["template"]["spec"]["containers"]
+    assert {"--trusted-proxies=10.0.0.0/8", "--trusted-proxies=fd00::1"} <= set(frontend["args"])
     kinds = [one["kind"] for one in found]
     assert {"Ingress", "HTTPRoute", "PodMonitor"} <= set(kinds)
     assert 4 == kinds.count("PodDisruptionBudget")

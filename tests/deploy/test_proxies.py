@@ -61,6 +61,46 @@ def test_addresses() -> None:
     assert ["2", "3", "4"] == re.findall(r"server replica-\d 127.0.0.1:(\d+)\n", text)
 
 
+@pytest.mark.skipif(not os.environ.get("KVROUTER_TEST_LONG"), reason="half a minute: KVROUTER_TEST_LONG=1")
+@pytest.mark.parametrize("proxy", PROXIES, ids=lambda proxy: proxy.name)
+async def test_all_replicas_are_slow(proxy: Proxy, tmp_path: Path) -> None:
+    """Both get no CPU for longer than the checks' interval: nothing fails. Clients keep their addresses."""
+    binary = binary_of(proxy)
+    build_tiny_model(tmp_path / "model")
+    flags = ("--trusted-proxies=127.0.0.1", "--access-log=all")
+    plan = Plan("kv", tmp_path / "model", engines=2, frontend_flags=flags)
+    client = Client()
+    async with Fleet(tmp_path) as fleet:
+        nats_url = await deployment.start_nats(fleet, client)
+        deployed = await deployment.deploy(fleet, client, plan, nats_url)
+        url = await proxies.start(proxy, binary, fleet, client, [one.url for one in deployed.replicas])
+        first, second = (fleet.processes[f"frontend-{number}"] for number in range(2))
+        async with SteadyLoad(load_requests(200, output_divisor=8), [url], rate=RATE) as load:
+            for stopped_s in (2.5, 0.5, 2.5):
+                await asyncio.sleep(1.0)
+                with first.paused(), second.paused():
+                    await asyncio.sleep(stopped_s)
+            await asyncio.sleep(1.0)
+            await load.stop()
+        assert [] == [one.error for one in load.outcomes if one.error]
+        assert len(load.outcomes) > 4 * IN_A_ROW
+        assert b" 404 " in await ask_from("127.0.0.2", url)
+    client.close()
+    assert re.search(r"client\W+127\.0\.0\.2\b", first.log.read_text() + second.log.read_text())
+
+
+async def ask_from(address: str, url: str) -> bytes:
+    """The status line of a request for an unknown model that comes from another address of this host."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port), local_addr=(address, 0))
+    body = b'{"model": "unknown", "prompt": ""}'
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n")
+    writer.write(b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    answer = await reader.read()
+    writer.close()
+    return answer.partition(b"\r\n")[0]
+
+
 async def requests_at(client: Client, replica: Replica) -> int:
     """How many requests it has answered."""
     _, body = await client.get(f"{replica.admin_url}/metrics")
