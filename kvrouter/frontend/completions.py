@@ -123,7 +123,7 @@ class Completions:
 
         If the client disconnects, the task is cancelled, and the booking is freed on the way out.
         """
-        record = Record(request, request_id_of(request.headers), self._now(), clock())
+        record = Record(request, request_id_of(request.headers), self._now(), clock(), self.limits)
         if self.readers.access.is_on:
             self.readers.access.begin(record)
         try:
@@ -151,7 +151,7 @@ class Completions:
         if work.is_dry_run:
             rights.gate("a dry run", request.headers)
             return self._reply(request, self.readers.decisions.preview(work))
-        keeps_alive = self.limits.keep_alive_s and work.stream and api.streams
+        keeps_alive = record.limits.keep_alive_s and work.stream and api.streams
         relay = self._kept_alive if keeps_alive else self._try_workers
         return self._finish(work, await relay(record, work))
 
@@ -189,7 +189,7 @@ class Completions:
         headers = f"x-request-id: {work.id}\r\nx-kvrouter-router: {self._replica.router_id}\r\n".encode()
         may_stay = request.head.wants_keep_alive and not self.in_flight.is_draining
         start = partial(begin_unplaced, request.client, headers, may_stay=may_stay)
-        keep_alive = KeepAlive(request.client, start, self.limits.keep_alive_s)
+        keep_alive = KeepAlive(request.client, start, record.limits.keep_alive_s)
         try:
             return await self._try_workers(record, work)
         finally:
@@ -206,7 +206,7 @@ class Completions:
                 await self._waiting_room.admitted(work.router, work.route)
             finally:
                 record.queued_at = clock()
-        prompts, limits = self.lost.prompts, self.limits
+        prompts, limits = self.lost.prompts, record.limits
         case: Case | None = None
         tries = refusals = 0
         while tries <= limits.retries:
@@ -349,7 +349,7 @@ class Completions:
         attempt = next(self._attempt_types)(
             request.client,
             connection,
-            self.limits,
+            record.limits,
             work.api,
             _response_headers(work, placement, self._replica.router_id),
             partial(self._first_output, running),

@@ -151,8 +151,6 @@ class LostRequests:
             except NoWorkersError:
                 if not avoided:
                     raise
-        if not taken:
-            return place(frozenset())
         return None
 
     def _begin(self, case: Case, running: Running) -> Running:

@@ -1,7 +1,7 @@
 """What reads the record of a request when it is over: metrics, /clients, audit, access log, traces.
 
-Nothing of a request's end is counted anywhere else. What happens before, as its placement and its first byte,
-is counted at once (completions.py).
+What happens before is counted at once (completions.py): its placement, its first byte, and what becomes of
+each attempt at its worker. What an attempt has relayed is noted in the record here, and read at once.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from kvrouter.frontend.bodies.apis import Api
 from kvrouter.frontend.kept_responses import NewResponse
 from kvrouter.frontend.prompt_blocks import Sendable
 from kvrouter.relay.answer import Served
-from kvrouter.relay.exchange import Done, Outcome
+from kvrouter.relay.exchange import Done, Limits, Outcome
 from kvrouter.relay.request import Request
 from kvrouter.telemetry.metrics import TargetCounts
 
@@ -100,7 +100,10 @@ class Work(Struct, frozen=True):
 
 
 class Running(Struct):
-    """An attempt: a request at a worker, with a booking of its own. Times are those of `clock`."""
+    """An attempt, from its decision on: a request at a worker, with a booking of its own.
+
+    Times are those of `clock`. `Attempt` of the relay carries its bytes.
+    """
 
     work: Work
     placement: Placement
@@ -153,6 +156,8 @@ class Record(Struct):
     received_at: float
     """By the clock of decisions, as the times of sessions."""
     began_at: float
+    limits: Limits = Limits()
+    """As they were when it began: a reload changes those of later requests."""
     is_logged: bool = False
     """Whether it is logged even if it is served."""
     trace: Trace | None = None
@@ -162,7 +167,7 @@ class Record(Struct):
     accepted_at: float = 0.0
     """Body, tokens and hashes are read; 0: not so far."""
     queued_at: float = 0.0
-    """When the queue let it pass; 0: there is none, or not so far."""
+    """When it left the queue, let pass or refused; 0: there is none, or not so far."""
     work: Work | None = None
     """None: it was not accepted."""
     attempts: list[Running] = []

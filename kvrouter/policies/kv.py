@@ -1,7 +1,7 @@
 """Mode `kv`: the lowest `overlap_weight * prefill_blocks + decode_blocks`.
 
-A number as the weight is the published formula. With `auto` each target gets the weight at which the formula
-gives the seconds until its first byte (core/routing/cost.py, docs/concepts/decide.md).
+A number as the weight is the published formula, in blocks. With `auto` the seconds until each target's first
+byte are compared (core/routing/cost.py, docs/concepts/decide.md).
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ class Router:
         eligible = selection.eligible(request, candidates, moment)
         if not eligible:
             removed = selection.removed(request, candidates, moment)
-            raise NoWorkersError(self._why_none(left_out, removed))
+            raise NoWorkersError(_why_none(self.pool, exclude, avoid, removed))
         best = _preferred(eligible, prefer) if prefer else []
         best = best or selection.choose(request, eligible, moment)
         order = tuple([one.target for one in best])
@@ -206,7 +206,7 @@ class Router:
             self.tables.shares.count(*candidates.held_of(request))
         booking = self.bookings.book(request, choice, now)
         if request.prompts and not (exclude or prefer):  # a retry is the same request
-            self._count_reuse(request, choice, candidates)
+            _count_reuse(self.reuse, self.pool, request, choice, candidates)
         own = OwnBooking(
             booking=booking,
             request=request,
@@ -311,25 +311,6 @@ class Router:
             refused = refused | dict.fromkeys(avoid, AVOIDED)
         return refused | dict.fromkeys(exclude, "failed this request") if exclude else refused
 
-    def _why_none(self, exclude: frozenset[Target], removed: dict[Target, str]) -> str:
-        if removed:
-            names = ", ".join(dict.fromkeys(removed.values()))
-            count = len(removed)
-            return f"all {count} workers of {self.pool.model!r} that could serve this were filtered: {names}"
-        if exclude:
-            return f"all workers of {self.pool.model!r} failed this request: {', '.join(map(str, exclude))}"
-        known = ", ".join(self.pool.workers) or "none"
-        return f"no live worker for model {self.pool.model!r}; known: {known}"
-
-    def _count_reuse(self, request: RouteRequest, choice: Candidate, candidates: Candidates) -> None:
-        """Count what was cached of the prompts, and what could have been."""
-        reuse, size = self.reuse, self.pool.block_size
-        reuse.chosen += choice.own_prefill_tokens
-        # the chosen one may hold more with the wider view of several prompts
-        reuse.best += request.isl - max(candidates.deepest_blocks(), choice.overlap_blocks) * size
-        for prompt in request.prompts:
-            reuse.count(prompt.hashes, prompt.isl, size, self.pool.room_blocks)
-
     def _count_decision(self, eligible: Candidates, target: Target, moment: Moment) -> float | None:
         """The predicted TTFT of the chosen target, counted against the least; None without a prediction."""
         predicted = None if moment.doubt else eligible.predicted_ttft_s(target)
@@ -337,6 +318,32 @@ class Router:
             return None
         self.bookings.calibration.decided(*predicted)
         return predicted[0]
+
+
+def _why_none(
+    pool: Pool, exclude: frozenset[Target], avoid: frozenset[Target], removed: dict[Target, str]
+) -> str:
+    """Why no target is left. `removed`: by filters."""
+    if removed:
+        names = ", ".join(dict.fromkeys(removed.values()))
+        return f"all {len(removed)} workers of {pool.model!r} that could serve this were filtered: {names}"
+    if exclude or avoid:
+        why = "failed this request" if exclude else f"are {AVOIDED}"
+        return f"all workers of {pool.model!r} {why}: {', '.join(map(str, exclude or avoid))}"
+    known = ", ".join(pool.workers) or "none"
+    return f"no live worker for model {pool.model!r}; known: {known}"
+
+
+def _count_reuse(
+    reuse: Reuse, pool: Pool, request: RouteRequest, choice: Candidate, candidates: Candidates
+) -> None:
+    """Count what was cached of the prompts, and what could have been."""
+    size = pool.block_size
+    reuse.chosen += choice.own_prefill_tokens
+    # the chosen one may hold more with the wider view of several prompts
+    reuse.best += request.isl - max(candidates.deepest_blocks(), choice.overlap_blocks) * size
+    for prompt in request.prompts:
+        reuse.count(prompt.hashes, prompt.isl, size, pool.room_blocks)
 
 
 def _placement(pool: Pool, booking: Booking, choice: Candidate, fallbacks: tuple[Target, ...]) -> Placement:

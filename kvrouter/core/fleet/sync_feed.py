@@ -121,8 +121,7 @@ class SyncFeed:
     def check_frames(self, now: float) -> list[bytes]:
         """Called once a second: the frames to publish, with a Check if one is due.
 
-        A Check is due after any change, and every QUIET_CHECK_S without one: else a peer whose copy is wrong
-        would not find out while nothing happens here.
+        A Check is due after any change, and every QUIET_CHECK_S without one, for peers whose copy is wrong.
         """
         is_quiet = self.source.seq == self._checked_seq and not self._outbox
         if is_quiet and (not self.source.seq or now - self._checked_at < QUIET_CHECK_S):
