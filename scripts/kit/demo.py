@@ -185,17 +185,18 @@ def _about(chats: Chats) -> str:
     least, most = chats.document_tokens
     return (
         f"{chats.requests} requests of generated chats about {chats.documents} documents of {least:,} to "
-        f"{most:,} tokens,\n{REQUESTS_PER_SECOND:g} a second through 2 replicas to {ENGINES} simulated "
-        "engines, whose caches hold a third of it each\nand are empty at each start"
+        f"{most:,} tokens, {REQUESTS_PER_SECOND:g} a second through 2 replicas to {ENGINES} simulated "
+        "engines, whose caches hold a third of it each and are empty at each start"
     )
 
 
 _NEXT = """
 next:
-  scripts/demo --keep                            leaves the fleet running, with URLs and a curl to try
-  scripts/demo --html demo.html                  plots of the same
-  kvrouter serve --engine http://HOST:PORT …     in front of your own vLLM or SGLang engines (README.md)
-  kvrouter analyze TRACE, kvrouter tune TRACE    what your own traffic would gain (docs/tune.md)"""
+  scripts/demo --keep         leaves the fleet running, and prints a curl to try
+  scripts/demo --html FILE    plots of the same (scripts/setup installs Plotly)
+  kvrouter serve --engine http://HOST:PORT …
+                              in front of your own engines (README.md)
+  kvrouter analyze TRACE      what your own traffic would gain (docs/analyze.md)"""
 
 
 async def _keep(console: Console, fleet: Fleet, deployed: Deployment) -> None:

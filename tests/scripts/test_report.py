@@ -135,10 +135,38 @@ def test_passed() -> None:
     assert all(part in text for part in ("10.0%", "8.0%", "20.0%", "+150%", "0/0", "equal", "50%"))
     bounds = "(best engines 30.0%, one pooled cache 85.0%)"
     assert f"cached: kv 20.0% of 90.0% possible {bounds}; round-robin 10.0%; least-loaded 8.0%" in text
-    said = "nine of ten first tokens within 100 ms with kv, within 100 ms with round-robin"
+    said = (
+        "nine of ten first tokens within these times with kv and with round-robin, the better of the others"
+    )
     assert f"passed: {said}; replicas agree, no bookings left" in text
+    assert "first tokens not faster: 100 ms instead of 100 ms" in text
     assert "failed" not in text
     assert "warning" not in text
+
+
+def test_eighty_columns() -> None:
+    """With the figures of a large, slow run nothing is cut off, and one sentence has the gain."""
+    modes = {"round-robin": 12.5, "least-loaded": 13.25, "kv": 10.0}
+    results = [result(mode, 10 + n) for n, mode in enumerate(modes)]
+    slow = [
+        replace(
+            one,
+            figures=replace(
+                one.figures,
+                requests=2000,
+                ttft_s=Percentiles(*3 * [modes[one.mode]]),
+                latency_s=Percentiles(*3 * [36.3]),
+                requests_per_worker={"w1": 480, "w2": 1521},
+            ),
+        )
+        for one in results
+    ]
+    text = io.StringIO()
+    show(Console(file=text, width=80), slow, Possible(0.9, 0.85))
+
+    assert "…" not in text.getvalue()
+    assert all(part in text.getvalue() for part in ("36,300 ms", "480–1521", "−25%"))
+    assert "first tokens 1.2 times faster: 10,000 ms instead of 12,500 ms" in text.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TOOLS = ("bash", "cat", "cksum", "dirname", "env", "flock", "head", "rm")
+TOOLS = ("bash", "cat", "cksum", "dirname", "env", "flock", "head", "rm", "tail", "tee")
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the fake PATH is made of Linux's tools")
 
@@ -39,10 +40,10 @@ class Checkout:
         file.write_text("\n".join(["#!/usr/bin/env bash", *lines, ""]))
         file.chmod(0o755)
 
-    def set_up(self, **environment: str) -> tuple[int, str]:
+    def set_up(self, *flags: str, **environment: str) -> tuple[int, str]:
         """Exit code and output."""
         done = subprocess.run(
-            ["bash", self.root / "scripts/setup"],
+            ["bash", self.root / "scripts/setup", *flags],
             env={"PATH": str(self.bin), **environment},
             capture_output=True,
             text=True,
@@ -131,13 +132,49 @@ def test_pip_fails(checkout: Checkout) -> None:
 
 
 def test_no_compiler(checkout: Checkout) -> None:
-    """Without a C compiler there is a note, and the set-up succeeds."""
-    fake_python(checkout)
+    """Without C tables there is one line about it, and the set-up succeeds."""
+    fake_python(checkout, 'case "$*" in *native*) exit 1;; esac')
 
     code, says = checkout.set_up()
 
     assert 0 == code
-    assert "setup: no C compiler: everything works" in says
+    assert "setup: without C tables (they need a C compiler and Python's headers): everything works" in says
+
+
+def test_progress(checkout: Checkout) -> None:
+    """What pip does is shown while it does it, in lines of fewer than 80 columns."""
+    fake_python(
+        checkout, """case $* in *'-m pip'*) printf 'Collecting one>=1 (from x)\\nCollecting two\\n';; esac"""
+    )
+    script = checkout.root / "scripts/setup"
+    script.write_text(script.read_text().replace("every_s=5", "every_s=0"))
+
+    code, says = checkout.set_up()
+
+    assert 0 == code
+    assert re.search(r"^setup: \d+ s: fetching package 2, two$", says, re.MULTILINE)
+    assert [] == [line for line in says.splitlines() if len(line) > 80 and " s: " in line]
+
+
+def test_runtime_only(checkout: Checkout) -> None:
+    """The demo's set-up leaves out what is for development; it is added when asked for, and stays."""
+    fake_python(checkout, 'case "$*" in *"-m pip"*) echo "${@: -1}" >>"${0%/bin/python}/asked";; esac')
+
+    assert 0 == checkout.set_up("--runtime")[0]
+    assert (0, "") == checkout.set_up("--runtime")
+    assert 0 == checkout.set_up()[0]
+    assert (0, "") == checkout.set_up("--runtime")
+    with (checkout.root / "scripts/constraints.txt").open("a") as constraints:
+        constraints.write("another==1.0\n")
+    assert 0 == checkout.set_up("--runtime")[0]
+
+    asked = (checkout.root / ".venv/asked").read_text().splitlines()
+    assert [str(checkout.root), f"{checkout.root}[dev]", f"{checkout.root}[dev]"] == asked
+
+
+def test_a_wrong_flag(checkout: Checkout) -> None:
+    """It is named, with the one there is."""
+    assert (1, "setup: --all: the only flag is --runtime\n") == checkout.set_up("--all")
 
 
 def test_done_once(checkout: Checkout) -> None:
@@ -172,7 +209,7 @@ def test_moved_checkout(checkout: Checkout) -> None:
     fake_python(checkout)
     checkout.set_up()
     stamp = checkout.root / ".venv/set-up"
-    stamp.write_text(f"/elsewhere\n{stamp.read_text().splitlines()[1]}\n")
+    stamp.write_text("\n".join(["/elsewhere", *stamp.read_text().splitlines()[1:]]))
 
     code, says = checkout.set_up()
 
