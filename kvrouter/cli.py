@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from kvrouter.settings.commands import MODULES
 from kvrouter.settings.declare import INTERRUPTED, did_you_mean
 from kvrouter.version import __version__
 
@@ -27,44 +28,33 @@ usage: kvrouter COMMAND [flags]
   doctor     looks at NATS, agents, engines and replicas, and reports what is wrong and what to do
   top        shows targets, traffic, and whether replicas agree, in a terminal
 
-`kvrouter COMMAND --help` lists the settings that matter first, `--help-all` all of them.
+`kvrouter help COMMAND` lists the settings that matter first, `kvrouter COMMAND --help-all` all of them.
+`kvrouter completion SHELL` prints a script that completes commands and flags in bash, zsh or fish.
 `kvrouter --version` prints the version.
 """
-
-
-# Imported when the command runs: `kvrouter nats` needs neither tokenizers nor aiohttp.
-MODULES = {
-    "serve": "kvrouter.serve.__main__",
-    "frontend": "kvrouter.frontend.__main__",
-    "worker": "kvrouter.worker.__main__",
-    "mocker": "kvrouter.mocker.__main__",
-    "analyze": "kvrouter.analyze.__main__",
-    "simulate": "kvrouter.simulate.__main__",
-    "tune": "kvrouter.simulate.tune_command",
-    "nats": "kvrouter.bus.__main__",
-    "nats-accounts": "kvrouter.bus.accounts",
-    "verify": "kvrouter.verify.__main__",
-    "index": "kvrouter.verify.index_command",
-    "doctor": "kvrouter.doctor.__main__",
-    "top": "kvrouter.top.__main__",
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one sub-command and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or words[0] in {"-h", "--help"}:
+    if words[:1] == ["help"]:
+        words = [*words[1:2], "--help"]
+    if not words or words[0] in {"-h", "--help", "--help-all", "help"}:
         print(_USAGE, end="")  # noqa: T201
         return 0
     if words[0] == "--version":
         print(__version__)  # noqa: T201
         return 0
+    if words[0] == "completion":
+        from kvrouter.settings import completion
+
+        return completion.main(words[1:])
     if words[0] not in MODULES:
-        near = did_you_mean(words[0], MODULES) or f"; commands: {', '.join(MODULES)}"
+        near = did_you_mean(words[0], (*MODULES, "completion", "help")) or f"; commands: {', '.join(MODULES)}"
         print(f"kvrouter: no command {words[0]!r}{near}", file=sys.stderr)  # noqa: T201
         return 2
     try:
-        code: int = importlib.import_module(MODULES[words[0]]).main(words[1:])
+        code: int = importlib.import_module(MODULES[words[0]].program).main(words[1:])
     except KeyboardInterrupt:  # while the modules are loaded
         return INTERRUPTED
     return code

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 worker`, `1,000 workers`: for messages."""
+    return f"{number:,} {noun}{'s'[: number != 1]}"
+
+
 class KvRouterError(Exception):
     """An error reported to a person: its message states the wrong value and the remedy."""
 

@@ -161,7 +161,7 @@ async def _wait_until_it_answers(process: asyncio.subprocess.Process, url: str) 
         if ended or asyncio.get_running_loop().time() > deadline:
             raise ConfigError(
                 f"nats-server did not start on {url}; is the port in use? A program that has it is "
-                "not NATS: end it, or choose another port (kvrouter serve --nats-port, kvrouter nats URL)"
+                "not NATS: end it, or choose another --nats-port"
             )
         await asyncio.sleep(0.02)
 

@@ -29,13 +29,14 @@ from kvrouter.bus.rights import VERIFY
 from kvrouter.config import read_key
 from kvrouter.doctor import fleet_checks, machine, nats_servers, replica_checks
 from kvrouter.doctor.engines import Engines, check_engines
-from kvrouter.doctor.findings import Finding, Report, clean, counted, listed
+from kvrouter.doctor.findings import Finding, Report, clean, listed
 from kvrouter.doctor.kinds import KINDS
 from kvrouter.doctor.listening import Listener
 from kvrouter.doctor.nats_servers import Server
 from kvrouter.doctor.replicas import Replicas
 from kvrouter.doctor.settings import DoctorSettings
 from kvrouter.doctor.slow_workers import check_slow_workers
+from kvrouter.errors import counted
 from kvrouter.tls import trusting
 from kvrouter.verify.agents import Agents
 from kvrouter.verify.command import compare

@@ -91,8 +91,3 @@ def listed(names: Iterable[str], most: int = 5) -> str:
     every = sorted(names)
     more = f" and {len(every) - most} more" if len(every) > most else ""
     return ", ".join(every[:most]) + more
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 worker`, `1,000 workers`."""
-    return f"{number:,} {noun}{'s'[: number != 1]}"

@@ -11,6 +11,7 @@ from kvrouter.core.wire.senders import name
 from kvrouter.doctor.findings import Finding, clean, listed
 from kvrouter.doctor.kinds import KINDS
 from kvrouter.doctor.listening import Listener, Worker
+from kvrouter.errors import counted
 from kvrouter.worker.engines.endpoints import contradictions
 
 # Heartbeats in a row that may be missing before a lease (5) is in danger.
@@ -101,7 +102,7 @@ def _check_block_sizes(cards: Sequence[Card]) -> Iterator[Finding]:
         sizes[card.model][card.block_size] += 1
     for model, counts in sizes.items():
         if len(counts) > 1:
-            seen = ", ".join(f"{size}: {count} workers" for size, count in counts.most_common(5))
+            seen = ", ".join(f"{size}: {counted(count, 'worker')}" for size, count in counts.most_common(5))
             yield Finding(KINDS["fleet.block_sizes"], model, seen)
 
 

@@ -26,7 +26,7 @@ from kvrouter.core.wire.ids import RouterId, WorkerId
 from kvrouter.core.wire.senders import RouterSource, WorkerSource
 from kvrouter.doctor.findings import Finding, clean, listed
 from kvrouter.doctor.kinds import KINDS
-from kvrouter.errors import KvRouterError
+from kvrouter.errors import KvRouterError, counted
 from kvrouter.settings.declare import without_password
 
 CONNECT_S = 3.0
@@ -163,7 +163,9 @@ def _check_server(server: Server) -> Iterator[Finding]:
     if server.denied:
         yield Finding(KINDS["nats.denied"], server.url, server.denied)
     if server.reconnects:
-        yield Finding(KINDS["nats.unstable"], server.url, f"connected again {server.reconnects} times")
+        yield Finding(
+            KINDS["nats.unstable"], server.url, f"connected again {counted(server.reconnects, 'time')}"
+        )
     if server.round_trip_s is not None and server.round_trip_s > SLOW_S:
         yield Finding(
             KINDS["nats.slow"], server.url, f"a round trip takes {1000 * server.round_trip_s:.0f} ms"

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence, Set
 
-from kvrouter.doctor.findings import Finding, Kind, clean, counted, listed
+from kvrouter.doctor.findings import Finding, Kind, clean, listed
 from kvrouter.doctor.http import EXPIRES_SOON_S
 from kvrouter.doctor.kinds import KINDS
 from kvrouter.doctor.listening import Listener
 from kvrouter.doctor.machine import LEAST_DESCRIPTORS
 from kvrouter.doctor.replicas import FeedRow, Replica, Workers
+from kvrouter.errors import counted
 from kvrouter.verify.comparison import AGENT, VerifyError
 
 # Counters of a feed that a healthy one does not have, in the order in which one explains the next.

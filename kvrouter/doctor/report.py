@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvrouter.doctor.findings import SEVERITIES, Finding, Kind, Report, counted
+from kvrouter.doctor.findings import SEVERITIES, Finding, Kind, Report
+from kvrouter.errors import counted
 
 # Of one kind of finding.
 _LINES, _ROWS = 5, 100

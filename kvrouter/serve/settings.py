@@ -56,7 +56,8 @@ class ServeOptions(Settings):
     def checked(self) -> Self:
         if not self.engines:
             raise ConfigError(
-                "--engine is missing: give the URL of each engine, as in --engine http://127.0.0.1:9000"
+                "--engine is missing: give the URL of each engine, as in --engine http://127.0.0.1:9000, "
+                "or all in KVROUTER_ENGINE"
             )
         if self.state_dir is not None and not self.state_dir.is_dir():
             raise ConfigError(f"--state-dir {self.state_dir}: give a directory that exists")

@@ -1,32 +1,41 @@
-"""The commands, and where each declares its settings as COMMAND: imported only when one is needed."""
+"""The commands and their modules, which are imported only when one is needed."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvrouter.settings.declare import Command
 
+
+class Modules(NamedTuple):
+    """Where a command declares its settings as COMMAND, and where its `main` is."""
+
+    settings: str
+    program: str
+
+
+# Imported when the command runs: `kvrouter nats` needs neither tokenizers nor aiohttp.
 MODULES = {
-    "serve": "kvrouter.serve.settings",
-    "frontend": "kvrouter.frontend.settings",
-    "worker": "kvrouter.worker.settings",
-    "mocker": "kvrouter.mocker.settings",
-    "analyze": "kvrouter.analyze.settings",
-    "simulate": "kvrouter.simulate.settings",
-    "tune": "kvrouter.simulate.tune_settings",
-    "nats": "kvrouter.bus.settings",
-    "nats-accounts": "kvrouter.bus.accounts",
-    "verify": "kvrouter.verify.settings",
-    "index": "kvrouter.verify.index_settings",
-    "doctor": "kvrouter.doctor.settings",
-    "top": "kvrouter.top.settings",
+    "serve": Modules("kvrouter.serve.settings", "kvrouter.serve.__main__"),
+    "frontend": Modules("kvrouter.frontend.settings", "kvrouter.frontend.__main__"),
+    "worker": Modules("kvrouter.worker.settings", "kvrouter.worker.__main__"),
+    "mocker": Modules("kvrouter.mocker.settings", "kvrouter.mocker.__main__"),
+    "analyze": Modules("kvrouter.analyze.settings", "kvrouter.analyze.__main__"),
+    "simulate": Modules("kvrouter.simulate.settings", "kvrouter.simulate.__main__"),
+    "tune": Modules("kvrouter.simulate.tune_settings", "kvrouter.simulate.tune_command"),
+    "nats": Modules("kvrouter.bus.settings", "kvrouter.bus.__main__"),
+    "nats-accounts": Modules("kvrouter.bus.accounts", "kvrouter.bus.accounts"),
+    "verify": Modules("kvrouter.verify.settings", "kvrouter.verify.__main__"),
+    "index": Modules("kvrouter.verify.index_settings", "kvrouter.verify.index_command"),
+    "doctor": Modules("kvrouter.doctor.settings", "kvrouter.doctor.__main__"),
+    "top": Modules("kvrouter.top.settings", "kvrouter.top.__main__"),
 }
 
 
 def command_named(name: str) -> Command[Any]:
-    command: Command[Any] = importlib.import_module(MODULES[name]).COMMAND
+    command: Command[Any] = importlib.import_module(MODULES[name].settings).COMMAND
     return command
 
 
@@ -42,4 +51,4 @@ def all_variables() -> set[str]:
 
 
 def _declaring() -> list[str]:
-    return [name for name, module in MODULES.items() if importlib.util.find_spec(module)]
+    return [name for name, modules in MODULES.items() if importlib.util.find_spec(modules.settings)]

@@ -35,7 +35,7 @@ def help_page(command: Command[Any], *, is_whole: bool) -> str:
         *_wrapped(command.summary),
     ]
     for heading, members in groups.items():
-        lines += ["", f"{heading}:", *(line for one in members for line in _lines(one))]
+        lines += ["", f"{heading}:", *(line for one in members for line in _lines(one, is_whole=is_whole))]
     example = next(iter(groups.values()))[0]
     ways = _WAYS.format(flag=example.flag, variable=example.variable, name=example.name, command=command.name)
     return "\n".join([*lines, "", *_wrapped(f"{ways} {_MORE}")])
@@ -77,9 +77,11 @@ def description(one: Declared) -> str:
     return f"{one.setting.help}{repeated}" + (f" (default: {default})" if default else "")
 
 
-def _lines(one: Declared) -> Iterator[str]:
+def _lines(one: Declared, *, is_whole: bool) -> Iterator[str]:
     name = f"  {usage(one)}"
-    text = textwrap.wrap(description(one), WIDTH - _NAMES_WIDTH, break_on_hyphens=False)
+    variables = " or ".join(filter(None, (one.variable, one.setting.variable)))
+    told = f"{description(one)} [{variables}]" if is_whole else description(one)
+    text = textwrap.wrap(told, WIDTH - _NAMES_WIDTH, break_on_hyphens=False)
     if len(name) > _NAMES_WIDTH - 2:
         yield name
         name = ""

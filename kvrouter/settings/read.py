@@ -235,7 +235,7 @@ class _Reading(Generic[S]):
         if flag.startswith("--") and instead and name not in self._declared:
             raise ConfigError(f"{flag}: {instead}")
         for one in self._declared.values():
-            if flag in one.setting.old:
+            if flag in one.setting.old and not one.setting.is_positional:
                 is_off = one.is_switch and flag.startswith("--no-")
                 flag = f"--no-{one.name}" if is_off else one.flag
             if flag == one.flag and one.is_switch and equals:
@@ -250,7 +250,7 @@ class _Reading(Generic[S]):
             version_flags=[],
             result_action="return_value",
         )
-        app.default(_collecting(self._declared.values()))
+        app.default(collecting(self._declared.values()))
         try:
             given: dict[str, Any] = app(words, exit_on_error=False, print_error=False, verbose=False)
         except cyclopts.CycloptsError as error:
@@ -330,7 +330,8 @@ class _Reading(Generic[S]):
             return " ".join(str(error).split())
         one = self._declared[_name(error.argument)]
         if isinstance(error, cyclopts.MissingArgumentError):
-            return f"{one.flag}: give {one.metavar or 'on or off'}: {one.setting.help}"
+            also = f", here or as {one.variable}" if one.is_required else ""
+            return f"{one.flag}: give {one.metavar or 'on or off'}{also}: {one.setting.help}"
         token = token or error.argument.tokens[-1]
         return f"{_quoted(one, token)}: {getattr(error, 'msg', None) or one.problem(token.value)}"
 
@@ -442,7 +443,7 @@ def _name(argument: Any) -> str:
     return str(argument.name).removeprefix("--").lower()
 
 
-def _collecting(declared: Iterable[Declared]) -> Callable[..., dict[str, Any]]:
+def collecting(declared: Iterable[Declared]) -> Callable[..., dict[str, Any]]:
     """A function with one parameter for each setting, as cyclopts reads it; returns what was given."""
 
     def collect(*positional: Any, **values: Any) -> dict[str, Any]:
@@ -452,23 +453,30 @@ def _collecting(declared: Iterable[Declared]) -> Callable[..., dict[str, Any]]:
     parameters = [
         inspect.Parameter(
             one.parameter,
-            inspect.Parameter.POSITIONAL_ONLY
-            if one.setting.is_positional
-            else inspect.Parameter.KEYWORD_ONLY,
+            _kind(one),
             default=inspect.Parameter.empty if one.is_required else one.default,
             annotation=Annotated[one.type, _parameter(one)],
         )
         for one in ordered
     ]
-    names = [one.name for one in parameters if one.kind is inspect.Parameter.POSITIONAL_ONLY]
+    names = [one.parameter for one in ordered if one.setting.is_positional]
     collect.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     collect.__annotations__ = {one.name: one.annotation for one in parameters}
     return collect
 
 
+def _kind(one: Declared) -> Any:
+    """A positional setting with other spellings can also be given by these."""
+    if not one.setting.is_positional:
+        return inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter.POSITIONAL_OR_KEYWORD if one.setting.old else inspect.Parameter.POSITIONAL_ONLY
+
+
 def _parameter(one: Declared) -> cyclopts.Parameter:
+    by_flag = (f"--{one.name}", *one.setting.old) if one.setting.old else None
     return cyclopts.Parameter(
-        name=None if one.setting.is_positional else one.flag,
+        name=by_flag if one.setting.is_positional else one.flag,
+        help=one.setting.help,
         negative=f"--no-{one.name}" if one.is_switch else (),
         converter=partial(_converted, one),
         n_tokens=None if one.is_switch else 1,

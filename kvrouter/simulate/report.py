@@ -13,6 +13,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from kvrouter.errors import counted
 from kvrouter.simulate.compare import Compared, Row
 from kvrouter.simulate.engines import Arrival
 from kvrouter.simulate.fleet import Run
@@ -73,7 +74,7 @@ def show(runs: Mapping[str, Run], possible: Possible, *, left_out: int) -> None:
     shares = {mode: Cached(run.hit_rate, run.held_rate) for mode, run in runs.items()}
     console.print(cached_line(shares, possible), highlight=False)
     if left_out:
-        console.print(f"left out: {left_out} requests longer than --max-model-len")
+        console.print(f"left out: {counted(left_out, 'request')} longer than --max-model-len")
 
 
 def write_json(path: Path, runs: Mapping[str, Run], possible: Possible, *, left_out: int) -> None:
@@ -190,7 +191,7 @@ def title_of(compared: Compared, seeds: int) -> str:
     replicas = f", {cell.replicas} replicas{sync}" if cell.replicas > 1 else ""
     return (
         f"{cell.workload.name}: cache {cell.cache:.0%}, {load}pace {cell.offered_pace:.2f}, "
-        f"{cell.workers} workers{replicas}, {seeds} seed{'s' * (seeds > 1)}"
+        f"{counted(cell.workers, 'worker')}{replicas}, {counted(seeds, 'seed')}"
     )
 
 

@@ -14,7 +14,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from kvrouter.errors import ConfigError, KvRouterError
+from kvrouter.errors import ConfigError, KvRouterError, counted
 from kvrouter.settings.read import Loaded, run
 from kvrouter.simulate.cells import Cell
 from kvrouter.simulate.measures import Measures
@@ -68,7 +68,9 @@ def cell_of(settings: TuneSettings) -> Cell:
     """The fleet and its requests. Raises KvRouterError."""
     requests = read_trace(settings.trace, settings.requests)
     if len(requests) < _FEWEST:
-        raise ConfigError(f"{settings.trace}: {len(requests)} requests; at least {_FEWEST} are needed")
+        raise ConfigError(
+            f"{settings.trace}: {counted(len(requests), 'request')}; at least {_FEWEST} are needed"
+        )
     workload = trace(requests)
     cache = settings.cache
     if settings.kv_tokens is not None:
@@ -92,8 +94,8 @@ def show(found: Found, cell: Cell, goal: Goal) -> None:
     console = new_console()
     aim = f"goodput (TTFT below {cell.slo.ttft_s:g} s, ITL below {1000 * cell.slo.itl_s:g} ms)"
     console.print(
-        f"searched: {len(found.tried)} settings on the first 70 % of the requests, for "
-        f"{aim if goal == 'goodput' else 'TTFT p90'}; {cell.workers} engines of "
+        f"searched: {counted(len(found.tried), 'setting')} on the first 70 % of the requests, for "
+        f"{aim if goal == 'goodput' else 'TTFT p90'}; {counted(cell.workers, 'engine')} of "
         f"{cell.capacity_blocks * BLOCK:,} tokens",
         highlight=False,
     )

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from kvrouter.bounded_answers import no_answer
 from kvrouter.config import read_key
-from kvrouter.errors import KvRouterError
+from kvrouter.errors import KvRouterError, counted
 from kvrouter.settings.read import Loaded, run
 from kvrouter.tls import trusting
 from kvrouter.verify.comparison import Comparison, Report, Row, VerifyError, View, read_view
@@ -146,7 +146,8 @@ def show(console: Console, report: Report) -> None:
         console.print(f"different: {text}", markup=False, highlight=False, soft_wrap=True)
     for text in report.notes:
         console.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
-    looked = f"{len(report.replicas)} replicas, {report.looks} looks in {report.seconds:.2f} s"
+    replicas, looks = counted(len(report.replicas), "replica"), counted(report.looks, "look")
+    looked = f"{replicas}, {looks} in {report.seconds:.2f} s"
     console.print(f"{'equal' if report.is_equal else 'different'}: {looked}", highlight=False)
 
 

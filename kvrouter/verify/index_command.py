@@ -16,7 +16,7 @@ import msgspec
 
 from kvrouter.bounded_answers import no_answer
 from kvrouter.config import read_key
-from kvrouter.errors import KvRouterError
+from kvrouter.errors import KvRouterError, counted
 from kvrouter.settings.read import Loaded, run
 from kvrouter.tls import trusting
 from kvrouter.verify.command import DIFFERENT, EQUAL, NOT_FOR_CLIENTS, UNUSABLE, WHERE_TO_ASK
@@ -150,7 +150,7 @@ def differences(url: str, blocks: Iterable[Block]) -> list[str]:
     for block in sorted(blocks):
         by_target.setdefault(block.target, []).append(block)
     return [
-        f"{target}: {len(found)} blocks only in {url}: "
+        f"{target}: {counted(len(found), 'block')} only in {url}: "
         + " ".join(f"{block.tier}:{block.hash}" for block in found[:_NAMED])
         + (" …" if len(found) > _NAMED else "")
         for target, found in by_target.items()

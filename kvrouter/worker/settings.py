@@ -147,7 +147,8 @@ class WorkerSettings(CommonOptions):
         engine, events, card = self.engine, self.events, self.card
         if not engine.engine_url:
             raise ConfigError(
-                "--engine-url is missing: give the engine's URL, or list several in --engines FILE"
+                "--engine-url is missing: give the engine's URL, here or as KVROUTER_ENGINE_URL, "
+                "or list several in --engines FILE"
             )
         topic = events.kv_topic if topic is None else topic
         endpoints = read_endpoints(events.kv_events, events.kv_replay, topic, events.dp_size)

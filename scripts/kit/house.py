@@ -28,7 +28,7 @@ LARGER = {
 FILES = 25
 # Folders that were fuller, until the rooms are built anew.
 FULLER = {"kvrouter/frontend": 50}
-LINES = 69_500
+LINES = 69_580
 COMMENTS = 28.0
 _IMPORT = re.compile(r"^\s*from kvrouter\.core\.(\w+)", re.MULTILINE)
 _FOR_TOOLS = ("noqa", "type:", "pragma", "fmt:", "cython:")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from kvrouter.errors import counted
 from scripts.kit.http_client import Client
 
 # Target -> blocks and digest.
@@ -88,8 +89,9 @@ async def settled(replicas: Sequence[Replica], timeout_s: float = 10.0) -> list[
 def disagreements(views: Sequence[View]) -> list[str]:
     """In words, how these views are not idle or not equal; empty if they are both."""
     problems = [
-        f"replica {number} still has {view.bookings_left} bookings, {view.in_flight} requests in flight,"
-        f" {view.active_blocks} active blocks, {view.charged_prefill_tokens} charged prefill tokens"
+        f"replica {number} still has {counted(view.bookings_left, 'booking')},"
+        f" {counted(view.in_flight, 'request')} in flight, {counted(view.active_blocks, 'active block')},"
+        f" {counted(view.charged_prefill_tokens, 'charged prefill token')}"
         for number, view in enumerate(views)
         if not view.is_idle
     ]

@@ -62,7 +62,8 @@ def _row(one: Declared) -> str:
     setting = one.setting
     kind = "on/off" if one.is_switch else one.metavar
     default = setting.default_text or (one.shown(one.default) if not one.is_required else "required")
-    old = f" Earlier: {', '.join(f'`{name}`' for name in setting.old)}." if setting.old else ""
+    earlier = [f"`{name}`" for name in setting.old if name not in setting.help]
+    old = f" Earlier: {', '.join(earlier)}." if earlier else ""
     also = f" Also `{setting.variable}`." if setting.variable else ""
     repeated = " May be repeated." if one.is_list else ""
     cells = (

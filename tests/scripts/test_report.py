@@ -102,7 +102,7 @@ def test_agreement() -> None:
     ("change", "says"),
     [
         ({"bookings": {"r1": 2}}, "replica 1 still has 2 bookings"),
-        ({"in_flight": 1}, "1 requests in flight"),
+        ({"in_flight": 1}, "1 request in flight"),
         ({"active_blocks": 3}, "3 active blocks"),
         ({"charged_prefill_tokens": 9}, "9 charged prefill tokens"),
         ({"index": {"w1/0": (10, "ab"), "w2/0": (7, "other")}}, "different blocks of w2/0"),

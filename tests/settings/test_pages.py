@@ -32,6 +32,7 @@ def test_each_default_is_shown_once(name: str) -> None:
     assert [] == [entry for entry in entries if entry.count("(default:") > 1 or NOTHING.search(entry)]
     for one in command_named(name).declared():
         assert one.setting.is_hidden != (one.name in page)
+        assert one.setting.is_hidden or one.variable in page
 
 
 @pytest.mark.parametrize("path", settings_page.pages())

@@ -49,7 +49,7 @@ async def test_dump_and_diff(
             indexes[1].remove(W0, HASHES[2:3])
             only = await diff(first, second, [], 0)
         (line,) = differences("U", only[0])
-        assert (f"w0/0: 1 blocks only in U: device:{HASHES[2]:016x}", set()) == (line, only[1])
+        assert (f"w0/0: 1 block only in U: device:{HASHES[2]:016x}", set()) == (line, only[1])
         flags = [f"--replica={url}" for url in urls]
         assert 1 == await asyncio.to_thread(main, ["diff", *flags, "--timeout-s=0"])
         assert 2 == await asyncio.to_thread(main, ["dump", flags[0], "--worker=w9"])

@@ -380,7 +380,7 @@ async def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     async with serving(body("r0")) as one, serving(body("r1")) as two, serving(body("r2", lag=1)) as late:
         assert 0 == await verify("--replica", one, "--replica", f"{two}/", "--json", str(file))
         assert json.loads(file.read_text())["equal"]
-        assert "equal: 2 replicas, 1 looks" in capsys.readouterr().out
+        assert "equal: 2 replicas, 1 look in" in capsys.readouterr().out
         assert 1 == await verify("--replica", one, "--replica", late, "--timeout", "0", "--json", str(file))
 
     written = json.loads(file.read_text())
