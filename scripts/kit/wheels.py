@@ -3,7 +3,8 @@
     checkout ──build──> sdist ──> tree without extension modules ──> kvrouter-X-py3-none-any.whl
                           └─────> kvrouter-X-cp3NN-cp3NN-PLATFORM.whl, one for each Python
 
-A trial is outside the checkout: a mocker, an agent, NATS and a frontend with a completion through it.
+For a release: people install by `pip install .`, which compiles in the same way. A trial is outside the
+checkout: a mocker, an agent, NATS and a frontend with a completion through it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ _EXTENSIONS = re.compile(
     r"^(#[^\n]*\n)*\[\[tool\.setuptools\.ext-modules\]\]\n(?:[^\[\n][^\n]*\n)*\n?", re.MULTILINE
 )
 _READY_S = 60.0
+_LARGEST_MB = 200
 _NEWER = ("3.11", "3.12", "3.13", "3.14")
 NATIVE, PURE = "native", "python"
 
@@ -111,23 +113,22 @@ def build(output: Path, interpreters: Sequence[str]) -> list[Path]:
         run(builder, "-m", "pip", "install", "--quiet", "build")
         run(builder, "-m", "build", "--sdist", "--outdir", work / "sdist", ROOT)
         (sdist,) = (work / "sdist").glob("*.tar.gz")
+        made = [Path(shutil.copy(sdist, output))]
+        for number, python in enumerate(interpreters):
+            made += _wheel(python, sdist, work / f"native-{number}", output)
         (work / "tree").mkdir()
         # not tarfile: its filters are in Python 3.11.4 and newer only
         subprocess.run(["tar", "-xzf", sdist, "-C", work / "tree"], check=True)
         (tree,) = (work / "tree").iterdir()
-        made = [Path(shutil.copy(sdist, output))]
-        for number, python in enumerate(interpreters):
-            made += _wheel(python, tree, work / f"native-{number}", output)
         pyproject = tree / "pyproject.toml"
         pyproject.write_text(without_extensions(pyproject.read_text()))
         return made + _wheel(interpreters[0], tree, work / "pure", output)
 
 
-def _wheel(python: str, tree: Path, work: Path, output: Path) -> list[Path]:
-    """A wheel of the tree. Its copy keeps one interpreter's objects away from the next one's."""
-    shutil.copytree(tree, work / "tree")
+def _wheel(python: str, source: Path, work: Path, output: Path) -> list[Path]:
+    """A wheel of an sdist or a tree."""
     own = environment(python, work / "venv")
-    run(own, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", work / "out", work / "tree")
+    run(own, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", work / "out", source)
     return [Path(shutil.copy(wheel, output)) for wheel in (work / "out").glob("*.whl")]
 
 
@@ -145,6 +146,8 @@ def try_file(file: Path, python: str, *, core: str) -> Trial:
         if in_use != core:
             raise WheelError(f"{file.name} uses the tables in {in_use}, not {core}")
         size = sum(each.lstat().st_size for each in (work / "venv").rglob("*") if each.is_file())
+        if size > _LARGEST_MB * 1e6:
+            raise WheelError(f"{file.name}: the environment has {size / 1e6:.0f} MB, more than {_LARGEST_MB}")
         tag = run(own, "-c", "import sys; print(*sys.version_info[:2], sep='.')").strip()
     return Trial(file.name, tag, in_use, size / 1e6, time.monotonic() - began)
 
@@ -221,14 +224,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _pairs(made: Sequence[Path], interpreters: Sequence[str]) -> list[tuple[Path, str, str]]:
-    """What is tried with what: each wheel with C tables by its Python, the others by all and by the first."""
-    (sdist,) = (file for file in made if file.name.endswith(".tar.gz"))
+    """What is tried with what: each wheel with C tables, which is the sdist compiled, and the pure one."""
     (pure,) = (file for file in made if file.name.endswith("-none-any.whl"))
-    native = [file for file in made if file not in (sdist, pure)]
+    native = [file for file in made if file.suffix == ".whl" and file != pure]
     return [
         *((file, python, NATIVE) for file, python in zip(native, interpreters, strict=True)),
         *((pure, python, PURE) for python in interpreters),
-        (sdist, interpreters[0], NATIVE),
     ]
 
 

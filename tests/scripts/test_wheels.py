@@ -36,10 +36,11 @@ def test_the_last_lines_of_a_failure(tmp_path: Path) -> None:
 @pytest.mark.skipif(not os.environ.get("KVROUTER_TEST_LONG"), reason="minutes: KVROUTER_TEST_LONG=1")
 @pytest.mark.timeout(1200)
 def test_builds_and_tries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Sdist, pure wheel and wheel with C tables each serve a completion in an empty environment."""
+    """Each wheel, pure or with C tables, serves a completion in an empty environment of at most 200 MB."""
     assert 0 == main([str(tmp_path), "--python", sys.executable]), capsys.readouterr().err
 
     said = capsys.readouterr().out
-    assert 3 == len(list(tmp_path.iterdir())) == said.count("environment of")
-    assert 2 == said.count("tables in native")
+    assert 3 == len(list(tmp_path.iterdir()))
+    assert 2 == said.count("environment of")
+    assert 1 == said.count("tables in native")
     assert "-py3-none-any.whl: Python" in said
