@@ -105,6 +105,8 @@ def _members(owner: str, kind: type) -> Iterator[str]:
 def _parameters(value: object) -> list[str]:
     if inspect.isclass(value) and issubclass(value, msgspec.Struct):
         return [*value.__struct_fields__]  # inspect evaluates the annotations, where a field may hide a type
+    if inspect.isclass(value) and value.__init__ is not object.__init__:
+        value = value.__init__  # Python 3.11.2 takes `__new__` instead, wherever that is defined
     try:
         found = inspect.signature(value).parameters.values() if callable(value) else ()
     except ValueError:  # some classes of the standard library have no signature
