@@ -81,7 +81,7 @@ _BUSY = frozenset({429, 503})
 class Completions:
     """Serves and passes on the routes of engine_routes.py.
 
-    `limits`: of requests that begin from now on, set at the start (run.py) and by a reload.
+    `limits`: of requests that begin from now on; a reload sets them again.
     """
 
     def __init__(
@@ -93,9 +93,10 @@ class Completions:
         upstream: Upstream,
         lost: LostRequests,
         readers: Readers,
+        limits: Limits,
     ) -> None:
         self.in_flight = InFlight()
-        self.limits = Limits()
+        self.limits = limits
         self.lost = lost
         self.readers = readers
         self._publishing = publishing

@@ -303,8 +303,8 @@ async def _open_request_path(
                 upstream=upstream,
                 lost=lost,
                 readers=readers,
+                limits=options.limits,
             )
-            completions.limits = options.limits
             registry.register(StateCollector(completions.samples))
             hung_engines = HungEngines(completions.in_flight.running, replica.silent_workers, probe, now)
             yield _RequestPath(accept, completions, hung_engines)

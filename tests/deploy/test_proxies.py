@@ -76,7 +76,7 @@ async def test_all_replicas_are_slow(proxy: Proxy, tmp_path: Path) -> None:
         url = await proxies.start(proxy, binary, fleet, client, [one.url for one in deployed.replicas])
         first, second = (fleet.processes[f"frontend-{number}"] for number in range(2))
         async with SteadyLoad(load_requests(200, output_divisor=8), [url], rate=RATE) as load:
-            for stopped_s in (2.5, 0.5, 2.5):
+            for stopped_s in (2.5, 0.5, 8.0):
                 await asyncio.sleep(1.0)
                 with first.paused(), second.paused():
                     await asyncio.sleep(stopped_s)
