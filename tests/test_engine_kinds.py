@@ -6,8 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvrouter.engine_versions import SINCE
 from kvrouter.worker.engines.discovery import KINDS
-from kvrouter.worker.engines.versions import SINCE
 
 PACKAGE = Path(__file__).parents[1] / "kvrouter"
 ENGINES = PACKAGE / "worker" / "engines"

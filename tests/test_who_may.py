@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from kvrouter.frontend import engine_routes, operators
+from kvrouter.frontend.operators import operators
+from kvrouter.frontend.requests import engine_routes
 from tests.frontend.clients import Client, get
 from tests.frontend.fleet import Fleet, FleetOf
 

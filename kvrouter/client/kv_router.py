@@ -21,6 +21,7 @@ from typing import Any, Self, TypedDict, Unpack
 
 import msgspec
 
+from kvrouter.bodies import openai
 from kvrouter.bus import NatsOptions
 from kvrouter.client.membership import (
     BY_HAND,
@@ -44,12 +45,11 @@ from kvrouter.core.wire.ids import PoolId, RouterId, Target, WorkerId, check_ide
 from kvrouter.core.wire.senders import SyncSource
 from kvrouter.core.wire.values import MOST_ID_CHARACTERS, MOST_RANKS
 from kvrouter.errors import ConfigError
-from kvrouter.frontend.bodies import openai
-from kvrouter.frontend.prompt_blocks import Naming, PromptWays
-from kvrouter.frontend.settings import TokenOptions
-from kvrouter.frontend.tokenizing import open_tokens
 from kvrouter.policies import POLICIES, PolicySettings, new_policy
 from kvrouter.policies.importing import GuardedPolicies
+from kvrouter.prompts.opening import open_tokens
+from kvrouter.prompts.settings import TokenOptions
+from kvrouter.prompts.ways import Naming, PromptWays
 from kvrouter.replica.loop import first_turn
 from kvrouter.replica.policy_upkeep import log_mistakes
 from kvrouter.tls import trusting

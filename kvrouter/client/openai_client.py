@@ -34,7 +34,7 @@ from kvrouter.errors import (
     WorkerRefusedError,
     WorkerSilentError,
 )
-from kvrouter.frontend.settings import TokenOptions
+from kvrouter.prompts.settings import TokenOptions
 from kvrouter.relay.events import Event, EventReader, Kind
 from kvrouter.tls import trusting
 

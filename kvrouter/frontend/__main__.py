@@ -21,8 +21,8 @@ def _run(loaded: Loaded[FrontendOptions]) -> int:
     # only now: --help and wrong settings are answered without loading what serves
     import uvloop
 
-    from kvrouter.frontend import processes
     from kvrouter.frontend.run import serve
+    from kvrouter.frontend.server import processes
 
     options = loaded.settings
     versions.choose(options.core)

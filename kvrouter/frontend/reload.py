@@ -17,13 +17,13 @@ from msgspec import Struct
 
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.errors import BadRequestError, ConfigError
-from kvrouter.frontend.accept import Accept
-from kvrouter.frontend.admission_queue import WaitingRoom
-from kvrouter.frontend.completions import Completions
-from kvrouter.frontend.operators import AdminKey
-from kvrouter.frontend.rules import Rules
+from kvrouter.frontend.operators.operators import AdminKey
+from kvrouter.frontend.operators.views import json_answer
+from kvrouter.frontend.requests.accept import Accept
+from kvrouter.frontend.requests.admission_queue import WaitingRoom
+from kvrouter.frontend.requests.completions import Completions
+from kvrouter.frontend.requests.rules import Rules
 from kvrouter.frontend.settings import FrontendOptions
-from kvrouter.frontend.views import json_answer
 from kvrouter.processes.reloading import log_changes
 from kvrouter.relay.answer import Answer
 from kvrouter.relay.certificate import ServerCertificate

@@ -24,46 +24,46 @@ from kvrouter.core.fleet.pool import NewIndex
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.routing.policy import AUTO
 from kvrouter.core.tables.block_index import BlockIndex
-from kvrouter.dashboard.fleet import FleetView
-from kvrouter.dashboard.page import FILES_PATH, PAGE_PATH, Page
-from kvrouter.dashboard.prefixes import Prefixes
-from kvrouter.dashboard.stream import FleetStream
-from kvrouter.dashboard.traffic import FleetTraffic, served
 from kvrouter.errors import ConfigError
-from kvrouter.frontend.accept import Accept
-from kvrouter.frontend.access_log import AccessLog
-from kvrouter.frontend.admin import Admin
-from kvrouter.frontend.admission_queue import WaitingRoom
-from kvrouter.frontend.background import audit_forever, evict_texts, report_progress, running
-from kvrouter.frontend.busy_threshold import BusyThresholds
-from kvrouter.frontend.client_totals import ClientTotals
-from kvrouter.frontend.completions import Completions
-from kvrouter.frontend.deadly_prompts import PROMPT_PATH, PROMPTS_PATH, DeadlyPromptViews
-from kvrouter.frontend.decision_views import DECISION_PATH, DecisionViews
-from kvrouter.frontend.dry_route import DryRoute
-from kvrouter.frontend.http_server import Site, http_server, wait_for_any
-from kvrouter.frontend.hung_engines import HungEngines, probing
-from kvrouter.frontend.lost_requests import LostRequests
-from kvrouter.frontend.openapi import check_root_path
-from kvrouter.frontend.operators import AdminGate, AdminKey, KeyGate, is_loopback
-from kvrouter.frontend.overrides import Dialect
-from kvrouter.frontend.peer_questions import ask_peers
-from kvrouter.frontend.readers import Readers
+from kvrouter.frontend.operators.admin import Admin
+from kvrouter.frontend.operators.busy_threshold import BusyThresholds
+from kvrouter.frontend.operators.deadly_prompts import PROMPT_PATH, PROMPTS_PATH, DeadlyPromptViews
+from kvrouter.frontend.operators.decision_views import DECISION_PATH, DecisionViews
+from kvrouter.frontend.operators.dry_route import DryRoute
+from kvrouter.frontend.operators.openapi import check_root_path
+from kvrouter.frontend.operators.operators import AdminGate, AdminKey, KeyGate, is_loopback
+from kvrouter.frontend.operators.routing_change import RoutingChanges
+from kvrouter.frontend.operators.state_metrics import index_maker, index_samples
+from kvrouter.frontend.operators.views import View
+from kvrouter.frontend.operators.worker_blocks import WORKER_PATH, WorkerBlocks
+from kvrouter.frontend.records.access_log import AccessLog
+from kvrouter.frontend.records.client_totals import ClientTotals
+from kvrouter.frontend.records.readers import Readers
 from kvrouter.frontend.reload import Reload, Running
-from kvrouter.frontend.routing_change import RoutingChanges
-from kvrouter.frontend.rules import Rules
+from kvrouter.frontend.requests.accept import Accept
+from kvrouter.frontend.requests.admission_queue import WaitingRoom
+from kvrouter.frontend.requests.completions import Completions
+from kvrouter.frontend.requests.hung_engines import HungEngines, probing
+from kvrouter.frontend.requests.lost_requests import LostRequests
+from kvrouter.frontend.requests.overrides import Dialect
+from kvrouter.frontend.requests.rules import Rules
+from kvrouter.frontend.server.background import audit_forever, evict_texts, report_progress, running
+from kvrouter.frontend.server.http_server import Site, http_server, wait_for_any
+from kvrouter.frontend.server.peer_questions import ask_peers
+from kvrouter.frontend.server.sockets import Listeners, open_listeners, streams_within
 from kvrouter.frontend.settings import COMMAND, FrontendOptions
-from kvrouter.frontend.sockets import Listeners, open_listeners, streams_within
-from kvrouter.frontend.state_metrics import index_maker, index_samples
-from kvrouter.frontend.tokenizing import Tokens, open_tokens
-from kvrouter.frontend.views import View
-from kvrouter.frontend.worker_blocks import WORKER_PATH, WorkerBlocks
+from kvrouter.observe.dashboard.page import FILES_PATH, PAGE_PATH, Page
+from kvrouter.observe.dashboard.prefixes import Prefixes
+from kvrouter.observe.dashboard.stream import FleetStream
+from kvrouter.observe.dashboard.traffic import FleetTraffic, served
+from kvrouter.observe.document import FleetView
 from kvrouter.policies import POLICIES, SERVED_MODES, new_policy
 from kvrouter.policies.guarded import GuardedPolicy
 from kvrouter.policies.kv import Kv
 from kvrouter.policies.two_stage import TwoStage
 from kvrouter.processes.descriptors import raise_limit
 from kvrouter.processes.signals import Signals
+from kvrouter.prompts.opening import Tokens, open_tokens
 from kvrouter.relay.upstream import Upstream
 from kvrouter.replica.loop import ReplicaLoop, empty_replica
 from kvrouter.replica.policy_upkeep import PolicyUpkeep

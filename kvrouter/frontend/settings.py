@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, Self
 from urllib.parse import urlsplit
 
+from kvrouter.bodies.aliases import read_alias, resolved
 from kvrouter.config import CommonOptions, read_key
 from kvrouter.core.fleet.pool import PoolSettings
 from kvrouter.core.fleet.replica import ReplicaSettings
@@ -22,20 +23,18 @@ from kvrouter.core.tables.text_index import TextIndexSettings
 from kvrouter.core.wire.addresses import Network
 from kvrouter.core.wire.values import url_error
 from kvrouter.errors import ConfigError
-from kvrouter.frontend.bodies.aliases import read_alias, resolved
 from kvrouter.frontend.dynamo_flags import DynamoOptions
-from kvrouter.frontend.overrides import DIRECT
+from kvrouter.frontend.requests.overrides import DIRECT
 from kvrouter.policies import CUSTOM, SERVED_MODES, PolicySettings
 from kvrouter.policies.files import PolicyFiles
 from kvrouter.policies.two_stage import read_header_name
+from kvrouter.prompts.settings import TokenOptions
 from kvrouter.relay.exchange import Limits
 from kvrouter.settings.declare import MIB, Command, Settings, mib, read_mib, setting
 from kvrouter.settings.read import load
 from kvrouter.telemetry.metrics_port import MetricsPortOptions
 from kvrouter.tls import CertificateFiles, server_context, trusting
-from kvrouter.tokens.prefix_tokens import CacheSettings
 
-Tokenizer = Literal["auto", "local", "remote", "none"]
 FIFO, PRIORITY = "fifo", "priority"
 MOST_PROCESSES = 256
 # The default of --admin-port is --port plus this.
@@ -46,16 +45,6 @@ MOST_DECISIONS = 100_000
 EXPOSABLE = frozenset({"headers", "metrics"})
 _LIMITS = Limits()
 _ROOT_PATH = re.compile(r"(?:/(?!\.{1,2}(?:/|$))[\w.~-]{1,64}){1,8}", re.ASCII)
-
-
-def _read_model_path(text: str) -> tuple[str, str]:
-    """`DIR` or `MODEL=DIR`. An existing directory may contain `=` in its name."""
-    name, equals, path = text.partition("=")
-    if text and (not equals or Path(text).is_dir()):
-        return "", text
-    if not name or not path:
-        raise ValueError("must be DIR or MODEL=DIR")
-    return name, path
 
 
 def _read_host(text: str) -> str:
@@ -72,10 +61,6 @@ def _read_root_path(text: str) -> str:
     return path
 
 
-def _model_path_text(pair: tuple[str, str]) -> str:
-    return "=".join(filter(None, pair))
-
-
 def _read_collector(text: str) -> str:
     parts = urlsplit(text)
     if parts.scheme not in {"http", "https"} or not parts.hostname:
@@ -88,95 +73,6 @@ def _read_network(text: str) -> str:
 
 
 AccessMode = Literal["off", "sampled", "all"]
-
-
-@dataclass(frozen=True, slots=True)
-class TokenOptions(Settings):
-    heading = "Tokens"
-
-    paths: tuple[tuple[str, str], ...] = setting(
-        (),
-        "directory or hub id with tokenizer and chat template; once for each model",
-        name="model-path",
-        metavar="[MODEL=]DIR|ORG/NAME",
-        read=_read_model_path,
-        text=_model_path_text,
-        is_repeated=True,
-        is_top=True,
-    )
-    """Names of models, or "" for all others; and a directory, or a repository of a hub."""
-    way: Tokenizer = setting(
-        "auto",
-        "auto: --model-path if given, else the engines' /tokenize, else the text; local: --model-path only; "
-        "remote: not --model-path; none: by text alone, which implies --no-use-kv-events",
-        name="tokenizer",
-        is_top=True,
-    )
-    cache_directory: Path | None = setting(
-        None, "directory for downloaded files of a hub", name="tokenizer-cache-dir", metavar="DIR"
-    )
-    root: Path | None = setting(
-        None,
-        "use the model directory or cached hub id that workers' cards name, if it is below this directory "
-        "and has the ids of an engine's /tokenize",
-        name="tokenizer-root",
-        metavar="DIR",
-    )
-    chat_template: Path | None = setting(
-        None, "replaces the model's chat template; give the engines the same"
-    )
-    threads: int = setting(8, "threads that tokenize", name="tokenizer-workers", least=1)
-    compare: bool = setting(
-        True,
-        "compare token ids with an engine's /tokenize, at the start and for one prompt in a thousand",
-        name="token-comparison",
-    )
-    engine_api_key_file: Path | None = setting(
-        None, "bearer token for the engines' /tokenize", reloadable=True
-    )
-    cache: CacheSettings = field(default_factory=CacheSettings)
-    """One prefix cache for all models: its memory limit is for the process."""
-    hub_token: str | None = setting(
-        None,
-        "token of the account at the hub; others see flags, so use the variable",
-        name="hf-token",
-        variable="HF_TOKEN",
-        default_text="$HF_TOKEN",
-        is_secret=True,
-    )
-    send_ids: Literal["auto", "off"] = setting(
-        "auto",
-        "auto: engines that take the token ids of a chat get those computed here, once they were compared; "
-        "needs --token-comparison",
-        name="send-token-ids",
-    )
-
-    def checked(self) -> Self:
-        if self.way in {"remote", "none"} and self.paths:
-            raise ConfigError(f"--model-path is not used with --tokenizer {self.way}: drop one of them")
-        if self.chat_template is not None and self.model_path is None:
-            raise ConfigError(
-                "--chat-template needs a --model-path without MODEL=: it replaces that model's template"
-            )
-        read_key("--engine-api-key-file", self.engine_api_key_file)
-        return self
-
-    @property
-    def model_path(self) -> str | None:
-        """For models that are not in `model_paths`: the last path without a model's name."""
-        return next((path for name, path in reversed(self.paths) if not name), None)
-
-    @property
-    def model_paths(self) -> dict[str, str]:
-        return {name: path for name, path in self.paths if name}
-
-    @property
-    def prefix_cache(self) -> CacheSettings | None:
-        return self.cache if self.cache.max_parts else None
-
-    @property
-    def engine_api_key(self) -> str | None:
-        return read_key("--engine-api-key-file", self.engine_api_key_file)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import uvloop
 
 from kvrouter.bus.embedded import embedded_server
 from kvrouter.errors import KvRouterError, leaves
-from kvrouter.frontend.sockets import listen
+from kvrouter.frontend.server.sockets import listen
 from kvrouter.processes.output import LabelledText, Output
 from kvrouter.processes.signals import Signals
 from kvrouter.serve.deployment import Deployment

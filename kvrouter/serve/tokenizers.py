@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvrouter.frontend.settings import TokenOptions
+from kvrouter.prompts.settings import TokenOptions
 from kvrouter.worker.engines.facts import EngineFacts
 from kvrouter.worker.options import AgentOptions
 

@@ -20,8 +20,8 @@ from typing import Any
 import aiohttp
 import uvloop
 
+from kvrouter.bodies.openai import CompletionRequest, parse_chat, parse_completion
 from kvrouter.errors import BadRequestError
-from kvrouter.frontend.bodies.openai import CompletionRequest, parse_chat, parse_completion
 from kvrouter.tokens.id_comparison import find_difference
 from kvrouter.tokens.prefix_tokens import CacheSettings
 from kvrouter.tokens.prompt import PromptEncoder, TokenPrompt

@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvrouter.core.wire.hashes import prompt_hashes
-from kvrouter.simulate.engines import Arrival
-from kvrouter.simulate.report import Possible
+from kvrouter.lab.simulate.engines import Arrival
+from kvrouter.lab.simulate.report import Possible
 from kvrouter.tokens.tiny import build_tiny_model
 from scripts.kit import deployment, report
 from scripts.kit.deployment import Deployment, Plan

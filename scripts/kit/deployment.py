@@ -100,7 +100,7 @@ async def start_engine(fleet: Fleet, plan: Plan, nats_url: str, number: int) -> 
     mocker = await fleet.start(
         f"mocker-{number}",
         [
-            *python("kvrouter.mocker"), f"--port={port}", *wires,
+            *python("kvrouter.lab.mocker"), f"--port={port}", *wires,
             f"--block-size={plan.block_size}", f"--num-blocks={plan.num_blocks}",
             f"--speedup={plan.speedup}", f"--model-path={plan.model_path}",
             *plan.mocker_flags.get(number, ()),

@@ -3,7 +3,7 @@
     python -m scripts.kit.engine_requests VLLM SGLANG
 
 VLLM and SGLANG are folders with the unpacked wheels. Types of other packages become `Any`: a recorded model
-accepts at least what the engine's own accepts. Tests build pydantic models of it (tests/frontend/bodies).
+accepts at least what the engine's own accepts. Tests build pydantic models of it (tests/bodies).
 """
 
 from __future__ import annotations

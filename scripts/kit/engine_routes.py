@@ -2,8 +2,8 @@
 
     python -m scripts.kit.engine_routes FILE.whl …    shows what is new, and writes the file
 
-A test compares the routes of kvrouter/frontend/engine_routes.py with the file. The wheels are read, not
-installed or run: decorators (`@router.post(…)`), `add_api_route` and mounts of each engine's server.
+A test compares the routes of kvrouter/frontend/requests/engine_routes.py with the file. The wheels are read,
+not installed or run: decorators (`@router.post(…)`), `add_api_route` and mounts of each engine's server.
 """
 
 from __future__ import annotations

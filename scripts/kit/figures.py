@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvrouter.simulate.percentiles import Percentiles, percentiles
+from kvrouter.lab.simulate.percentiles import Percentiles, percentiles
 from scripts.kit.load import Outcome
 
 # Above this CPU load, measured times depend on the machine more than on the program.

@@ -15,8 +15,8 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+from kvrouter.bodies import openai, responses
 from kvrouter.errors import BadRequestError
-from kvrouter.frontend.bodies import openai, responses
 from kvrouter.tokens.harmony import Harmony
 from kvrouter.tokens.prompt import ChatPrompt
 

@@ -34,9 +34,9 @@ import kvrouter
 from kvrouter import errors
 from kvrouter.bus.subjects import Subjects
 from kvrouter.core.wire import heartbeats, ops
+from kvrouter.observe.verify.comparison import Report
 from kvrouter.settings.commands import MODULES, command_named
 from kvrouter.tokens.tiny import build_tiny_model
-from kvrouter.verify.comparison import Report
 from scripts.kit.deployment import SETTLE_TIMEOUT_S, Deployment, Plan, deploy, start_nats
 from scripts.kit.fleet import Fleet
 from scripts.kit.http_client import Client

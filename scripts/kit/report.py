@@ -15,8 +15,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from kvrouter.simulate.report import Cached, Possible, cached_line
-from kvrouter.simulate.report_html import Page, Series, cdf
+from kvrouter.lab.simulate.report import Cached, Possible, cached_line
+from kvrouter.lab.simulate.report_html import Page, Series, cdf
 from scripts.kit.bench.plot import write_plot
 from scripts.kit.figures import BUSY_LIMIT, Figures
 from scripts.kit.load import Outcome

@@ -18,7 +18,7 @@ import math
 import random
 from dataclasses import dataclass
 
-from kvrouter.simulate.traces import CONVERSATION_EXCERPT, Prompts, Scaling, read_trace, scaled, spread
+from kvrouter.lab.simulate.traces import CONVERSATION_EXCERPT, Prompts, Scaling, read_trace, scaled, spread
 from kvrouter.tokens.tiny import VOCABULARY_SIZE
 from scripts.kit.load import LoadRequest
 

@@ -21,8 +21,8 @@ from kvrouter.core.wire.ops import VERSION
 from kvrouter.core.wire.senders import KvSource
 from kvrouter.frontend.run import running_frontend
 from kvrouter.frontend.settings import parse_options
-from kvrouter.mocker.config import MockerConfig
-from kvrouter.mocker.server import running_mocker
+from kvrouter.lab.mocker.config import MockerConfig
+from kvrouter.lab.mocker.server import running_mocker
 from kvrouter.worker.agent import serve as serve_agent
 from kvrouter.worker.engines.facts import EngineFacts
 from kvrouter.worker.engines.http import Models

@@ -21,7 +21,7 @@ from kvrouter.errors import (
     WorkerRefusedError,
     WorkerSilentError,
 )
-from kvrouter.frontend.settings import TokenOptions
+from kvrouter.prompts.settings import TokenOptions
 from tests.certificates import Authority
 from tests.frontend.fleet import Fleet, FleetOf
 from tests.frontend.workers import (

@@ -21,9 +21,9 @@ import yaml
 
 from kvrouter.bus import accounts
 from kvrouter.bus.embedded import server_binary
+from kvrouter.observe.verify import VerifyError, compare
 from kvrouter.settings.commands import command_named
 from kvrouter.settings.read import load
-from kvrouter.verify import VerifyError, compare
 from scripts.kit.deployment import python
 from scripts.kit.fleet import Fleet, wait_until_ok
 from scripts.kit.http_client import Client

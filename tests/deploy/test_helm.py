@@ -22,9 +22,9 @@ from kvrouter.bus import accounts
 from kvrouter.bus.embedded import server_binary
 from kvrouter.frontend.run import running_frontend
 from kvrouter.frontend.settings import parse_options
-from kvrouter.mocker.app import Service
-from kvrouter.mocker.config import MockerConfig
-from kvrouter.mocker.server import running_mocker
+from kvrouter.lab.mocker.app import Service
+from kvrouter.lab.mocker.config import MockerConfig
+from kvrouter.lab.mocker.server import running_mocker
 from kvrouter.settings.commands import command_named
 from kvrouter.settings.read import load
 from kvrouter.tokens.tiny import build_tiny_model

@@ -19,7 +19,7 @@ PROBE_S = 0.05
 
 @dataclass
 class EngineProcess:
-    """`python -m kvrouter.mocker` on ports that it keeps across restarts."""
+    """`python -m kvrouter.lab.mocker` on ports that it keeps across restarts."""
 
     worker_id: str
     ports: tuple[int, int, int]
@@ -39,7 +39,7 @@ class EngineProcess:
         """Return when the process runs; its agent notices when it serves."""
         model = ["--model-path", str(model_path)] if model_path is not None else []
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "kvrouter.mocker", "--port", str(self.ports[0]),
+            sys.executable, "-m", "kvrouter.lab.mocker", "--port", str(self.ports[0]),
             "--kv-events", self.endpoints.events, "--kv-replay", str(self.endpoints.replay),
             "--served-model-name", "tiny", "--block-size", str(block_size), *model,
             stderr=asyncio.subprocess.DEVNULL,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvrouter.frontend.agent_headers import read_sessions
+from kvrouter.frontend.requests.agent_headers import read_sessions
 from kvrouter.tokens.tiny import build_tiny_model
 from tests.e2e.fleet import Fleet, running_fleet, until
 

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from kvrouter.core.tables.predictions import Kind
-from kvrouter.mocker.engine import EngineConfig
+from kvrouter.lab.mocker.engine import EngineConfig
 from kvrouter.worker.options import worker_id_of
 from tests.e2e.fleet import Fleet, running_fleet, until
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvrouter.core.tables.predictions import Kind
-from kvrouter.mocker.engine import EngineConfig
+from kvrouter.lab.mocker.engine import EngineConfig
 from kvrouter.tokens.tiny import build_tiny_model
 from kvrouter.worker.options import worker_id_of
 from scripts.kit.images import cached_tokens, requests

@@ -19,7 +19,7 @@ from kvrouter.core.fleet.router import Router
 from kvrouter.core.wire.ids import Target, WorkerId
 from kvrouter.frontend.run import RunningFrontend, running_frontend
 from kvrouter.frontend.settings import parse_options
-from kvrouter.mocker.server import running_mocker
+from kvrouter.lab.mocker.server import running_mocker
 from tests.e2e.engine_process import HEARTBEAT_S, EngineProcess, running_agents
 from tests.e2e.fleet import PATIENCE_S, frontend_flags, running_agent, until
 from tests.e2e.test_worker_drain import CONFIG, agent_process

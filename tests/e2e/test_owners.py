@@ -19,13 +19,13 @@ from kvrouter import KvPublisher, announce, connect
 from kvrouter.bus import Bus, NatsOptions, Subjects
 from kvrouter.core.wire.ids import WorkerId
 from kvrouter.core.wire.ops import SnapshotChunk, Stored, encode
-from kvrouter.mocker.config import MockerConfig
-from kvrouter.mocker.server import Mocker, running_mocker
-from kvrouter.verify import engines, owners
-from kvrouter.verify.command import main
-from kvrouter.verify.comparison import OwnersView
-from kvrouter.verify.engines import EngineAccess
-from kvrouter.verify.owners import Owners
+from kvrouter.lab.mocker.config import MockerConfig
+from kvrouter.lab.mocker.server import Mocker, running_mocker
+from kvrouter.observe.verify import engines, owners
+from kvrouter.observe.verify.command import main
+from kvrouter.observe.verify.comparison import OwnersView
+from kvrouter.observe.verify.engines import EngineAccess
+from kvrouter.observe.verify.owners import Owners
 from tests.e2e.fleet import running_fleet
 
 TOKENS = list(range(64))

@@ -15,7 +15,7 @@ import pytest
 import structlog
 
 from kvrouter.core.wire.hashes import block_seed
-from kvrouter.mocker.engine import EngineConfig
+from kvrouter.lab.mocker.engine import EngineConfig
 from kvrouter.tokens.tiny import build_tiny_model
 from tests.e2e.fleet import Fleet, running_fleet
 
@@ -165,7 +165,7 @@ async def test_wrong_salt(
     def unsalted(lora_name: str | None, _salt: str | None) -> int:
         return block_seed(lora_name)
 
-    monkeypatch.setattr("kvrouter.frontend.prompt_blocks.block_seed", unsalted)
+    monkeypatch.setattr("kvrouter.prompts.ways.block_seed", unsalted)
     async with fleet_of(nats_url, model_path) as fleet:
         for number in range(REQUESTS):
             await ask(fleet, {**text(number, 1), "cache_salt": "s", "stream": not asks_usage})
@@ -194,7 +194,7 @@ async def test_wrong_block_size(nats_url: str, model_path: Path) -> None:
 
 async def test_no_events(nats_url: str, model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine whose events do not arrive is flagged, with the flags to start them."""
-    monkeypatch.setattr("kvrouter.mocker.publisher.Publisher.publish", lambda *_args: None)
+    monkeypatch.setattr("kvrouter.lab.mocker.publisher.Publisher.publish", lambda *_args: None)
     async with fleet_of(nats_url, model_path) as fleet:
         for number in range(REQUESTS):
             await ask(fleet, text(number))
@@ -207,7 +207,7 @@ async def test_no_events(nats_url: str, model_path: Path, monkeypatch: pytest.Mo
 async def test_problem_disappears(nats_url: str, model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the blocks arrive again, the problem disappears by itself."""
     with monkeypatch.context() as patched:
-        patched.setattr("kvrouter.frontend.prompt_blocks.block_seed", lambda *_: block_seed(salt="other"))
+        patched.setattr("kvrouter.prompts.ways.block_seed", lambda *_: block_seed(salt="other"))
         async with fleet_of(nats_url, model_path) as fleet:
             for number in range(REQUESTS):
                 await ask(fleet, text(number))

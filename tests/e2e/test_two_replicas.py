@@ -19,7 +19,7 @@ from kvrouter.core.wire.hashes import block_hashes, sequence_hashes
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import Target
 from kvrouter.core.wire.senders import KvSource
-from kvrouter.mocker.engine import EngineConfig
+from kvrouter.lab.mocker.engine import EngineConfig
 from kvrouter.worker.options import worker_id_of
 from tests.e2e.fleet import Fleet, running_fleet, until
 

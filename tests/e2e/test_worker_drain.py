@@ -16,9 +16,9 @@ from kvrouter.core.wire.ids import Target, WorkerId
 from kvrouter.core.wire.senders import KvSource
 from kvrouter.frontend.run import RunningFrontend, running_frontend
 from kvrouter.frontend.settings import parse_options
-from kvrouter.mocker.config import MockerConfig
-from kvrouter.mocker.engine import EngineConfig
-from kvrouter.mocker.server import Mocker, running_mocker
+from kvrouter.lab.mocker.config import MockerConfig
+from kvrouter.lab.mocker.engine import EngineConfig
+from kvrouter.lab.mocker.server import Mocker, running_mocker
 from kvrouter.worker.options import worker_id_of
 from tests.e2e.fleet import PATIENCE_S, frontend_flags, running_agent, until
 

@@ -13,8 +13,8 @@ import structlog
 from structlog.testing import capture_logs
 
 from kvrouter.errors import BadRequestError
-from kvrouter.frontend.access_log import AccessLog
-from kvrouter.frontend.decision_views import DecisionViews
+from kvrouter.frontend.operators.decision_views import DecisionViews
+from kvrouter.frontend.records.access_log import AccessLog
 from kvrouter.frontend.run import SWITCH_S
 from kvrouter.frontend.settings import AccessOptions
 from kvrouter.relay.request import Request, RequestHead

@@ -17,7 +17,7 @@ from kvrouter.core.wire.heartbeats import RankBeat, RouterBeat, WorkerBeat, enco
 from kvrouter.core.wire.ids import RouterId, WorkerId
 from kvrouter.core.wire.ops import VERSION
 from kvrouter.core.wire.senders import WorkerSource
-from kvrouter.frontend import admin
+from kvrouter.frontend.operators import admin
 from kvrouter.frontend.run import running_frontend
 from kvrouter.frontend.settings import parse_options
 from kvrouter.version import __version__

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.frontend import operators
-from kvrouter.frontend.operators import is_loopback
+from kvrouter.frontend.operators import operators
+from kvrouter.frontend.operators.operators import is_loopback
 from tests.frontend.clients import Client, Response, connected
 from tests.frontend.fleet import FleetOf
 

@@ -16,7 +16,7 @@ from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.fleet.router import Router
 from kvrouter.core.routing.admission import AdmissionQueue, AdmissionSettings
 from kvrouter.core.routing.policy import RouteRequest
-from kvrouter.frontend.admission_queue import WaitingRoom
+from kvrouter.frontend.requests.admission_queue import WaitingRoom
 from kvrouter.telemetry.metrics import QueueMetrics
 from tests.core.fleet.test_must_wait import new_router
 from tests.core.worlds import T1, book, card, new_pool

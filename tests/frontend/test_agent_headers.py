@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.frontend.agent_headers import HEADERS, MOST_CHARACTERS, read_sessions
-from kvrouter.frontend.overrides import Dialect, read_overrides
+from kvrouter.frontend.requests.agent_headers import HEADERS, MOST_CHARACTERS, read_sessions
+from kvrouter.frontend.requests.overrides import Dialect, read_overrides
 from kvrouter.policies import SERVED_MODES
 
 

@@ -8,9 +8,15 @@ from typing import cast
 import pytest
 
 from kvrouter.core.fleet.router import Placement
-from kvrouter.frontend import client_totals as module
-from kvrouter.frontend.client_totals import ClientAddresses, ClientRow, ClientsView, ClientTotals, Totals
-from kvrouter.frontend.record import Record, Running, Work
+from kvrouter.frontend.records import client_totals as module
+from kvrouter.frontend.records.client_totals import (
+    ClientAddresses,
+    ClientRow,
+    ClientsView,
+    ClientTotals,
+    Totals,
+)
+from kvrouter.frontend.records.record import Record, Running, Work
 from kvrouter.relay.request import Request, RequestHead
 from kvrouter.telemetry.metrics import TargetCounts
 from tests.frontend.fleet import BODY, STREAM, FleetOf

@@ -305,7 +305,7 @@ async def test_client_that_reads_nothing(fleet_of: FleetOf) -> None:
 
 async def test_client_that_never_reads(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that stops reading its answers is disconnected."""
-    monkeypatch.setattr("kvrouter.frontend.http_server.KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr("kvrouter.frontend.server.http_server.KEEP_ALIVE_S", 0.05)
     large = answer(b"x" * 900_000)
     async with fleet_of(scripts=(says(large),)) as fleet, fleet.connected() as client:
         client.stop_reading()

@@ -15,8 +15,8 @@ from unittest.mock import AsyncMock
 import pytest
 
 from kvrouter.core.routing import rests
-from kvrouter.frontend.readers import Readers
-from kvrouter.frontend.record import Record
+from kvrouter.frontend.records.readers import Readers
+from kvrouter.frontend.records.record import Record
 from kvrouter.relay.upstream import Upstream
 from kvrouter.tokens.tiny import build_tiny_model
 from tests.frontend.fleet import BODY, POOL, STREAM, FleetOf

@@ -9,9 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrouter.bodies import apis
 from kvrouter.errors import NoRouteError
-from kvrouter.frontend.bodies import apis
-from kvrouter.frontend.engine_routes import CLOSED, PASSED, PATHS, api_of, error_answer, relayed, why_closed
+from kvrouter.frontend.requests.engine_routes import (
+    CLOSED,
+    PASSED,
+    PATHS,
+    api_of,
+    error_answer,
+    relayed,
+    why_closed,
+)
 
 RECORD = Path(__file__).parents[1] / "data/engine_routes.json"
 ROUTES = [

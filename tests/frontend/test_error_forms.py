@@ -11,8 +11,8 @@ import anthropic
 import openai
 import pytest
 
-from kvrouter.frontend.bodies.apis import Api
-from kvrouter.frontend.engine_routes import api_of, relayed
+from kvrouter.bodies.apis import Api
+from kvrouter.frontend.requests.engine_routes import api_of, relayed
 from tests.frontend.clients import Response, connected
 from tests.frontend.fleet import FleetOf
 from tests.frontend.workers import SSE_HEAD, chunk, says_and_closes

@@ -15,8 +15,8 @@ from kvrouter.core.fleet.router import Router
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.wire.heartbeats import State
 from kvrouter.core.wire.ids import WorkerId
-from kvrouter.frontend import hung_engines
-from kvrouter.frontend.hung_engines import MOST_PROBES, HungEngines, probing
+from kvrouter.frontend.requests import hung_engines
+from kvrouter.frontend.requests.hung_engines import MOST_PROBES, HungEngines, probing
 from tests.frontend.clients import Response
 from tests.frontend.fleet import BODY, POOL, STREAM, Fleet, FleetOf
 from tests.frontend.workers import SSE_HEAD, FakeWorker, chunk, event, says, says_and_stalls, stream, until

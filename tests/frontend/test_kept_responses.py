@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvrouter.core.wire.ids import Target, WorkerId
-from kvrouter.frontend.kept_responses import KeptResponses, NewResponse
+from kvrouter.frontend.requests.kept_responses import KeptResponses, NewResponse
 from kvrouter.tokens.tiny import build_tiny_model
 from tests.frontend.fleet import FleetOf
 from tests.frontend.workers import OK

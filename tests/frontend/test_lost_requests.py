@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from kvrouter.bodies.prompt_hash import hash_of
 from kvrouter.core.wire.ids import WorkerId
 from kvrouter.core.wire.ops import DeadlyPrompt, LostWith
-from kvrouter.frontend.bodies.prompt_hash import hash_of
 from kvrouter.frontend.run import RunningFrontend
 from tests.frontend.clients import Response, ask, connected
 from tests.frontend.fleet import POOL, Fleet, FleetOf

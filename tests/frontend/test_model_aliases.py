@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvrouter.frontend.engine_routes import PASSED
+from kvrouter.frontend.requests.engine_routes import PASSED
 from tests.frontend.clients import get
 from tests.frontend.fleet import FleetOf
 from tests.frontend.test_passthrough import AUDIO, form, join_second_pool

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import kvrouter
+from kvrouter.bodies.apis import unnamed
 from kvrouter.errors import KvRouterError
-from kvrouter.frontend.accept import Accept
-from kvrouter.frontend.bodies.apis import unnamed
-from kvrouter.frontend.engine_routes import relayed
+from kvrouter.frontend.requests.accept import Accept
+from kvrouter.frontend.requests.engine_routes import relayed
 from tests.frontend.clients import ask, get
 from tests.frontend.fleet import BODY, POOL, STREAM, FleetOf
 from tests.frontend.workers import (

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvrouter.frontend.engine_routes import relayed
-from kvrouter.frontend.openapi import _ROUTES, document
+from kvrouter.frontend.operators.openapi import _ROUTES, document
+from kvrouter.frontend.requests.engine_routes import relayed
 from tests.frontend.clients import ask, get
 from tests.frontend.fleet import FleetOf
 from tests.frontend.workers import OK

@@ -11,7 +11,7 @@ import pytest
 from kvrouter.errors import ConfigError
 from kvrouter.frontend.run import running_frontend
 from kvrouter.frontend.settings import parse_options
-from kvrouter.verify import VerifyError, compare
+from kvrouter.observe.verify import VerifyError, compare
 from tests.frontend.clients import Client, Response, connected
 from tests.frontend.fleet import BODY, STREAM, FleetOf
 

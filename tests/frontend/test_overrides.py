@@ -8,7 +8,7 @@ import pytest
 
 from kvrouter.core.routing.policy import Wanted
 from kvrouter.errors import BadRequestError, UnknownTargetError
-from kvrouter.frontend.overrides import Dialect, Overrides, find_wanted, read_overrides
+from kvrouter.frontend.requests.overrides import Dialect, Overrides, find_wanted, read_overrides
 from kvrouter.policies import POLICIES
 from tests.core.worlds import card, new_pool
 

@@ -11,7 +11,7 @@ import pytest
 from kvrouter.core.wire.heartbeats import WorkerBeat, encode
 from kvrouter.core.wire.ids import PoolId, WorkerId
 from kvrouter.core.wire.ops import VERSION
-from kvrouter.frontend.engine_routes import PASSED
+from kvrouter.frontend.requests.engine_routes import PASSED
 from tests.core.worlds import card
 from tests.frontend.fleet import BODY, Fleet, FleetOf
 from tests.frontend.workers import (

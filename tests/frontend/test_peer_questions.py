@@ -8,8 +8,8 @@ import aiohttp
 import pytest
 
 from kvrouter.bounded_answers import engine_connector
-from kvrouter.frontend import peer_questions
-from kvrouter.frontend.peer_questions import router_at
+from kvrouter.frontend.server import peer_questions
+from kvrouter.frontend.server.peer_questions import router_at
 from tests.frontend.workers import OK, FakeWorker, Received, Script, Wire, answer, says
 
 NAMED = b'{"status":"starting","router_id":"r1"}'

@@ -20,7 +20,7 @@ import pytest
 from kvrouter.bus import Bus, NatsOptions, Subjects
 from kvrouter.errors import ConfigError
 from kvrouter.frontend.settings import parse_options
-from kvrouter.verify import compare
+from kvrouter.observe.verify import compare
 from scripts.kit.ports import free_ports
 from tests.frontend.clients import Client, Response, ask, connected, get
 from tests.frontend.fleet import BODY, STREAM, Fleet, Trouble

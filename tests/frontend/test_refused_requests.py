@@ -81,7 +81,7 @@ async def test_unknown_encoding(fleet_of: FleetOf, encoding: str) -> None:
 
 async def test_stalled_body(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that stops amid its body gets 408."""
-    monkeypatch.setattr("kvrouter.frontend.http_server.KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr("kvrouter.frontend.server.http_server.KEEP_ALIVE_S", 0.05)
     head = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\n"
     async with fleet_of() as fleet, fleet.connected() as chunked, fleet.connected() as invited:
         chunked.writer.write(head + b"transfer-encoding: chunked\r\n\r\n5\r\nab")

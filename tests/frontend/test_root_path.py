@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.errors import ConfigError
-from kvrouter.frontend.openapi import _ROUTES, check_root_path
+from kvrouter.frontend.operators.openapi import _ROUTES, check_root_path
 from kvrouter.frontend.settings import parse_options
 from kvrouter.relay.request import without_root
 from tests.frontend.clients import ask, connected, get

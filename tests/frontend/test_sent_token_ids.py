@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from kvrouter.bodies import edits, lax
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.wire.ids import WorkerId
-from kvrouter.frontend import token_checks
-from kvrouter.frontend.bodies import edits, lax
+from kvrouter.prompts import checks as token_checks
 from kvrouter.tokens.prompt import ChatPrompt, PromptEncoder, TextPrompt
 from kvrouter.tokens.tiny import build_tiny_model
 from tests.frontend.fleet import POOL, Fleet, FleetOf

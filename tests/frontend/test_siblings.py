@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvrouter.frontend import siblings
-from kvrouter.frontend.siblings import Siblings
+from kvrouter.frontend.server import siblings
+from kvrouter.frontend.server.siblings import Siblings
 
 GAUGE = b"# HELP k A gauge\n# TYPE k gauge\nk 1.0\n"
 

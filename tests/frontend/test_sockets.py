@@ -6,7 +6,7 @@ import resource
 import subprocess
 import sys
 
-from kvrouter.frontend.sockets import streams_within
+from kvrouter.frontend.server.sockets import streams_within
 from kvrouter.processes.descriptors import raise_limit
 
 RAISE = """

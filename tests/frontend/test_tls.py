@@ -17,8 +17,8 @@ import openai
 import pytest
 
 from kvrouter.bus import Bus, NatsOptions, Subjects
+from kvrouter.observe.verify import compare
 from kvrouter.relay.exchange import HELD_BYTES
-from kvrouter.verify import compare
 from scripts.kit.ports import free_ports
 from tests.certificates import Authority
 from tests.frontend.clients import connected
@@ -297,7 +297,7 @@ async def test_large_bodies(https: Https, authority: Authority) -> None:
 
 async def test_no_tls(https: Https, authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client without TLS, or with an unfinished handshake, is disconnected, and nothing is logged."""
-    monkeypatch.setattr("kvrouter.frontend.http_server.HANDSHAKE_S", 0.05)
+    monkeypatch.setattr("kvrouter.frontend.server.http_server.HANDSHAKE_S", 0.05)
     async with https() as fleet:
         async with connected(fleet.url) as plain:
             plain.send(BODY)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvrouter.errors import ConfigError
-from kvrouter.frontend.settings import TokenOptions, parse_options
+from kvrouter.frontend.settings import parse_options
+from kvrouter.prompts.settings import TokenOptions
 from kvrouter.tokens.prefix_tokens import CacheSettings
 
 

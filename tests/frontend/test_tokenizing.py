@@ -14,9 +14,9 @@ import pytest
 
 from kvrouter.core.tables.predictions import LEAST, WorkerRecord
 from kvrouter.core.wire.hashes import block_hashes, sequence_hashes
-from kvrouter.frontend import engine_blocks, token_checks, way_reports
-from kvrouter.frontend.engine_blocks import EngineBlocks
-from kvrouter.frontend.token_checks import PoolCheck
+from kvrouter.prompts import checks, engines_way, way_reports
+from kvrouter.prompts.checks import PoolCheck
+from kvrouter.prompts.engines_way import EnginesWay
 from kvrouter.tokens.chat_options import ChatOptions
 from kvrouter.tokens.prompt import ChatPrompt, PromptEncoder, TextPrompt
 from kvrouter.tokens.tiny import build_tiny_model
@@ -104,9 +104,9 @@ def state(fleet: Fleet) -> str:
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every real prompt is compared, at once."""
-    monkeypatch.setattr(token_checks, "ONE_IN", 1)
-    monkeypatch.setattr(token_checks, "AT_MOST_EVERY_S", 0.0)
-    monkeypatch.setattr(token_checks, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(checks, "ONE_IN", 1)
+    monkeypatch.setattr(checks, "AT_MOST_EVERY_S", 0.0)
+    monkeypatch.setattr(checks, "LOOK_EVERY_S", 0.01)
 
 
 # the engines' /tokenize
@@ -116,7 +116,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines are probed at once, and again after a short rest."""
     monkeypatch.setattr(way_reports, "LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(engine_blocks, "FIRST_REST_S", 0.02)
+    monkeypatch.setattr(engines_way, "FIRST_REST_S", 0.02)
 
 
 def overlap(response: Response) -> int:
@@ -136,7 +136,7 @@ async def readiness(fleet: Fleet) -> Any:
     return found
 
 
-def by_engines(fleet: Fleet) -> EngineBlocks:
+def by_engines(fleet: Fleet) -> EnginesWay:
     found = fleet.frontend.tokens.by_engines
     assert found is not None
     return found
@@ -363,7 +363,7 @@ async def test_options_of_the_engine(
     fleet_of: FleetOf, model: Path, tmp_path: Path, soon: None, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """Flags that decide over tools and efforts show in the ids of probes: overlap follows the engine."""
-    monkeypatch.setattr(token_checks, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(checks, "LOOK_EVERY_S", 0.01)
     directory = tmp_path / "model"
     shutil.copytree(model, directory)
     (directory / "chat_template.jinja").write_text(EFFORT_AND_TOOLS)
@@ -401,7 +401,7 @@ async def test_options_that_nothing_explains(
     fleet_of: FleetOf, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chats with an option that the engine reads in an unknown way have no tokens: it is a problem."""
-    monkeypatch.setattr(token_checks, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(checks, "LOOK_EVERY_S", 0.01)
     for name in ("here", "engine"):
         shutil.copytree(model, tmp_path / name)
     (tmp_path / "here/chat_template.jinja").write_text(EFFORT_AND_TOOLS)
@@ -536,7 +536,7 @@ async def test_one_refused_prompt(fleet_of: FleetOf, model: Path) -> None:
     async with fleet_of(*flags, scripts=(script,)) as fleet:
         await until(probed(fleet), "the engine is probed")
         refuses[0] = True
-        for number in range(engine_blocks.FAILURES + 1):
+        for number in range(engines_way.FAILURES + 1):
             assert 200 == (await fleet.ask({**COMPLETION, "prompt": f"{number}"})).status
         refuses[0] = False
         await fleet.ask(COMPLETION)
@@ -585,11 +585,11 @@ async def test_second_engine(
     fleet_of: FleetOf, model: Path, monkeypatch: pytest.MonkeyPatch, path: str, script: Script
 ) -> None:
     """If one engine fails, the ids come from another, and the first is avoided for a while."""
-    monkeypatch.setattr(EngineBlocks, "look", AsyncMock())
-    monkeypatch.setattr(engine_blocks, "AVOIDED_S", 1e9)
-    monkeypatch.setattr(engine_blocks, "REQUEST_TIMEOUT_S", 20.0)
+    monkeypatch.setattr(EnginesWay, "look", AsyncMock())
+    monkeypatch.setattr(engines_way, "AVOIDED_S", 1e9)
+    monkeypatch.setattr(engines_way, "REQUEST_TIMEOUT_S", 20.0)
     is_silent = script is SILENT
-    monkeypatch.setattr(engine_blocks, "LATE_SHARE", 0.001 if is_silent else 0.9)
+    monkeypatch.setattr(engines_way, "LATE_SHARE", 0.001 if is_silent else 0.9)
     flags = ("--tokenizer", "remote", "--router-mode", "kv", "--no-use-kv-events")
     async with fleet_of(*flags, scripts=(failing(script), engine(model))) as fleet:
         requests = 0
@@ -606,7 +606,7 @@ async def test_second_engine(
 
 async def test_two_engines_that_fail(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the second one fails, too, the request is placed by its text and counted once."""
-    monkeypatch.setattr(EngineBlocks, "look", AsyncMock())
+    monkeypatch.setattr(EnginesWay, "look", AsyncMock())
     flags = ("--tokenizer", "remote", "--router-mode", "kv", "--no-use-kv-events")
     async with fleet_of(*flags, scripts=(failing(says(answer(b"{}", 500))),) * 3) as fleet:
         assert 200 == (await fleet.ask(COMPLETION)).status
@@ -618,7 +618,7 @@ async def test_two_engines_that_fail(fleet_of: FleetOf, monkeypatch: pytest.Monk
 
 async def test_rejected_prompt_is_asked_once(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt that one engine rejects goes to no other."""
-    monkeypatch.setattr(EngineBlocks, "look", AsyncMock())
+    monkeypatch.setattr(EnginesWay, "look", AsyncMock())
     flags = ("--tokenizer", "remote", "--router-mode", "kv", "--no-use-kv-events")
     async with fleet_of(*flags, scripts=(answers_tokenize(status=400),) * 2) as fleet:
         await fleet.ask(COMPLETION)
@@ -629,8 +629,8 @@ async def test_rejected_prompt_is_asked_once(fleet_of: FleetOf, monkeypatch: pyt
 
 async def test_slow_engine(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request waits a bounded time for its tokens; after three times none waits."""
-    monkeypatch.setattr(engine_blocks, "REQUEST_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(EngineBlocks, "look", AsyncMock())
+    monkeypatch.setattr(engines_way, "REQUEST_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(EnginesWay, "look", AsyncMock())
     flags = ("--tokenizer", "remote", "--router-mode", "kv")
     gate = asyncio.Event()
     async with fleet_of(*flags, scripts=(answers_tokenize(gate=gate),)) as fleet:
@@ -740,7 +740,7 @@ async def test_card_with_other_ids(
 
     Neither at once nor by the comparison of what is served: texts stay with the tokenizer of the card.
     """
-    monkeypatch.setattr(token_checks, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(checks, "LOOK_EVERY_S", 0.0)
     script = engine(model, change=lambda ids: [9, *ids] if (ids[0] == 1) == (kind == "chat") else ids)
     async with fleet_of(*with_root(model.parent), scripts=(script,), tokenizer=str(model)) as fleet:
         while f"the ids of a probe {kind} are not" not in str(

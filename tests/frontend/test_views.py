@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from structlog.testing import capture_logs
 
-from kvrouter.frontend.operators import AdminKey, Rights, open_gate
-from kvrouter.frontend.views import answering
+from kvrouter.frontend.operators.operators import AdminKey, Rights, open_gate
+from kvrouter.frontend.operators.views import answering
 from kvrouter.relay.answer import Lines
 from kvrouter.relay.begun import Begun
 from kvrouter.relay.request import Request, RequestHead

@@ -9,7 +9,7 @@ import pytest
 
 from kvrouter.core.wire.hashes import pack_hashes
 from kvrouter.core.wire.ops import Stored
-from kvrouter.frontend.worker_blocks import WorkerBlocks
+from kvrouter.frontend.operators.worker_blocks import WorkerBlocks
 from tests.frontend.clients import get
 from tests.frontend.fleet import POOL, Fleet, FleetOf
 from tests.frontend.workers import until

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.lab.simulate.fleet import Run
 from kvrouter.policies.guarded import GuardedPolicy
 from kvrouter.policies.importing import load_custom_policy
-from kvrouter.simulate.fleet import Run
 from tests.client.examples import blocks
 from tests.policies.test_stories import WORKERS, hot_prefix, newcomer, one_at_a_time
 from tests.policies.world import fleet, router_of

@@ -13,15 +13,15 @@ from kvrouter.core.routing.builtin_policy import BuiltInPolicy
 from kvrouter.core.routing.policy import AUTO, Candidate, Choice, Policy, RouteRequest
 from kvrouter.core.wire.ids import Target
 from kvrouter.errors import ConfigError
+from kvrouter.lab.simulate import generated, workloads
+from kvrouter.lab.simulate.cells import Cell
+from kvrouter.lab.simulate.fleet import Fleet, Run, reference_kind
+from kvrouter.lab.simulate.placement import Replicas
+from kvrouter.lab.simulate.step_model import REFERENCE
 from kvrouter.policies import CUSTOM, PolicySettings
 from kvrouter.policies.guarded import GuardedPolicy
 from kvrouter.policies.importing import GuardedPolicies, guarded
 from kvrouter.policies.kv import Kv
-from kvrouter.simulate import generated, workloads
-from kvrouter.simulate.cells import Cell
-from kvrouter.simulate.fleet import Fleet, Run, reference_kind
-from kvrouter.simulate.placement import Replicas
-from kvrouter.simulate.step_model import REFERENCE
 
 EXAMPLE = Path(__file__).parents[2] / "docs/examples/auto_policy.py"
 

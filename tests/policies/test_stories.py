@@ -12,10 +12,10 @@ import pytest
 
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy
 from kvrouter.core.wire.ids import WorkerId
+from kvrouter.lab.simulate.engines import Arrival
+from kvrouter.lab.simulate.fleet import Run
 from kvrouter.policies import POLICIES, PolicySettings, new_policy
 from kvrouter.policies.prefix_affinity import PrefixAffinity
-from kvrouter.simulate.engines import Arrival
-from kvrouter.simulate.fleet import Run
 from tests.policies.world import arrival, fleet
 
 WORKERS = ("w1", "w2", "w3", "w4")

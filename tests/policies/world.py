@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from kvrouter.core.fleet.router import Router
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy
-from kvrouter.mocker.engine import EngineConfig
-from kvrouter.simulate.engines import Arrival
-from kvrouter.simulate.fleet import Fleet, mocker_kind
-from kvrouter.simulate.placement import Replicas
+from kvrouter.lab.mocker.engine import EngineConfig
+from kvrouter.lab.simulate.engines import Arrival
+from kvrouter.lab.simulate.fleet import Fleet, mocker_kind
+from kvrouter.lab.simulate.placement import Replicas
 
 BLOCK = 16
 ENGINE = EngineConfig(num_blocks=20_000, max_num_seqs=64)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from kvrouter.frontend.bodies.apis import COMPLETION
+from kvrouter.bodies.apis import COMPLETION
 from kvrouter.relay.begun import Begun
 from kvrouter.relay.exchange import Attempt, Limits, Outcome
 from kvrouter.relay.upstream import WorkerConnection

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvrouter.errors import KvRouterError
-from kvrouter.frontend.engine_routes import error_answer
+from kvrouter.frontend.requests.engine_routes import error_answer
 from kvrouter.relay.answer import Served
 from kvrouter.relay.connection import PIPELINED_BYTES, Connections
 from kvrouter.relay.request import ArrivingBytes, Request

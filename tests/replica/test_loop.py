@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvrouter.frontend.background import book_progress
+from kvrouter.frontend.server.background import book_progress
 from tests.frontend.fleet import BODY, POOL, STREAM, FleetOf
 from tests.frontend.workers import (
     OK,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.simulate import workloads
-from kvrouter.simulate.cells import Cell
-from kvrouter.simulate.traces import CONVERSATION_EXCERPT, read_trace
+from kvrouter.lab.simulate import workloads
+from kvrouter.lab.simulate.cells import Cell
+from kvrouter.lab.simulate.traces import CONVERSATION_EXCERPT, read_trace
 from scripts.kit.bench import decisions
 
 SMALL = Cell(workloads.trace(read_trace(CONVERSATION_EXCERPT, 100)), 0.5, load=0.6, workers=2)

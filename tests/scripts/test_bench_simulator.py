@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.simulate.percentiles import Percentiles
+from kvrouter.lab.simulate.percentiles import Percentiles
 from scripts.kit.bench import simulating
 from scripts.kit.bench.simulator import Both, simulated
 from scripts.kit.demo import arrivals

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvrouter.simulate.percentiles import Percentiles, percentiles
-from kvrouter.simulate.report import Possible
+from kvrouter.lab.simulate.percentiles import Percentiles, percentiles
+from kvrouter.lab.simulate.report import Possible
 from scripts.kit.demo import main
 from scripts.kit.figures import MachineTime, figures
 from scripts.kit.load import Outcome

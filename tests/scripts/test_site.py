@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvrouter.frontend import engine_routes
+from kvrouter.frontend.requests import engine_routes
 from scripts.kit import reference_pages, site
 
 ROOT = Path(__file__).parents[2]

@@ -13,9 +13,9 @@ import aiohttp
 from kvrouter import Client
 from kvrouter.bus import NatsOptions
 from kvrouter.bus.embedded import embedded_server
-from kvrouter.mocker.config import MockerConfig
-from kvrouter.mocker.engine import EngineConfig
-from kvrouter.mocker.server import running_mocker
+from kvrouter.lab.mocker.config import MockerConfig
+from kvrouter.lab.mocker.engine import EngineConfig
+from kvrouter.lab.mocker.server import running_mocker
 from scripts.kit.ports import free_ports
 from tests.serve.serving import PATIENCE_S, Serving, serving, until_ready
 

@@ -15,9 +15,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvrouter.mocker.config import MockerConfig
-from kvrouter.mocker.engine import EngineConfig
-from kvrouter.mocker.server import Mocker, running_mocker
+from kvrouter.lab.mocker.config import MockerConfig
+from kvrouter.lab.mocker.engine import EngineConfig
+from kvrouter.lab.mocker.server import Mocker, running_mocker
 from kvrouter.tokens.tiny import build_tiny_model
 from scripts.kit.ports import free_ports
 from tests.serve.serving import (

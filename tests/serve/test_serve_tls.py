@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 
-from kvrouter.mocker.config import MockerConfig
-from kvrouter.mocker.engine import EngineConfig
-from kvrouter.mocker.server import running_mocker
+from kvrouter.lab.mocker.config import MockerConfig
+from kvrouter.lab.mocker.engine import EngineConfig
+from kvrouter.lab.mocker.server import running_mocker
 from kvrouter.tokens.tiny import build_tiny_model
 from scripts.kit.ports import free_ports
 from tests.certificates import Authority

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.frontend.settings import TokenOptions
+from kvrouter.prompts.settings import TokenOptions
 from kvrouter.serve.tokenizers import Tokenizers, tokenizer_of
 from kvrouter.worker.engines.facts import EngineFacts
 from kvrouter.worker.engines.http import Models

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from kvrouter.bus.server_info import read_info
+from kvrouter.observe.verify import VerifyError, compare
 from kvrouter.tokens.tiny import build_tiny_model
-from kvrouter.verify import VerifyError, compare
 from scripts.kit import deployment
 from scripts.kit.deployment import Deployment, Plan
 from scripts.kit.fleet import Fleet, Process, wait_until_ok

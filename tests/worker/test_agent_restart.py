@@ -14,10 +14,10 @@ import pytest
 
 from kvrouter.core.wire.hashes import block_hashes, sequence_hashes
 from kvrouter.core.wire.heartbeats import WorkerBeat
-from kvrouter.mocker.config import MockerConfig
-from kvrouter.mocker.engine import EngineConfig
-from kvrouter.mocker.events import BlockStored, KvEvent
-from kvrouter.mocker.server import Mocker, running_mocker
+from kvrouter.lab.mocker.config import MockerConfig
+from kvrouter.lab.mocker.engine import EngineConfig
+from kvrouter.lab.mocker.events import BlockStored, KvEvent
+from kvrouter.lab.mocker.server import Mocker, running_mocker
 from kvrouter.worker.agent import serve
 from kvrouter.worker.blocks.state import StateFile
 from kvrouter.worker.options import AgentOptions
@@ -102,7 +102,7 @@ async def scene(
     nats_url: str, free_port: Callable[[], int], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Scene]:
     """Everything except the agent. The engine has 64 blocks and replays its last 12 batches."""
-    monkeypatch.setattr("kvrouter.mocker.publisher.BUFFER_STEPS", 12)
+    monkeypatch.setattr("kvrouter.lab.mocker.publisher.BUFFER_STEPS", 12)
     namespace = f"restart-{next(_namespaces)}-{free_port()}"
     engine = EngineConfig(num_blocks=64, block_size=SIZE, max_model_len=128)
     async with (

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from kvrouter.bus import Bus, NatsOptions, Subjects
-from kvrouter.verify import VerifyError
-from kvrouter.verify.agents import Requests
+from kvrouter.observe.verify import VerifyError
+from kvrouter.observe.verify.agents import Requests
 from kvrouter.worker import rank as rank_module
 from kvrouter.worker.agent import serve
 from kvrouter.worker.options import AgentOptions

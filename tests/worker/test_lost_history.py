@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrouter.core.wire.hashes import block_hashes, block_seed, seeded_block_hashes, sequence_hashes
-from kvrouter.mocker.engine import Engine, EngineConfig, EngineRequest
-from kvrouter.mocker.events import BatchEncoder, BlockStored, KvEvent
+from kvrouter.lab.mocker.engine import Engine, EngineConfig, EngineRequest
+from kvrouter.lab.mocker.events import BatchEncoder, BlockStored, KvEvent
 from kvrouter.worker.blocks.state import (
     AgentState,
     Header,

@@ -38,6 +38,7 @@ from msgspec import Meta, Raw, Struct
 from kvrouter.core.wire.hashes import lookahead_id, multimodal_id
 from kvrouter.core.wire.ops import UNREADABLE
 from kvrouter.core.wire.values import MOST_BLOCK_SIZE, MOST_LOOKAHEAD, Text, TokenId
+from kvrouter.engine_versions import reaches, since
 from kvrouter.errors import MalformedFrameError
 from kvrouter.worker.blocks.engine_blocks import BlockIds
 from kvrouter.worker.blocks.resume_points import ALL
@@ -53,7 +54,6 @@ from kvrouter.worker.engines.http import (
     reason_of,
 )
 from kvrouter.worker.engines.metrics import Scrape
-from kvrouter.worker.engines.versions import reaches, since
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.zmq.sockets import EventEndpoints
 

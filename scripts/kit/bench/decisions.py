@@ -20,15 +20,15 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvrouter.lab.simulate import generated, workloads
+from kvrouter.lab.simulate.cells import Cell
+from kvrouter.lab.simulate.compare import Compared, Row, compare
+from kvrouter.lab.simulate.placement import Sync
+from kvrouter.lab.simulate.report import as_json
+from kvrouter.lab.simulate.settings import mode_name
+from kvrouter.lab.simulate.step_model import H100, LARGE_STEPS, SHORTEST
+from kvrouter.lab.simulate.traces import CONVERSATION_EXCERPT, read_trace
 from kvrouter.policies import PolicySettings
-from kvrouter.simulate import generated, workloads
-from kvrouter.simulate.cells import Cell
-from kvrouter.simulate.compare import Compared, Row, compare
-from kvrouter.simulate.placement import Sync
-from kvrouter.simulate.report import as_json
-from kvrouter.simulate.settings import mode_name
-from kvrouter.simulate.step_model import H100, LARGE_STEPS, SHORTEST
-from kvrouter.simulate.traces import CONVERSATION_EXCERPT, read_trace
 from scripts.kit.bench.meter import machine
 
 KV = ("kv:auto", "kv:1", "kv:8")

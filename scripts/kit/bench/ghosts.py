@@ -26,8 +26,8 @@ from rich.table import Table
 from kvrouter.core.tables.ghosts import USE_HALVINGS, Ghosts
 from kvrouter.core.wire.hashes import sequence_hashes
 from kvrouter.core.wire.ids import BlockHash
-from kvrouter.simulate import workloads
-from kvrouter.simulate.traces import CONVERSATION_EXCERPT, read_trace
+from kvrouter.lab.simulate import workloads
+from kvrouter.lab.simulate.traces import CONVERSATION_EXCERPT, read_trace
 from scripts.kit.bench.meter import machine
 
 LENGTHS = (24, 64, 512)

@@ -24,7 +24,7 @@ from statistics import median
 import uvloop
 from rich.table import Table
 
-from kvrouter.simulate.percentiles import percentiles
+from kvrouter.lab.simulate.percentiles import percentiles
 from scripts.kit import deployment
 from scripts.kit.bench.meter import cpu_ns, machine
 from scripts.kit.bench.mock_fleet import (

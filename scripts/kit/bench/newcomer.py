@@ -21,14 +21,14 @@ from statistics import mean
 from rich.table import Table
 
 from kvrouter.core.tables.prefill_speeds import Speed
+from kvrouter.lab.simulate.agenda import Agenda
+from kvrouter.lab.simulate.cells import policy_of
+from kvrouter.lab.simulate.engines import Arrival
+from kvrouter.lab.simulate.fleet import Fleet, Run, reference_kind
+from kvrouter.lab.simulate.percentiles import percentiles
+from kvrouter.lab.simulate.placement import Replicas
+from kvrouter.lab.simulate.step_model import StepModel
 from kvrouter.policies import PolicySettings
-from kvrouter.simulate.agenda import Agenda
-from kvrouter.simulate.cells import policy_of
-from kvrouter.simulate.engines import Arrival
-from kvrouter.simulate.fleet import Fleet, Run, reference_kind
-from kvrouter.simulate.percentiles import percentiles
-from kvrouter.simulate.placement import Replicas
-from kvrouter.simulate.step_model import StepModel
 from scripts.kit.script import new_console
 
 NEW = "new"

@@ -22,7 +22,7 @@ import aiohttp
 import uvloop
 from rich.table import Table
 
-from kvrouter.simulate.percentiles import percentiles
+from kvrouter.lab.simulate.percentiles import percentiles
 from kvrouter.tokens.tiny import build_tiny_model
 from scripts.kit import deployment
 from scripts.kit.deployment import Deployment, Plan

@@ -33,8 +33,8 @@ from kvrouter.core.tables.prefill_speeds import Speed
 from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat
 from kvrouter.core.wire.ids import BookingKey, PoolId, RouterId, Target, WorkerId
 from kvrouter.core.wire.ops import VERSION
+from kvrouter.lab.simulate.cells import policy_of
 from kvrouter.policies import POLICIES, PolicySettings
-from kvrouter.simulate.cells import policy_of
 from scripts.kit.bench.meter import machine
 
 # 9,000 tokens: Heimdall's published prompt.

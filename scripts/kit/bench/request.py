@@ -24,8 +24,8 @@ import uvloop
 from rich.table import Table
 
 import kvrouter
-from kvrouter.frontend.engine_routes import error_answer
-from kvrouter.frontend.operators import AdminKey, Rights, open_gate
+from kvrouter.frontend.operators.operators import AdminKey, Rights, open_gate
+from kvrouter.frontend.requests.engine_routes import error_answer
 from kvrouter.frontend.run import RunningFrontend, running_frontend
 from kvrouter.frontend.settings import parse_options
 from kvrouter.relay.connection import Connections

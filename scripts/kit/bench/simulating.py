@@ -12,11 +12,11 @@ from pathlib import Path
 
 from rich.table import Table
 
+from kvrouter.lab.simulate import generated
+from kvrouter.lab.simulate.cells import Cell
+from kvrouter.lab.simulate.traces import read_trace
+from kvrouter.lab.simulate.workloads import Workload, trace
 from kvrouter.policies import PolicySettings
-from kvrouter.simulate import generated
-from kvrouter.simulate.cells import Cell
-from kvrouter.simulate.traces import read_trace
-from kvrouter.simulate.workloads import Workload, trace
 from scripts.kit.bench.growth import PLOTS
 from scripts.kit.bench.plot import Point, write_plot
 from scripts.kit.script import new_console

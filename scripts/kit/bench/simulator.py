@@ -21,14 +21,14 @@ from typing import Any
 import uvloop
 from rich.table import Table
 
-from kvrouter.mocker.engine import EngineConfig, speed_up
+from kvrouter.lab.mocker.engine import EngineConfig, speed_up
+from kvrouter.lab.simulate.cells import policy_of
+from kvrouter.lab.simulate.engines import Arrival
+from kvrouter.lab.simulate.fleet import Fleet as SimulatedFleet
+from kvrouter.lab.simulate.fleet import mocker_kind
+from kvrouter.lab.simulate.percentiles import Percentiles
+from kvrouter.lab.simulate.placement import Replicas, Sync
 from kvrouter.policies import PolicySettings
-from kvrouter.simulate.cells import policy_of
-from kvrouter.simulate.engines import Arrival
-from kvrouter.simulate.fleet import Fleet as SimulatedFleet
-from kvrouter.simulate.fleet import mocker_kind
-from kvrouter.simulate.percentiles import Percentiles
-from kvrouter.simulate.placement import Replicas, Sync
 from kvrouter.tokens.tiny import build_tiny_model
 from scripts.kit import deployment
 from scripts.kit.demo import BLOCK_SIZE, ENGINES, NUM_BLOCKS, Stage, arrivals

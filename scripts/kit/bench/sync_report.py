@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from kvrouter.simulate.percentiles import percentiles
+from kvrouter.lab.simulate.percentiles import percentiles
 from scripts.kit.bench.meter import Usage
 from scripts.kit.bench.visibility import Seen
 

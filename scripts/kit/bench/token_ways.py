@@ -19,8 +19,8 @@ from typing import Any, TypeAlias
 
 from rich.table import Table
 
-from kvrouter.frontend.bodies import messages, openai, responses
-from kvrouter.frontend.bodies.openai import CompletionRequest
+from kvrouter.bodies import messages, openai, responses
+from kvrouter.bodies.openai import CompletionRequest
 from kvrouter.tokens.prefix_tokens import CacheSettings
 from kvrouter.tokens.prompt import ChatPrompt, PromptEncoder
 from kvrouter.tokens.remote_tokenizer import REQUEST_TIMEOUT_S, EngineTokenizer
@@ -75,7 +75,7 @@ async def _measure(model_path: Path, texts: Sequence[str], prompts: int) -> list
         url = f"http://127.0.0.1:{port}"
         wires = [f"--kv-events=tcp://127.0.0.1:{events}", f"--kv-replay=tcp://127.0.0.1:{replay}"]
         command = [
-            *deployment.python("kvrouter.mocker"),
+            *deployment.python("kvrouter.lab.mocker"),
             f"--port={port}",
             f"--model-path={model_path}",
             *wires,

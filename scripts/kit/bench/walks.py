@@ -46,8 +46,8 @@ import kvrouter
 from kvrouter.bus import Bus
 from kvrouter.frontend.run import RunningFrontend, running_frontend
 from kvrouter.frontend.settings import parse_options
-from kvrouter.mocker.config import MockerConfig
-from kvrouter.mocker.server import Mocker, running_mocker
+from kvrouter.lab.mocker.config import MockerConfig
+from kvrouter.lab.mocker.server import Mocker, running_mocker
 from kvrouter.telemetry.logs import set_up_logs
 from kvrouter.tokens.tiny import build_tiny_model
 from kvrouter.worker.agent import serve as serve_agent

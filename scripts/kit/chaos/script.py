@@ -22,8 +22,8 @@ import structlog
 import uvloop
 from rich.console import Console
 
-from kvrouter.simulate.traces import TraceError
-from kvrouter.verify import VerifyError, compare
+from kvrouter.lab.simulate.traces import TraceError
+from kvrouter.observe.verify import VerifyError, compare
 from kvrouter.version import __version__
 from scripts.kit import proxies
 from scripts.kit.chaos.faults import (

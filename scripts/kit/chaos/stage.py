@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from kvrouter.bus import NatsOptions, Subjects
 from kvrouter.bus.rights import VERIFY
 from kvrouter.config import open_bus
+from kvrouter.observe.verify import VerifyError, compare
+from kvrouter.observe.verify.agents import Requests
 from kvrouter.tokens.tiny import build_tiny_model
-from kvrouter.verify import VerifyError, compare
-from kvrouter.verify.agents import Requests
 from kvrouter.worker.options import worker_id_of
 from scripts.kit import deployment
 from scripts.kit.chaos.cluster import Link, start_cluster

@@ -21,7 +21,7 @@ import zmq.asyncio
 from kvrouter.core.wire.hashes import block_hashes, sequence_hashes
 from kvrouter.core.wire.ids import SequenceHash, WorkerId
 from kvrouter.core.wire.ops import DISK, ReplayRequest, encode
-from kvrouter.verify.agents import RankFeed, Requests
+from kvrouter.observe.verify.agents import RankFeed, Requests
 from kvrouter.worker.blocks.engine_blocks import EngineHash
 from kvrouter.worker.engines.vllm import BlockRemoved, BlockStored, decode_batch
 

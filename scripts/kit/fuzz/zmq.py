@@ -22,8 +22,8 @@ from rich.table import Table
 from kvrouter.bus import Subjects
 from kvrouter.bus.rights import VERIFY
 from kvrouter.config import open_bus
-from kvrouter.verify import VerifyError
-from kvrouter.verify.agents import Requests
+from kvrouter.observe.verify import VerifyError
+from kvrouter.observe.verify.agents import Requests
 from scripts.kit.bench.meter import resident_bytes
 from scripts.kit.chaos.truth import agent_blocks
 from scripts.kit.deployment import start_nats

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from kvrouter.observe.top.__main__ import look_twice
+from kvrouter.observe.top.screen import Choices, draw
+from kvrouter.observe.top.settings import COMMAND
+from kvrouter.observe.top.view import view
+from kvrouter.observe.verify.index_command import open_replicas
 from kvrouter.settings.read import load
-from kvrouter.top.__main__ import look_twice
-from kvrouter.top.screen import Choices, draw
-from kvrouter.top.settings import COMMAND
-from kvrouter.top.view import view
-from kvrouter.verify.index_command import open_replicas
 from scripts.kit.incidents.faults import Incident, Scene
 from scripts.kit.prometheus import Prometheus
 from scripts.kit.screenshots import SCHEMES, has_browser, take

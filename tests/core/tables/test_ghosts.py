@@ -11,7 +11,7 @@ import pytest
 from kvrouter.core.tables.ghosts import LEAST_POOLED, MOST_SAMPLED, Ghosts
 from kvrouter.core.wire.hashes import sequence_hashes
 from kvrouter.core.wire.ids import BlockHash
-from kvrouter.simulate import generated, traces, workloads
+from kvrouter.lab.simulate import generated, traces, workloads
 
 
 def _chain(blocks: Iterable[int]) -> list[int]:

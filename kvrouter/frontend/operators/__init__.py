@@ -1,0 +1,1 @@
+"""What operators ask a replica, and change in it."""

@@ -1,0 +1,1 @@
+"""The record of a request, and who reads it at its end."""

@@ -1,0 +1,115 @@
+"""What reads the record of a request when it is over: metrics, /clients, audit, access log, traces.
+
+What happens before is counted at once (completions.py): its placement, its first byte, and what becomes of
+each attempt at its worker. What an attempt has relayed is noted in the record here, and read at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from kvrouter.core.audit.findings import Audit
+from kvrouter.errors import KvRouterError
+from kvrouter.frontend.operators.decision_views import DecisionViews
+from kvrouter.frontend.records.access_log import AccessLog
+from kvrouter.frontend.records.client_totals import ClientTotals
+from kvrouter.frontend.records.prediction_checks import check_answer
+from kvrouter.frontend.records.record import Record, Running, clock, ending_without_worker
+from kvrouter.frontend.requests import engine_routes
+from kvrouter.relay.engine_answers import UNKNOWN_MODEL
+from kvrouter.relay.exchange import Attempt, Done, Lost, Rejected, Retried
+from kvrouter.relay.request import Request
+from kvrouter.relay.timed_attempt import TimedAttempt
+from kvrouter.telemetry.metrics import OTHER, RequestMetrics
+
+log = structlog.get_logger()
+
+# Paths that the label `route` of kvrouter_requests_total may have.
+ROUTES = engine_routes.PATHS
+
+
+class Readers:
+    """`decisions`: as people see them; the others read what their names say."""
+
+    def __init__(
+        self,
+        metrics: RequestMetrics,
+        clients: ClientTotals,
+        audit: Audit,
+        access: AccessLog,
+        decisions: DecisionViews,
+    ) -> None:
+        self.metrics = metrics
+        self.clients = clients
+        self.access = access
+        self.decisions = decisions
+        self._audit = audit
+        self._now = asyncio.get_running_loop().time
+
+    def attempt_ended(self, record: Record, running: Running, attempt: Attempt) -> None:
+        """Count what an attempt has relayed, whole or not, and compare the prediction of a good one."""
+        work, metrics, events = running.work, self.metrics, attempt.events
+        running.events = events
+        if work.api.parse is not None:
+            running.output_tokens = tokens = attempt.output_tokens()
+            if tokens:
+                metrics.output_tokens.inc(running.model, tokens)
+            if running.first_at and events > 1:
+                metrics.between.observe((clock() - running.first_at) / (events - 1), running.model)
+        if isinstance(attempt, TimedAttempt):
+            metrics.relay.observe(attempt.spent_s)
+        if work.traits is not None or record.is_noted:
+            running.usage = work.api.find_usage(attempt.tail)
+        if running.is_good:
+            check_answer(running, self._audit, self._now())
+
+    def attempt_failed(self, running: Running, failure: Rejected | Lost | Retried) -> str:
+        """Count and log an attempt that failed; returns what the log has as its detail."""
+        match failure:
+            case Rejected(status, body=body):
+                reason, detail = "retried" if status == UNKNOWN_MODEL else str(status), body[:200]
+            case Lost(detail):
+                reason = "lost"
+            case Retried(detail):
+                reason = "retried"
+        reason = "died" if running.is_lost else reason
+        self.metrics.failed_attempts.inc(reason)
+        log.warning(
+            "worker.failed_request",
+            request=running.work.id,
+            worker=str(running.placement.target),
+            reason=reason,
+            detail=detail,
+        )
+        return str(detail)
+
+    def ended(self, record: Record) -> None:
+        """A request is over."""
+        record.ended_at = clock()
+        metrics, work, last, ending = self.metrics, record.work, record.last, record.ending()
+        model, mode = "", ""
+        if work is not None:
+            model = metrics.models[work.router.pool.model]
+            mode = work.route.mode or work.router.modes.default.mode
+        # Only the APIs' own routes lead here, so the path is not the client's choice.
+        metrics.requests.values[model, record.request.head.route, mode, record.status, ending] += 1
+        self.clients.of(record.request, self._now()).count(record, ending)
+        if last is not None and isinstance(last.outcome, Done) and last.outcome.failure:
+            metrics.broken.inc()
+        if record.served is None:
+            metrics.cancelled.inc()
+        else:
+            metrics.duration.observe(record.lasted_s, model)
+        if ending != "ok" or record.error is not None or record.is_noted:
+            self.access.end(record)
+
+    def refused(
+        self, request: Request | None, request_id: str, error: KvRouterError, client: str = ""
+    ) -> None:
+        """Count and log a request that reached no worker's route. `request`: None if it was not readable."""
+        route = OTHER if request is None or request.head.route not in ROUTES else request.head.route
+        ending = ending_without_worker(error.status, is_api=route != OTHER)
+        self.metrics.requests.values["", route, "", error.status, ending] += 1
+        self.access.refused(request, request_id, error, ending, client)

@@ -1,0 +1,216 @@
+"""What is known of one request, from its arrival to its end.
+
+    arrived ──> tokenized ──> accepted ──> queued ──> attempt ──> … ──> served ──> ended
+                                                         ^ │
+                                        another worker ──┘ └── decided ──> sent ──> first byte ──> ended
+
+It is written where the request is served, and read once when it is over (readers.py). To note a time is one
+reading of the clock, so nothing asks first whether a log or a trace wants it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from msgspec import Struct
+
+from kvrouter.bodies.apis import Api
+from kvrouter.core.fleet.router import Placement, Router
+from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.core.routing.worker import Worker
+from kvrouter.core.tables.predictions import Kind, Usage
+from kvrouter.core.wire.ids import Target
+from kvrouter.frontend.requests.kept_responses import NewResponse
+from kvrouter.prompts.ways import Sendable
+from kvrouter.relay.answer import Served
+from kvrouter.relay.exchange import Done, Limits, Outcome
+from kvrouter.relay.request import Request
+from kvrouter.telemetry.metrics import TargetCounts
+
+if TYPE_CHECKING:
+    from kvrouter.telemetry.spans import Trace
+
+# Of all times here that are read after the request, since the event loop's has whole ms under uvloop (0.23).
+clock = time.perf_counter
+# The status of a request whose client has left.
+CLIENT_LEFT = 499
+
+Ending: TypeAlias = Literal["ok", "refused", "failed", "broken", "left"]
+"""refused: 4xx, of router or worker, and any error outside the APIs' routes; failed: 5xx; broken: after the
+first byte; left: the client did."""
+
+
+class Traits(Struct, frozen=True):
+    """Properties of a request that decide whether its prediction can be compared, and how."""
+
+    kind: Kind | None
+    is_single: bool
+    reads_cache: bool
+    """False if the engine computes the whole prompt, cached or not: 0 cached tokens are right then."""
+
+
+class SentIds(Struct):
+    """Token ids that a chat may be sent with."""
+
+    field: bytes
+    """As the body has them."""
+    sendable: Sendable | None
+    """None: the chat has been answered, and no further attempt needs them."""
+    context_tokens: int
+    """What they and the asked output take of a context."""
+
+    def may_go_to(self, worker: Worker | None) -> bool:
+        """Whether they are what its engine would compute, and it would not reject the chat for its length."""
+        if worker is None or 0 < worker.card.max_model_len <= self.context_tokens:
+            return False
+        return self.sendable is not None and self.sendable.may_go_to(worker)
+
+    def release(self) -> None:
+        """Free the memory: a long answer would hold it as long as it streams."""
+        self.field, self.sendable = b"", None
+
+
+class Work(Struct, frozen=True):
+    """A client's request, ready to be routed."""
+
+    id: str
+    request: Request
+    body: bytes
+    stream: bool
+    route: RouteRequest
+    router: Router
+    received_at: float
+    traits: Traits | None
+    """None if its tokens are not known: then nothing is predicted."""
+    api: Api
+    response: NewResponse | None
+    """What `previous_response_id` may name later."""
+    has_engine_arguments: bool
+    """Whether its body contains `vllm_xargs`."""
+    is_dry_run: bool
+    """Whether to reply with the decision only, without sending the request."""
+    reads_end: bool
+    """Whether its policy is told how long the answer was."""
+    shows_worker: bool
+    """Whether its client may see which worker answers."""
+    ids: SentIds | None
+    """Its token ids, for engines that may get them."""
+
+
+class Running(Struct):
+    """An attempt, from its decision on: a request at a worker, with a booking of its own.
+
+    Times are those of `clock`. `Attempt` of the relay carries its bytes.
+    """
+
+    work: Work
+    placement: Placement
+    # The targets that it must not move to; None: no retry is left, so it stays.
+    excluded: frozenset[Target] | None
+    model: str
+    """The label of its model in metrics."""
+    counts: TargetCounts
+    """Of its target."""
+    decided: tuple[float, float]
+    """When the decision began and ended."""
+    sent_at: float
+    """By the clock of decisions, as that of the loss of its worker."""
+    terms: Callable[[], dict[str, Any]] | None = None
+    """What the choice was judged by, if it is traced: asked when it is over, as that takes a while."""
+    span: Any = None
+    """Of OpenTelemetry, if it is traced and was sent: its worker gets the id."""
+    prompt_tokens: int = 0
+    """0: its tokens are not known."""
+    overlap_tokens: int = 0
+    """Predicted to be cached."""
+    first_at: float = 0.0
+    """When its first data came; 0: not yet, or it is not streamed."""
+    is_lost: bool = False
+    """Whether its worker was lost with it in hand."""
+    is_refused: bool = False
+    """Whether its worker refused the connection at once."""
+    # From here on: once it is over.
+    outcome: Outcome | None = None
+    """None: it was cancelled, as the client left or this replica ended."""
+    ended_at: float = 0.0
+    events: int = 0
+    """Of a stream."""
+    output_tokens: int | None = None
+    """None: not known."""
+    usage: Usage | None = None
+    """What its engine counted, if a reader of the record needs it."""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether its worker has answered with 200, to the end."""
+        return isinstance(self.outcome, Done) and self.outcome.status == 200 and not self.outcome.failure
+
+
+class Record(Struct):
+    """One request. Times are those of `clock`."""
+
+    request: Request
+    id: str
+    received_at: float
+    """By the clock of decisions, as the times of sessions."""
+    began_at: float
+    limits: Limits = Limits()
+    """As they were when it began: a reload changes those of later requests."""
+    is_logged: bool = False
+    """Whether it is logged even if it is served."""
+    trace: Trace | None = None
+    """None: it is not sampled."""
+    tokenized: tuple[float, float] | None = None
+    """When that began and ended."""
+    accepted_at: float = 0.0
+    """Body, tokens and hashes are read; 0: not so far."""
+    queued_at: float = 0.0
+    """When it left the queue, let pass or refused; 0: there is none, or not so far."""
+    work: Work | None = None
+    """None: it was not accepted."""
+    attempts: list[Running] = []
+    """Where it was sent, in turn. Each has a worker, a booking, times and an outcome of its own: the two legs
+    of a request (prefill, decode), or a stream that moves to another worker, are two of them."""
+    served: Served | None = None
+    """None: it is not over, or its client left."""
+    error: Exception | None = None
+    """Why this replica answered in place of a worker."""
+    ended_at: float = 0.0
+
+    @property
+    def last(self) -> Running | None:
+        """The attempt whose answer the client got, if it got one of a worker's."""
+        return self.attempts[-1] if self.attempts else None
+
+    @property
+    def is_noted(self) -> bool:
+        """Whether it is logged or traced even if it is served."""
+        return self.is_logged or self.trace is not None
+
+    @property
+    def lasted_s(self) -> float:
+        """From its arrival to its end."""
+        return self.ended_at - self.began_at
+
+    @property
+    def status(self) -> int:
+        """The status that its client got."""
+        return CLIENT_LEFT if self.served is None else self.served.status
+
+    def ending(self) -> Ending:
+        """How it ended."""
+        served = self.served
+        if served is None:
+            return "left"
+        if served.failure or served.needs_reset:
+            return "broken"
+        if served.status < 400:
+            return "ok"
+        return "refused" if served.status < 500 else "failed"
+
+
+def ending_without_worker(status: int, *, is_api: bool) -> Ending:
+    """Alerts count `failed`: one dashboard too many (503) or HTTP/2 (505) is no failed request of a user."""
+    return "failed" if is_api and status >= 500 else "refused"

@@ -1,0 +1,386 @@
+"""The first half of the request path: bytes become a request that can be routed.
+
+body ──> parsed fields ──> pool ──> overrides ──> tokens, hashes, text ──> Work
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import cycle, repeat
+from types import MappingProxyType
+from typing import TypeVar
+
+from msgspec import UNSET, Struct
+from msgspec.structs import replace
+
+from kvrouter.bodies import openai, responses
+from kvrouter.bodies.aliases import renamed, renamed_target
+from kvrouter.bodies.apis import Api, Parse
+from kvrouter.bodies.edits import (
+    Edit,
+    apply,
+    edits_of,
+    may_have_priority,
+    removed_from,
+    token_ids_field,
+    with_request_id,
+    without_priority,
+)
+from kvrouter.bodies.large import LARGE_BYTES, LargeBody, in_slices
+from kvrouter.bodies.lax import PLAIN, in_utf8
+from kvrouter.core.fleet.pool import Pool
+from kvrouter.core.fleet.pools import Pools
+from kvrouter.core.fleet.router import Router
+from kvrouter.core.routing.builtin_policy import BuiltInPolicy
+from kvrouter.core.routing.policy import Prompt, RouteRequest, Wanted
+from kvrouter.core.tables.predictions import Kind
+from kvrouter.errors import BadRequestError, NotMendedError, UnknownResponseError
+from kvrouter.frontend.operators.operators import Rights
+from kvrouter.frontend.records.record import Record, SentIds, Traits, Work, clock
+from kvrouter.frontend.requests import passthrough
+from kvrouter.frontend.requests.first_worker import FirstWorker
+from kvrouter.frontend.requests.kept_responses import (
+    MOST_ID_CHARACTERS,
+    KeptResponse,
+    KeptResponses,
+    NewResponse,
+    find_response,
+    new_response_id,
+)
+from kvrouter.frontend.requests.overrides import (
+    DIRECT,
+    NO_OVERRIDES,
+    Dialect,
+    Overrides,
+    find_wanted,
+    read_overrides,
+)
+from kvrouter.frontend.requests.owners import owned, owner_of
+from kvrouter.prompts.ways import Naming, PromptWays, Sendable
+from kvrouter.relay.request import OVERRIDES, Request
+from kvrouter.telemetry.metrics import RequestMetrics
+from kvrouter.tokens import prompt as texts
+from kvrouter.tokens.prompt import ChatPrompt, TextPrompt
+
+Asked = TypeVar("Asked", bound=openai.CompletionRequest)
+
+# A text with more characters than this for each token of the model's length is not tokenized: its engine will
+# reject it, and tokenizing 30 MB of text would take 40 s.
+_MOST_CHARACTERS_PER_TOKEN = 64
+_UNKNOWN_MODEL_LEN = 131_072
+# One prompt of this many is measured for kvrouter_hash_seconds: to measure each would cost 0.4 % of it.
+HASHING_TIMED_EVERY = 16
+
+
+class _Read(Struct, frozen=True):
+    """A body and what was read from it."""
+
+    body: bytes
+    large: LargeBody | None
+    asked: openai.CompletionRequest
+    router: Router
+    before: KeptResponse | None
+    """The response that it continues."""
+    is_json: bool
+    rename: Edit | None
+    """Replaces an alias by its model's own name."""
+    owner: str
+    """Whose the response will be; empty for requests of other APIs."""
+
+
+class Accept:
+    def __init__(
+        self,
+        pools: Pools,
+        blocks: PromptWays,
+        metrics: RequestMetrics,
+        dialect: Dialect,
+        aliases: Mapping[str, str] = MappingProxyType({}),
+        *,
+        wait_for_workers_s: float = 0.0,
+    ) -> None:
+        self._pools = pools
+        self._first_worker = FirstWorker(pools.has_names, wait_for_workers_s) if wait_for_workers_s else None
+        self._blocks = blocks
+        self._metrics = metrics
+        self.dialect = dialect
+        self.aliases = aliases
+        self.kept = KeptResponses()
+        self._times_hashing = cycle((True, *repeat(False, HASHING_TIMED_EVERY - 1)))
+
+    async def work(self, record: Record, api: Api, rights: Rights | None) -> Work:
+        """Read what routing needs from a request. Raises KvRouterError. `rights`: its client's; None: all."""
+        request, may_override, may_see = record.request, True, True
+        if rights is not None and (rights.are_limited or rights.key.is_set):
+            may_override, may_see = rights.of(request)
+        if self._first_worker is not None:
+            await self._first_worker.wait()
+        read = await self._read(request, api, record.received_at)
+        asked, router = read.asked, read.router
+        overrides = self._overrides(request, read, may_override=may_override)
+        wanted, mode = _wanted(request, read, overrides)
+        policy = (router.modes.of(mode) if mode else router.modes.default).policy
+        lora_name = _lora_name(router, asked)
+        found_ids: list[Sendable] = []
+        prompts = await self._prompts(read, api, policy, record, found_ids)
+        route = RouteRequest(
+            request_id=record.id,
+            prompts=prompts,
+            lora_name=lora_name,
+            overlap_weight=overrides.overlap_weight,
+            temperature=overrides.temperature,
+            text=texts.plain_text(asked.prompt) if policy.needs_text else "",
+            session=overrides.session,
+            bucket=overrides.bucket,
+            wanted=wanted,
+            priority=_priority(asked, overrides, may_override=may_override),
+            parent_session=overrides.parent_session,
+            mode=mode,
+            reads_cache=asked.reads_cache,
+            served_name=asked.model if asked.model in router.pool.uneven_names else "",
+            context_tokens=0 if router.pool.has_equal_contexts else _context_tokens(asked, prompts),
+        )
+        sent, response = _with_id(self._edited(request, read, may_override=may_override), read)
+        return Work(
+            id=record.id,
+            request=request,
+            body=sent,
+            stream=asked.stream,
+            route=route,
+            router=router,
+            received_at=record.received_at,
+            traits=_traits(asked, lora_name, prompts, api) if prompts else None,
+            api=api,
+            response=response,
+            has_engine_arguments=asked.engine_arguments is not UNSET,
+            is_dry_run=overrides.dry_run,
+            reads_end=policy.reads_ends,
+            shows_worker=may_see,
+            ids=await _sent_ids(asked, prompts, found_ids[0]) if found_ids else None,
+        )
+
+    async def _read(self, request: Request, api: Api, now: float) -> _Read:
+        """Parse the body. A response continues the chat of the one before it."""
+        parse, before, owner = api.parse, None, ""
+        body = await request.read() if request.body is None else request.body
+        is_json = bool(body) and (parse is not None or passthrough.is_json(request))
+        if not body.startswith(PLAIN) and is_json:
+            body = in_utf8(body) if len(body) <= LARGE_BYTES else await asyncio.to_thread(in_utf8, body)
+        passed: Parse = partial(passthrough.parse, request)
+        large = None
+        if len(body) > LARGE_BYTES:
+            # Of routes without `parse` no values are decoded (passthrough.py).
+            large = await LargeBody.read(body) if parse is not None else LargeBody(body)
+        asked, large = await _parsed(parse or passed, body, large)
+        router = self._pools.router_for(self.aliases.get(asked.model or "", asked.model))
+        if isinstance(asked, responses.ResponseRequest):
+            owner = owner_of(request.headers)
+            before = self._response_before(asked, router, owner, now)
+            self._check_own_id(asked, router, owner, now)
+            if before is not None:
+                parse = partial(responses.parse, history=before.chat)
+                asked = responses.continued(asked, before.chat)
+        if large is not None and large.runs and parse is not None:
+            asked = await large.with_ids(asked, parse, _longest_context(router.pool))
+        rename = None
+        if asked.model and (model := self.aliases.get(asked.model)) is not None:
+            asked, rename = _without_alias(request, asked, asked.model, model)
+        return _Read(
+            body=body,
+            large=large,
+            asked=asked,
+            router=router,
+            before=before,
+            is_json=is_json,
+            rename=rename,
+            owner=owner,
+        )
+
+    def _edited(self, request: Request, read: _Read, *, may_override: bool) -> bytes:
+        """The body that an engine gets. What the client sent and no engine gets is counted."""
+        is_plain = read.asked.is_plain and read.rename is None and not request.head.has_overrides
+        if is_plain and may_override:  # nearly always
+            return read.body
+        body, edits, removed = read.body, edits_of(read.asked), removed_from(read.asked)
+        if not may_override and read.is_json and may_have_priority(body):
+            edits.append(without_priority)
+        if read.rename is not None:
+            edits.append(read.rename)
+        if edits:
+            body = apply(edits, body) if read.large is None else read.large.edited(edits)
+        if request.head.has_overrides:
+            removed.add(f"{OVERRIDES}*")
+        for kind in removed:
+            self._metrics.removed_fields.inc(kind)
+        return body
+
+    def _response_before(
+        self, asked: responses.ResponseRequest, router: Router, owner: str, now: float
+    ) -> KeptResponse | None:
+        """The response that a request continues, if it is known and its target is live.
+
+        Raises UnknownResponseError if it is another client's.
+        """
+        if asked.previous_id is None:
+            return None
+        target_of = partial(router.tables.sessions.target_of, now=now)
+        found = find_response(asked.previous_id, owner, self.kept, target_of)
+        return found if found is not None and found.target in router.pool.targets else None
+
+    def _check_own_id(self, asked: responses.ResponseRequest, router: Router, owner: str, now: float) -> None:
+        """Raise BadRequestError if the client chose an id that another client's response has."""
+        if asked.own_id is None or len(asked.own_id) > MOST_ID_CHARACTERS:
+            return
+        try:
+            find_response(asked.own_id, owner, self.kept, partial(router.tables.sessions.target_of, now=now))
+        except UnknownResponseError:
+            raise BadRequestError("`request_id`: choose another one", param="request_id") from None
+
+    def _overrides(self, request: Request, read: _Read, *, may_override: bool) -> Overrides:
+        asked = read.asked
+        names_none = self.dialect.headers.isdisjoint(request.headers)
+        if names_none and asked.kvrouter is None and not asked.session_id and asked.nvext is None:
+            return NO_OVERRIDES  # most requests
+        nvext = asked.nvext.overrides() if asked.nvext is not None else {}
+        ignored = None if may_override else self._count_ignored
+        found = read_overrides(
+            request.headers, asked.kvrouter, asked.session_id, self.dialect, nvext, ignored=ignored
+        )
+        owner = (read.owner or owner_of(request.headers)) if found.session else ""
+        if not owner:
+            return found
+        session, parent = owned(found.session, owner), owned(found.parent_session, owner)
+        return dataclasses.replace(found, session=session, parent_session=parent)
+
+    def _count_ignored(self) -> None:
+        self._metrics.removed_fields.inc("overrides")
+
+    async def _prompts(
+        self, read: _Read, api: Api, policy: BuiltInPolicy, record: Record, found_ids: list[Sendable]
+    ) -> tuple[Prompt, ...]:
+        """Token ids, then hashes. Empty if the tokens are not known, or placing needs none.
+
+        `found_ids` gets the ids of a chat that are to be sent with it.
+        """
+        asked, router, prompt = read.asked, read.router, read.asked.prompt
+        # A request in a mode without tokens is tokenized, too, if other requests of the pool are placed by
+        # the tokens and blocks that its booking holds.
+        needs_tokens = router.needs_tokens or policy.needs_tokens
+        if prompt is None or not needs_tokens or (api.parse is None and not _caches(router.pool)):
+            return ()
+        if asked.token_ids is not None and router.pool.takes_token_ids and not texts.has_media(prompt):
+            prompt = texts.TokenPrompt([asked.token_ids])
+        most_characters = _MOST_CHARACTERS_PER_TOKEN * (router.pool.max_model_len or _UNKNOWN_MODEL_LEN)
+        if texts.text_characters(prompt) > most_characters:
+            return ()
+        hashed = self._metrics.hash.observe if next(self._times_hashing) else None
+        found = found_ids.append if asked.may_be_ids and router.pool.sends_token_ids else None
+        lora_name, salt = _lora_name(router, asked), asked.cache_salt
+        naming = Naming(router.pool, asked.model, lora_name, salt, hashed, asked.extra_key, found)
+        began = clock()
+        try:
+            return await self._blocks.hashes(prompt, naming)
+        finally:
+            record.tokenized = began, clock()
+            self._metrics.tokenize.observe(record.tokenized[1] - began)
+
+
+async def _parsed(
+    parse: Parse, body: bytes, large: LargeBody | None
+) -> tuple[openai.CompletionRequest, LargeBody | None]:
+    """The request, and its body if that has to be read in slices."""
+    if large is None:
+        try:
+            return parse(body), None
+        except NotMendedError:
+            large = LargeBody(body)
+    return await large.parse(parse), large
+
+
+def _wanted(request: Request, read: _Read, overrides: Overrides) -> tuple[Wanted | None, str]:
+    """The target that a request has to go to, if any, and the mode that places it."""
+    if overrides.target:
+        return find_wanted(overrides.target, request.headers, read.router.pool), overrides.mode
+    if read.before is not None:
+        # No other engine has the response, not even if this one has lost the blocks of its chat.
+        return read.before.wanted, DIRECT
+    return None, overrides.mode
+
+
+def _with_id(body: bytes, read: _Read) -> tuple[bytes, NewResponse | None]:
+    """The body with an id for its response, which is remembered if the engine may keep it."""
+    asked, before, owner = read.asked, read.before, read.owner
+    if not isinstance(asked, responses.ResponseRequest):
+        return body, None
+    if not asked.is_kept or len(asked.own_id or "") > MOST_ID_CHARACTERS:
+        return body, None
+    response_id = asked.own_id or new_response_id(owner)
+    chat = asked.prompt.messages if isinstance(asked.prompt, ChatPrompt) else None
+    size_bytes = len(body) + (before.size_bytes if before is not None else 0)
+    new = NewResponse(response_id, chat, size_bytes, owner)
+    return body if asked.own_id is not None else with_request_id(body, response_id), new
+
+
+def _without_alias(request: Request, asked: Asked, alias: str, model: str) -> tuple[Asked, Edit]:
+    """The request by its model's own name, and the edit that its body needs. Its query is changed at once."""
+    target = renamed_target(request.head.path, alias, model)
+    if target != request.head.path:
+        request.head = request.head.with_path(target)  # a new one: requests share heads
+    content_type = request.headers.get("content-type", "")
+    edit = partial(renamed, content_type=content_type, alias=alias, model=model)
+    return replace(asked, model=model), edit
+
+
+async def _sent_ids(
+    asked: openai.CompletionRequest, prompts: tuple[Prompt, ...], sendable: Sendable
+) -> SentIds:
+    field = await in_slices(token_ids_field(sendable.ids))
+    return SentIds(field, sendable, _context_tokens(asked, prompts))
+
+
+def _context_tokens(asked: openai.CompletionRequest, prompts: tuple[Prompt, ...]) -> int:
+    """What the longest prompt and the asked output take of a context, estimated if tokens are not known."""
+    longest = max([prompt.isl for prompt in prompts], default=0) or texts.estimated_isl(asked.prompt)
+    return longest + max(1, asked.asked_output)
+
+
+_WORDS: dict[type, str] = {ChatPrompt: "chat", TextPrompt: "text"}
+
+
+def _traits(
+    asked: openai.CompletionRequest, lora_name: str | None, prompts: Sequence[Prompt], api: Api
+) -> Traits:
+    """`prompts`: those whose tokens are known."""
+    kind: Kind | None = None  # if the tokens are not known, or known only up to an image
+    if not [prompt for prompt in prompts if not prompt.is_known]:  # half the time of `all`
+        name = api.converted or _WORDS.get(type(asked.prompt), "tokens")
+        kind = Kind(name, bool(lora_name), bool(asked.cache_salt))  # type: ignore[arg-type]  # one of its names
+    # Engines report the cached tokens of one prompt and one answer only.
+    is_single = len(prompts) == 1 and asked.n == 1 and not asked.is_beam_search
+    return Traits(kind, is_single, asked.reads_cache)
+
+
+def _priority(asked: openai.CompletionRequest, overrides: Overrides, *, may_override: bool) -> int:
+    """Lower goes first. All clients without the right to choose are equal."""
+    if not may_override:
+        return 0
+    return asked.priority if overrides.priority is None else overrides.priority
+
+
+def _caches(pool: Pool) -> bool:
+    """Whether an engine may reuse what it computed. Those with bidirectional attention (BERT) cannot."""
+    return any(worker.card.prefix_caching is not False for worker in pool.workers.values())
+
+
+def _longest_context(pool: Pool) -> int:
+    """Tokens that fit the worker with the longest context; 0 if a worker's is not known."""
+    lengths = [worker.card.max_model_len for worker in pool.workers.values()]
+    return max(lengths) if lengths and all(lengths) else 0
+
+
+def _lora_name(router: Router, asked: openai.CompletionRequest) -> str | None:
+    """The model that the client names, if it is an adapter."""
+    return asked.model if asked.model in router.pool.lora_names else None

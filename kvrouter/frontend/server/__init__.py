@@ -1,0 +1,1 @@
+"""The process: its sockets, its siblings, its tasks, and HTTP."""

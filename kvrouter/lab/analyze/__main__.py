@@ -1,0 +1,74 @@
+"""`kvrouter analyze`: what a trace, or live traffic, holds for a router."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvrouter.errors import ConfigError, KvRouterError
+from kvrouter.lab.analyze.analysis import Analysis, FleetSize, analyze
+from kvrouter.lab.analyze.guide import advice_of
+from kvrouter.lab.analyze.live import Live, read_live
+from kvrouter.lab.analyze.report import show, write_html, write_json
+from kvrouter.lab.analyze.settings import COMMAND, AnalyzeSettings
+from kvrouter.lab.simulate.progress import shown_progress
+from kvrouter.lab.simulate.report_html import Page
+from kvrouter.lab.simulate.traces import trace_requests, write_trace
+from kvrouter.settings.read import Loaded, run
+
+WORKERS, BLOCKS_EACH, BLOCK_SIZE = 8, 27_000, 16
+"""The fleet if neither flags nor workers say: as in `kvrouter simulate`."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Analyze and print; returns the exit code."""
+    return run(COMMAND, arguments, _main)
+
+
+def _main(loaded: Loaded[AnalyzeSettings]) -> int:
+    settings = loaded.settings
+    # before the work, so that a missing library does not waste it
+    page = Page("What a trace holds for a router") if settings.html is not None else None
+    try:
+        found = _analysis(settings)
+    except KvRouterError as error:
+        raise ConfigError(str(error)) from None
+    advice = advice_of(found)
+    # files first: nothing is printed if one cannot be written
+    if settings.json is not None:
+        write_json(settings.json, found, advice)
+    if page is not None and settings.html is not None:
+        write_html(page, settings.html, found, advice)
+    show(found, advice)
+    return 0
+
+
+def _analysis(settings: AnalyzeSettings) -> Analysis:
+    if settings.live is not None:
+        live = asyncio.run(read_live(settings.live, settings.access, settings.model))
+        kept = live.requests[-settings.requests :] if settings.requests else live.requests
+        if settings.save_trace is not None:
+            answers = settings.output_tokens or 0
+            write_trace(settings.save_trace, [replace(one, output_tokens=answers) for one in kept])
+        return analyze(kept, _fleet(settings, live), source=live.source)
+    path = settings.trace
+    assert path is not None
+    with shown_progress(f"percent of {path.name}") as on_done:
+        requests = trace_requests(path, settings.requests, lambda share: on_done(int(100 * share), 100))
+        return analyze(requests, _fleet(settings), source=path.name)
+
+
+def _fleet(settings: AnalyzeSettings, live: Live | None = None) -> FleetSize:
+    """Flags, then what the workers report, then the defaults."""
+    reported = (live.workers, live.blocks_each, live.block_size) if live is not None else (0, 0, 0)
+    return FleetSize(
+        settings.workers or reported[0] or WORKERS,
+        settings.num_blocks or reported[1] or BLOCKS_EACH,
+        settings.block_size or reported[2] or BLOCK_SIZE,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,228 @@
+"""Request bodies as vLLM reads them, and its errors for invalid ones.
+
+Unknown fields are ignored; a missing `model` means the base model. Sampling is not simulated, so temperature,
+stop strings and the like are accepted and have no effect, all answers to a prompt (`n`) are the same, and
+every logprob is 0. Tools are called if `tool_choice` demands it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from kvrouter.errors import BadRequestError, KvRouterError
+from kvrouter.lab.mocker.hashing import EnginePrompt, token_ids
+
+# `max_tokens` of /v1/completions in OpenAI's and vLLM's API.
+DEFAULT_COMPLETION_TOKENS = 16
+# `n` of one request.
+MOST_ANSWERS = 128
+
+
+class SchemaError(BadRequestError):
+    """The body is not JSON, or has the wrong shape. vLLM gives this error a different type."""
+
+    type = "Bad Request"
+
+
+class EngineBusyError(KvRouterError):
+    """`max_num_queued_reqs` is reached."""
+
+    status = 503
+    type = "Service Unavailable"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The engine is currently busy and cannot accept new requests. "
+            "Please try again later or on a different instance."
+        )
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """`stream_options`."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Body(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields that both kinds of completion share."""
+
+    model: str | None = None
+    n: int | None = 1
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    ignore_eos: bool = False
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+    vllm_xargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    logprobs: Any = None
+
+    @property
+    def answers(self) -> int:
+        """Choices for each prompt."""
+        return self.n or 1
+
+    @property
+    def shows_logprobs(self) -> bool:
+        """Whether the answer has the logprobs of its tokens. They are all 0: nothing is sampled."""
+        return self.logprobs not in (None, False)
+
+    @property
+    def demanded_tool(self) -> str | None:
+        """The name of the function that must be called: of `tool_choice`, or the first one."""
+        choice, tools = self.tool_choice, self.tools or [{}]
+        if choice == "required" or (isinstance(choice, dict) and choice.get("type") == "any"):
+            choice = tools[0]
+        if not isinstance(choice, dict) or choice.get("type") in {"auto", "none"}:
+            return None
+        name = (choice.get("function") or choice).get("name")
+        return name if isinstance(name, str) else None
+
+    @property
+    def answer_tokens(self) -> int | None:
+        """The client's limit for the answer; None: no limit."""
+        return self.max_tokens
+
+    @property
+    def reports_full(self) -> bool:
+        """Whether vLLM would also announce reused blocks."""
+        return (self.vllm_xargs or {}).get("kv_cache_report_mode") == "full"
+
+
+class CompletionBody(Body, frozen=True, kw_only=True):
+    """/v1/completions."""
+
+    prompt: Any = None
+    max_tokens: int | None = DEFAULT_COMPLETION_TOKENS
+    add_special_tokens: bool = True
+
+
+class Transfer(msgspec.Struct, frozen=True, kw_only=True):
+    """`kv_transfer_params`: what routers and hand-over partners tell an engine."""
+
+    prompt_token_ids: list[int] | None = None
+
+
+class ChatBody(Body, frozen=True, kw_only=True):
+    """/v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    kv_transfer_params: Transfer | None = None
+    max_completion_tokens: int | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+    @property
+    def answer_tokens(self) -> int | None:
+        """The client's limit for the answer. The newer name has priority, as in vLLM."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class MessagesBody(Body, frozen=True, kw_only=True):
+    """/v1/messages. What its prompt is made of, kvrouter.bodies.messages reads."""
+
+    max_tokens: int
+
+
+class ResponsesBody(Body, frozen=True, kw_only=True):
+    """/v1/responses. What its prompt is made of, kvrouter.bodies.responses reads."""
+
+    max_output_tokens: int | None = None
+    previous_response_id: str | None = None
+    request_id: str | None = None
+    store: bool | None = True
+    include: list[str] | None = None
+
+    @property
+    def answer_tokens(self) -> int | None:
+        return self.max_output_tokens
+
+    @property
+    def shows_logprobs(self) -> bool:
+        return "message.output_text.logprobs" in (self.include or ())
+
+
+class SpeedBody(msgspec.Struct, frozen=True):
+    """/speed: another speed, relative to an H100 with an 8B model."""
+
+    speedup: Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+
+
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """/tokenize: a prompt or a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+BodyT = TypeVar("BodyT", CompletionBody, ChatBody, MessagesBody, ResponsesBody, TokenizeBody)
+AnyBody = TypeVar("AnyBody")
+
+
+def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
+    """Decode and check a body."""
+    try:
+        body = msgspec.json.decode(raw, type=kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise SchemaError(f"1 validation error:\n  {error}", param=_field(str(error))) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SchemaError(f"1 validation error:\n  JSON decode error: {error}", param="body") from error
+    if isinstance(body, Body):
+        _check(body)
+    return body
+
+
+def _check(body: Body) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise SchemaError("Stream options can only be defined when `stream=True`.", param="stream_options")
+    if body.cache_salt == "":
+        raise SchemaError("cache_salt must be a non-empty string if provided", param="cache_salt")
+    if not 1 <= body.answers <= MOST_ANSWERS:
+        raise BadRequestError(f"n must be between 1 and {MOST_ANSWERS}, got {body.n}.", param="n")
+    limit = body.answer_tokens
+    if limit is not None and limit < 1:
+        raise BadRequestError(f"max_tokens must be at least 1, got {limit}.", param="max_tokens")
+
+
+def _field(message: str) -> str:
+    """The field in a msgspec error, as vLLM names it: `body.messages`."""
+    found = re.search(r"field `(\w+)`", message) or re.search(r"`\$\.(\w+)", message)
+    return f"body.{found[1]}" if found else "body"
+
+
+def token_prompts(prompt: object) -> list[EnginePrompt] | None:
+    """The prompts of a completion given as token ids, `[int]` or `[[int]]`; None if they are text."""
+    if not isinstance(prompt, list) or not prompt or isinstance(prompt[0], str):
+        return None
+    prompts = prompt if isinstance(prompt[0], list) else [prompt]
+    try:
+        return [EnginePrompt(token_ids(ids)) for ids in prompts]
+    except (TypeError, OverflowError) as error:
+        raise SchemaError(f"1 validation error:\n  prompt: {error}", param="body.prompt") from error
+
+
+def text_prompts(prompt: object) -> list[str]:
+    """The prompts of a completion given as text, `str` or `[str]`."""
+    prompts = [prompt] if isinstance(prompt, str) else prompt
+    if not isinstance(prompts, list) or not prompts or "" in prompts:
+        raise SchemaError(
+            "Either prompt or prompt_embeds must be provided and non-empty.", param="body.prompt"
+        )
+    if not all(isinstance(text, str) for text in prompts):
+        raise SchemaError("1 validation error:\n  prompt: mixed types", param="body.prompt")
+    return prompts

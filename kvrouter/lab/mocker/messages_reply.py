@@ -1,0 +1,80 @@
+"""Answers of /v1/messages in the shapes of vLLM 0.32: `vllm/entrypoints/anthropic/serving.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvrouter.lab.mocker.replies import Choice, Json, Reply, encode
+
+_STOP_REASONS = {"length": "max_tokens", "stop": "end_turn", "tool_calls": "tool_use"}
+
+
+def event(data: Json) -> bytes:
+    """One server-sent event, named by its type."""
+    return b"event: %b\ndata: %b\n\n" % (data["type"].encode(), encode(data))
+
+
+class MessagesReply(Reply):
+    """A message with one block: text, or the demanded call of a tool."""
+
+    def start(self, choices: Sequence[Choice]) -> bytes:
+        message = self._message([], None, {"input_tokens": len(choices[0].prompt), "output_tokens": 0})
+        block = {"type": "content_block_start", "index": 0, "content_block": self._block("")}
+        return event({"type": "message_start", "message": message}) + event(block)
+
+    def piece(self, index: int, choice: Choice, text: str, token: int | None) -> bytes:
+        if self.tool is not None or not text:
+            return b""
+        return event(_delta({"type": "text_delta", "text": text}))
+
+    def end(self, choices: Sequence[Choice]) -> bytes:
+        (choice,) = choices
+        is_call = self.tool is not None
+        arguments = event(_delta({"type": "input_json_delta", "partial_json": "{}"})) if is_call else b""
+        stop = {"stop_reason": self._stop_reason(choice), "stop_sequence": None}
+        return b"".join(
+            (
+                arguments,
+                event({"type": "content_block_stop", "index": 0}),
+                event({"type": "message_delta", "delta": stop, "usage": _usage(choice)}),
+                event({"type": "message_stop"}),
+            )
+        )
+
+    def whole(self, choices: Sequence[Choice]) -> Json:
+        (choice,) = choices
+        content = [self._block("".join(choice.texts))]
+        return self._message(content, self._stop_reason(choice), _usage(choice))
+
+    def _message(self, content: list[Json], stop_reason: str | None, usage: Json) -> Json:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "content": content,
+            "model": self.model,
+            "stop_reason": stop_reason,
+            "stop_sequence": None,
+            "usage": usage,
+        }
+
+    def _block(self, text: str) -> Json:
+        if self.tool is not None:
+            return {"type": "tool_use", "id": f"call_{self.id}", "name": self.tool, "input": {}}
+        return {"type": "text", "text": text}
+
+    def _stop_reason(self, choice: Choice) -> str | None:
+        return _STOP_REASONS.get(self.reason(choice) or "")
+
+
+def _delta(delta: Json) -> Json:
+    return {"type": "content_block_delta", "index": 0, "delta": delta}
+
+
+def _usage(choice: Choice) -> Json:
+    """Cached tokens are not part of `input_tokens`."""
+    return {
+        "input_tokens": len(choice.prompt) - choice.cached_tokens,
+        "output_tokens": len(choice.tokens),
+        "cache_read_input_tokens": choice.cached_tokens,
+    }

@@ -1,0 +1,1 @@
+"""Searches the best settings for a trace in the simulator."""

@@ -1,0 +1,182 @@
+"""The engines behind the cards: whether they answer at these URLs, and publish what they compute.
+
+Each engine gets GET /v1/models, /health and /metrics when it is met, and /metrics again at the end. Between
+the two, a request that ends, or still runs, leaves less than a block of generated tokens without an event:
+
+    tokens generated  >  (requests that ended or run) × block size    ⇒  some block was filled and stored
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import aiohttp
+
+from kvrouter.bounded_answers import address_below, is_alive
+from kvrouter.core.wire.heartbeats import Card
+from kvrouter.core.wire.ids import WorkerId
+from kvrouter.core.wire.senders import KvSource
+from kvrouter.engine_versions import reaches, since
+from kvrouter.errors import KvRouterError
+from kvrouter.observe.doctor.findings import Finding, clean, listed
+from kvrouter.observe.doctor.http import EXPIRES_SOON_S, Fetched, authorized, fetch
+from kvrouter.observe.doctor.kinds import KINDS
+from kvrouter.observe.doctor.listening import Listener
+from kvrouter.worker.engines import discovery
+from kvrouter.worker.engines.http import DOWN, MODELS_PATH, read_models
+from kvrouter.worker.engines.metrics import NO_WORK, Work, read_work
+
+# Examined at once; sockets for as many are needed.
+AT_ONCE = 128
+_METRICS_BYTES = 8 * 1024 * 1024
+_NOT_ALLOWED = (401, 403)
+# Kinds of engines that have /v1/models.
+LISTING = frozenset(discovery.KINDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What one engine answered."""
+
+    url: str
+    models: Fetched
+    health: Fetched
+    names: tuple[str, ...] = ()
+    trouble: str = ""
+    """Why /v1/models cannot be read."""
+    work: Work = NO_WORK
+
+
+class Engines:
+    """Asks the engines, each URL once."""
+
+    def __init__(self, http: aiohttp.ClientSession, api_key: str | None) -> None:
+        self.met: dict[str, Engine] = {}
+        self.later: dict[str, Work] = {}
+        self._http = http
+        self._headers = authorized(api_key)
+        self._turns = asyncio.Semaphore(AT_ONCE)
+
+    async def meet(self, cards: Iterable[Card]) -> None:
+        urls = {card.url: card for card in cards if card.url and card.url not in self.met}
+        await asyncio.gather(*(self._meet(url, card) for url, card in urls.items()))
+
+    async def look_again(self) -> None:
+        """Read once more how much the engines have computed."""
+        await asyncio.gather(*(self._look_again(url) for url, one in self.met.items() if one.work != NO_WORK))
+
+    async def _meet(self, url: str, card: Card) -> None:
+        async with self._turns:
+            models = await self._get(url, MODELS_PATH)
+            if not models.status:
+                self.met[url] = Engine(url, models, Fetched())
+                return
+            path = discovery.kind_named(card.engine).health_path
+            health = models if path == MODELS_PATH else await self._get(url, path)
+            work = await self._work(url)
+        try:
+            found = read_models(models.body) if models.status == 200 else None
+            names = (*found.served_names, *found.lora_names) if found is not None else ()
+            self.met[url] = Engine(url, models, health, names, "", work)
+        except KvRouterError as error:
+            self.met[url] = Engine(url, models, health, (), str(error), work)
+
+    async def _look_again(self, url: str) -> None:
+        async with self._turns:
+            self.later[url] = await self._work(url)
+
+    async def _work(self, url: str) -> Work:
+        fetched = await self._get(url, "metrics", _METRICS_BYTES)
+        return read_work(fetched.body) if fetched.status == 200 else NO_WORK
+
+    async def _get(self, url: str, path: str, most_bytes: int = 1024 * 1024) -> Fetched:
+        return await fetch(self._http, address_below(url, path), headers=self._headers, most_bytes=most_bytes)
+
+
+def check_engines(listener: Listener, engines: Engines, held: Mapping[str, int]) -> Iterator[Finding]:
+    """Findings about engines, by the cards of their workers. `held`: blocks that replicas know, by worker."""
+    for worker_id, card in listener.cards().items():
+        is_down = listener.workers[worker_id].beat.state == "down"
+        if is_down:
+            reasons = [note.removeprefix(DOWN) for note in card.notes if note.startswith(DOWN)]
+            yield Finding(KINDS["engine.down"], worker_id, ": ".join([card.url, *reasons[:1]]))
+        engine = engines.met.get(card.url)
+        if engine is None:
+            continue
+        if not is_down or engine.models.status:
+            yield from _check_answers(worker_id, card, engine)
+        yield from _check_events(listener, worker_id, card, engines, held)
+    yield from _check_versions(listener.cards())
+
+
+def _check_answers(worker_id: str, card: Card, engine: Engine) -> Iterator[Finding]:
+    models, health = engine.models, engine.health
+    if not models.status:
+        kind = "tls.not_trusted" if models.is_tls_trouble else "engine.unreachable"
+        yield Finding(KINDS[kind], worker_id, f"{card.url}: {models.trouble}")
+        return
+    if models.expires_s is not None and models.expires_s < EXPIRES_SOON_S:
+        yield Finding(KINDS["tls.expires"], card.url, f"in {max(0.0, models.expires_s) / 86_400:.1f} days")
+    if models.status in _NOT_ALLOWED:
+        yield Finding(KINDS["engine.not_asked"], worker_id, f"{card.url}/v1/models answers {models.status}")
+    elif models.status == 404 and card.engine not in LISTING:
+        pass  # a worker of the library need not list its models
+    elif models.status != 200 or engine.trouble:
+        seen = engine.trouble or f"/v1/models answers {models.status}"
+        kind = "engine.unhealthy" if models.status >= 500 else "engine.other_model"
+        yield Finding(KINDS[kind], worker_id, f"{card.url}: {seen}")
+    elif missing := {*card.names()} - {*engine.names}:
+        seen = f"{card.url} serves {listed(engine.names) or 'nothing'}, not {listed(missing)}"
+        yield Finding(KINDS["engine.other_model"], worker_id, seen)
+    if not health.status:
+        yield Finding(KINDS["engine.unhealthy"], worker_id, f"{card.url}/health: {health.trouble}")
+    elif not is_alive(health.status):
+        yield Finding(KINDS["engine.unhealthy"], worker_id, f"{card.url}/health answers {health.status}")
+
+
+def _check_events(
+    listener: Listener, worker_id: WorkerId, card: Card, engines: Engines, held: Mapping[str, int]
+) -> Iterator[Finding]:
+    """An engine that has filled a block, just now or ever, of which replicas know none.
+
+    If they know some, nothing follows: an agent publishes no second copy of a block, such as an equal answer.
+    """
+    later = engines.later.get(card.url)
+    if not card.publishes_events or later is None or held.get(worker_id) != 0:
+        return
+    feeds = [
+        feed
+        for key, feed in listener.feeds.items()
+        if isinstance(key, KvSource) and key.worker_id == worker_id
+    ]
+    running = sum(rank.running or 0 for rank in listener.workers[worker_id].beat.ranks)
+    if sum(feed.stored_blocks for feed in feeds):
+        return
+    before = engines.met[card.url].work
+    if later.surely_filled(before, running, card.block_size):
+        tokens = (later.generated_tokens or 0) - (before.generated_tokens or 0)
+        seen = f"{tokens:.0f} tokens generated while listening, and no block known"
+        yield Finding(KINDS["engine.no_blocks"], worker_id, seen)
+    elif later.surely_filled(Work(0, 0), running, card.block_size):
+        seen = f"{later.generated_tokens:.0f} tokens generated since its start"
+        yield Finding(KINDS["engine.no_blocks_known"], worker_id, seen)
+
+
+def _check_versions(cards: Mapping[WorkerId, Card]) -> Iterator[Finding]:
+    by_model: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for worker_id, card in cards.items():
+        by_model[card.model][f"{card.engine} {card.engine_version}".strip()].append(worker_id)
+        first = since(card.engine).exact_names
+        if first and reaches(card.engine_version, first) is False:
+            needed = ".".join(map(str, first))
+            seen = f"{card.engine} {card.engine_version}: events name salt and adapter from {needed} on"
+            yield Finding(KINDS["engine.old"], worker_id, seen)
+    for model, versions in by_model.items():
+        if len(versions) > 1:
+            seen = "; ".join(
+                f"{version or 'unknown'}: {len(ids)}" for version, ids in sorted(versions.items())[:8]
+            )
+            yield Finding(KINDS["engine.versions"], model, clean(seen))

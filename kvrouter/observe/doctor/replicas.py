@@ -1,0 +1,385 @@
+"""The replicas, over their admin listeners: state, feeds, tokens, versions, ports, clocks.
+
+Each one is looked at twice, at the beginning and at the end of the listening: a counter that grows between
+the two looks is a fault of now, one that does not may be of last week.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+from msgspec import Meta, Struct
+
+from kvrouter.core.wire.ops import UNREADABLE
+from kvrouter.observe.doctor.findings import clean
+from kvrouter.observe.doctor.http import Fetched, authorized, fetch
+
+# /workers of 1,000 workers with their feeds has about 2 MB.
+WORKERS_BYTES = 256 * 1024 * 1024
+WORKERS_S = 10.0
+MOST_REPLICAS = 256
+MOST_MODELS = 8
+_MOST_COUNT = 2.0**53
+# What a replica answers whose key is needed.
+_NOT_LET_IN = (401, 403)
+AT_ONCE = 8
+_SERIES = (
+    "process_open_fds",
+    "process_max_fds",
+    "kvrouter_workers_lost_total",
+    "kvrouter_replicas_lost_total",
+)
+_SAMPLE = re.compile(rb"^([a-z_]{1,64})(?:\{[^\n]{0,200}\})? ([0-9.e+]{1,30})\s*$", re.MULTILINE)
+# Chats of these ways are tokenized by the replica itself, so replicas may differ. With the others a probe
+# would ask an engine, and the replica might change its way by the answer.
+LOCAL_WAYS = {"model path", "card"}
+# Several roles and turns: a template that differs shows in them.
+PROBE = {
+    "messages": [
+        {"role": "system", "content": "You are the doctor of a fleet. Answer briefly."},
+        {"role": "user", "content": "Is everything well?\n" * 40},
+        {"role": "assistant", "content": "Yes."},
+        {"role": "user", "content": "Look again."},
+    ]
+}
+
+
+class Health(Struct, frozen=True):
+    router_id: str
+    version: str = ""
+    nats_connected: bool = True
+    url: str = ""
+
+
+class Ready(Struct, frozen=True):
+    status: str = ""
+    reasons: list[str] = []
+
+
+class Routing(Struct, frozen=True):
+    revision: int
+    by: str = ""
+    not_applied: dict[str, str] = {}
+    epoch: int = 0
+    refused: dict[str, Any] = {}
+
+
+class FeedRow(Struct, frozen=True):
+    feed: str
+    state: str
+    lag: int = 0
+    flag: str = ""
+    counters: dict[str, float] = {}
+
+
+class TargetRow(Struct, frozen=True):
+    pool: str
+    worker_id: str
+    rank: int
+    state: str = ""
+    blocks: int = 0
+    problems: list[str] = []
+
+
+class PoolRow(Struct, frozen=True):
+    pool: str
+    model: str
+    block_size: int = 0
+    problems: list[str] = []
+
+
+class Compared(Struct, frozen=True):
+    state: str = ""
+    reason: str = ""
+    engine: str = ""
+    prompt: str = ""
+    difference: dict[str, Any] | None = None
+
+
+class Way(Struct, frozen=True):
+    way: str = ""
+
+
+class TokensView(Struct, frozen=True):
+    """`ways`: by pool and kind of prompt."""
+
+    tokenizer: str = ""
+    ways: dict[str, dict[str, Way]] = {}
+    compared: dict[str, Compared] = {}
+
+
+class Workers(Struct, frozen=True):
+    router_id: str
+    replica_sync: bool = True
+    namespace_peers: list[str] = []
+    tokens: TokensView = TokensView()
+    pools: list[PoolRow] = []
+    targets: list[TargetRow] = []
+    feeds: list[FeedRow] = []
+
+
+_Count = Annotated[int, Meta(ge=0, le=2**53)]
+
+
+class FleetRow(Struct, frozen=True):
+    """A target as /fleet shows it. Sums and counts: of the requests that this replica has sent there."""
+
+    pool: str
+    worker: str
+    rank: int = 0
+    running: _Count | None = None
+    waiting: _Count | None = None
+    kv_usage: Annotated[float, Meta(ge=0, le=1e6)] | None = None
+    ttft_sum_s: Annotated[float, Meta(ge=0, le=1e15)] = 0.0
+    ttft_count: _Count = 0
+    prompt_tokens: _Count = 0
+    overlap_tokens: _Count = 0
+
+
+class FleetState(Struct, frozen=True):
+    router_id: str
+    targets: list[FleetRow] = []
+
+
+@dataclass(slots=True)
+class Replica:
+    """One replica as it answers. `is_given`: by the command line; else a heartbeat named it."""
+
+    url: str
+    is_given: bool
+    announced: str = ""
+    """The router id of the heartbeat that named the URL."""
+    health: Health | None = None
+    ready: Ready | None = None
+    ready_status: int = 0
+    routing: Routing | None = None
+    workers: Workers | None = None
+    later: Workers | None = None
+    fleet: FleetState | None = None
+    fleet_later: FleetState | None = None
+    """At the second look; None, as of a version without /fleet: not known."""
+    trouble: str = ""
+    """Why it cannot be examined at all."""
+    is_tls_trouble: bool = False
+    is_impostor: bool = False
+    workers_trouble: str = ""
+    skew_s: float | None = None
+    expires_s: float | None = None
+    series: dict[str, int] = field(default_factory=dict)
+    """Of /metrics: open and allowed descriptors, losses since the start. Unknown ones are missing."""
+    clients_trouble: str = ""
+    open_at: str = ""
+    """An address that is not loopback, where its operators' routes answer without a key."""
+    prompts: dict[str, int] = field(default_factory=dict)
+    """Model -> tokens of the probe, as it counts them."""
+
+    @property
+    def router_id(self) -> str:
+        return self.health.router_id if self.health is not None else self.announced
+
+    def chat_way(self, pool: str) -> str:
+        """How it turns chats of a pool into tokens; empty: not known."""
+        ways = self.workers.tokens.ways.get(pool, {}) if self.workers is not None else {}
+        return ways["chat"].way if "chat" in ways else ""
+
+
+T = TypeVar("T")
+
+
+def decoded(body: bytes, kind: type[T]) -> T | None:
+    """The body of another process; None if it is not of this form."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (*UNREADABLE, UnicodeDecodeError, RecursionError):
+        return None
+
+
+class _Wrong(msgspec.Struct):
+    message: str
+
+
+class _Error(msgspec.Struct):
+    error: _Wrong
+
+
+def _message(body: bytes) -> str:
+    """What an error of a replica says."""
+    said = decoded(body, _Error)
+    return clean(said.error.message, 200) if said is not None else "no reason"
+
+
+class Replicas:
+    """Asks replicas over HTTP, each URL twice."""
+
+    def __init__(
+        self,
+        http: aiohttp.ClientSession,
+        *,
+        key: str | None,
+        tls_name: str | None,
+        own_addresses: Sequence[str],
+    ) -> None:
+        self.met: dict[str, Replica] = {}
+        self._http = http
+        self._key = key
+        self._tls_name = tls_name
+        self._own = own_addresses
+        self._turns = asyncio.Semaphore(AT_ONCE)
+
+    async def meet(self, url: str, *, is_given: bool, announced: str = "") -> None:
+        """Look for the first time. `announced`: whose heartbeat named the URL."""
+        known = self.met.get(url)
+        if known is not None:
+            known.announced = known.announced or announced
+            return
+        if len(self.met) >= MOST_REPLICAS:
+            return
+        one = self.met[url] = Replica(url, is_given, announced)
+        async with self._turns:
+            await self._look(one)
+
+    async def look_again(self) -> None:
+        """The second look at the feeds of those that answered."""
+
+        async def again(one: Replica) -> None:
+            async with self._turns:
+                one.later = await self._workers(one)
+                one.fleet_later = await self._fleet(one)
+
+        await asyncio.gather(*(again(one) for one in self.met.values() if one.workers is not None))
+
+    async def _look(self, one: Replica) -> None:
+        fetched = await self._get(one, "/health")
+        one.skew_s, one.expires_s = fetched.skew_s, fetched.expires_s
+        if not fetched.status:
+            one.trouble, one.is_tls_trouble = fetched.trouble, fetched.is_tls_trouble
+            return
+        if fetched.status in _NOT_LET_IN:
+            one.workers_trouble = f"it answers {fetched.status}: {_message(fetched.body)}"
+            return
+        one.health = decoded(fetched.body, Health) if fetched.status == 200 else None
+        if one.health is None:
+            one.is_impostor = True
+            one.trouble = f"/health answers {fetched.status}, not as a kvrouter replica"
+            return
+        ready = await self._get(one, "/ready")
+        one.ready, one.ready_status = decoded(ready.body, Ready), ready.status
+        one.workers = await self._workers(one)
+        if one.workers is None:
+            return
+        one.fleet = await self._fleet(one)
+        one.routing = decoded((await self._get(one, "/routing")).body, Routing)
+        query = "&".join(f"name[]={name}" for name in _SERIES)
+        one.series = read_series((await self._get(one, f"/metrics?{query}")).body)
+        await self._look_at_doors(one)
+
+    async def _workers(self, one: Replica) -> Workers | None:
+        fetched = await self._get(one, "/workers", WORKERS_BYTES, WORKERS_S)
+        if fetched.status != 200:
+            one.workers_trouble = fetched.trouble or f"/workers answers {fetched.status}"
+            return None
+        workers = decoded(fetched.body, Workers)
+        one.workers_trouble = "" if workers is not None else "/workers is not in this version's format"
+        return workers
+
+    async def _fleet(self, one: Replica) -> FleetState | None:
+        fetched = await self._get(one, "/fleet", WORKERS_BYTES, WORKERS_S)
+        return decoded(fetched.body, FleetState) if fetched.status == 200 else None
+
+    async def _look_at_doors(self, one: Replica) -> None:
+        """The clients' port; and whether the operators' routes are open to the network."""
+        health = one.health
+        clients = clients_url(one.url, health.url) if health is not None and health.url else ""
+        if clients:
+            live = await fetch(self._http, f"{clients}/live", tls_name=self._tls_name)
+            # its certificate may be for names of the load balancer
+            if not live.status and not live.is_tls_trouble:
+                one.clients_trouble = f"{clients}: {live.trouble}"
+        for url in self._outer_urls(one.url) if clients != one.url else ():
+            answer = await fetch(self._http, f"{url}/routing", tls_name=self._tls_name)
+            if answer.status == 200 and decoded(answer.body, Routing) is not None:
+                own = await fetch(self._http, f"{url}/health", tls_name=self._tls_name)
+                there = decoded(own.body, Health)
+                if there is not None and there.router_id == one.router_id:
+                    one.open_at = url
+                    return
+
+    def _outer_urls(self, url: str) -> list[str]:
+        """Where others may reach this listener: its own address, or this machine's if that is loopback."""
+        host = urlsplit(url).hostname or ""
+        if not is_loopback(host):
+            return [url]
+        return [replaced for address in self._own if (replaced := _with_host(url, address))]
+
+    async def probe_prompts(self, one: Replica) -> None:
+        """How many tokens the replica counts in the probe, by model, where it tokenizes chats itself."""
+        workers = one.workers
+        for row in workers.pools[:MOST_MODELS] if workers is not None else ():
+            way = one.chat_way(row.pool)
+            if way in LOCAL_WAYS:
+                await self._probe_prompt(one, row.model)
+
+    async def _probe_prompt(self, one: Replica, model: str) -> None:
+        """A dry run: nothing is sent to an engine."""
+        fetched = await fetch(
+            self._http,
+            f"{one.url}/v1/route",
+            headers=authorized(self._key),
+            tls_name=self._tls_name,
+            json={**PROBE, "model": model},
+        )
+        route = decoded(fetched.body, dict[str, Any]) if fetched.status == 200 else None
+        if route is not None and isinstance(isl := route.get("isl"), int):
+            one.prompts[model] = isl
+
+    async def _get(
+        self, one: Replica, path: str, most_bytes: int = 4 * 1024 * 1024, timeout_s: float = 3.0
+    ) -> Fetched:
+        return await fetch(
+            self._http,
+            one.url + path,
+            headers=authorized(self._key),
+            most_bytes=most_bytes,
+            tls_name=self._tls_name,
+            timeout_s=timeout_s,
+        )
+
+
+def read_series(exposition: bytes) -> dict[str, int]:
+    """The wanted numbers in an exposition; of a series with labels the sum."""
+    found: dict[str, int] = {}
+    for name, text in _SAMPLE.findall(exposition):
+        key = name.decode()
+        with contextlib.suppress(ValueError, OverflowError):
+            if key in _SERIES and 0 <= (number := float(text)) < _MOST_COUNT:
+                found[key] = found.get(key, 0) + round(number)
+    return found
+
+
+def is_loopback(host: str) -> bool:
+    return host in {"localhost", "::1"} or host.startswith("127.")
+
+
+def _with_host(url: str, host: str) -> str:
+    parts = urlsplit(url)
+    name = f"[{host}]" if ":" in host else host
+    return parts._replace(netloc=f"{name}:{parts.port}").geturl() if parts.port else ""
+
+
+def clients_url(admin_url: str, clients: str) -> str:
+    """The clients' port as reached from here: with the admin listener's host if it has every address."""
+    with contextlib.suppress(ValueError):
+        host, admin_host = urlsplit(clients).hostname, urlsplit(admin_url).hostname
+        if host in {"0.0.0.0", "::"} and admin_host:
+            return _with_host(clients, admin_host)
+        if host and (not is_loopback(host) or is_loopback(admin_host or "")):
+            return clients
+    return ""

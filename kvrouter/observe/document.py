@@ -1,0 +1,361 @@
+"""GET /fleet: what one replica knows of its fleet, as one JSON object.
+
+    routers, readers, peers, audit, request metrics ──snapshot──> Fleet ──> GET /fleet
+                                                                     └────> /fleet/stream (stream.py)
+
+Counters are totals since the replica's start: a reader takes differences. What is not known is null. The
+numbers are those of /workers and /metrics, read from the same tables.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from kvrouter.core.audit.findings import Audit
+from kvrouter.core.feeds.reader import FeedReader
+from kvrouter.core.feeds.trust import FeedState
+from kvrouter.core.fleet.pool import Pool
+from kvrouter.core.fleet.replica import UNFOLLOWED, Replica
+from kvrouter.core.fleet.router import Router
+from kvrouter.core.routing.worker import Worker
+from kvrouter.core.tables.predictions import WorkerRecord
+from kvrouter.core.wire.heartbeats import Heard, Traffic
+from kvrouter.core.wire.ids import PoolId, RouterId, Target
+from kvrouter.core.wire.senders import KvSource
+from kvrouter.observe.dashboard.traffic import FleetTraffic
+from kvrouter.relay.answer import Answer
+from kvrouter.relay.request import Request
+from kvrouter.replica.loop import ReplicaLoop
+from kvrouter.telemetry.metrics import RequestMetrics, TargetCounts
+from kvrouter.version import __version__
+
+# Rows are made in slices of this many, with other work in between: about half a millisecond.
+SLICE = 50
+
+
+class PoolRow(Struct, frozen=True, gc=False):
+    """One pool. The tokens are those of the requests routed here; see docs/metrics.md for the four caches."""
+
+    pool: str
+    model: str
+    workers: int
+    targets: int
+    eligible: int
+    block_size: int
+    queue: int
+    problems: list[str]
+    reusable_tokens: int
+    uncached_tokens: dict[str, int]
+    later_s: float
+    ttft_decisions: int
+    prefill_tokens_per_s: float
+    mode: str
+    weight: str | None
+    doubt: str
+    """Why weight `auto` is not in use; empty if it is, or if another weight is set."""
+
+
+class TargetRow(Struct, frozen=True, gc=False):
+    """One target. What its agent or its engine has not reported is None."""
+
+    pool: str
+    worker: str
+    rank: int
+    url: str
+    engine: str
+    state: str
+    eligible: bool
+    problems: list[str]
+    requests: int
+    running: int | None
+    waiting: int | None
+    kv_usage: float | None
+    active_blocks: int
+    total_blocks: int | None
+    charged_prefill_tokens: int
+    blocks: int
+    answers: int
+    """This and the next three: of the requests that this replica has sent there."""
+    errors: int
+    ttft_sum_s: float
+    ttft_count: int
+    predicted_tokens: int | None
+    """Of the whole worker, in the row of its first rank; None in the others. So are `reported_tokens`."""
+    reported_tokens: int | None
+    seq: int | None
+    digest: str
+    lag_frames: int | None
+    """This and the next three: of the KV feed; None if it is not followed."""
+    stale_s: float | None
+    live: bool | None
+    digest_mismatches: int | None
+    prompt_tokens: int = 0
+    """Of the requests that this replica has sent there; `overlap_tokens` were predicted to be cached."""
+    overlap_tokens: int = 0
+    started_s: float | None = None
+    """When its agent started, by the agent's clock; None: it does not report it."""
+
+
+class Following(Struct, frozen=True, gc=False):
+    """How a replica follows some feeds. `live`: feeds without a gap; `lag_frames`: sent, not yet applied."""
+
+    feeds: int
+    live: int
+    lag_frames: int
+    digest_mismatches: int
+
+
+class ReplicaRow(Struct, frozen=True):
+    """One replica, this one included.
+
+    `lag_frames` and the two behind it: how this replica follows its bookings; None: it does not.
+    `hears`: the replicas that it hears itself, and how it follows their bookings; `caches`: how it follows
+    the workers' caches; `requests` and `failed`: since its start. These four are as of its last heartbeat;
+    None: its version does not report them.
+    """
+
+    router_id: str
+    url: str
+    is_me: bool
+    silent_rounds: int
+    revision: int
+    bookings: int
+    lag_frames: int | None = None
+    live: bool | None = None
+    digest_mismatches: int | None = None
+    hears: dict[str, Following] | None = None
+    caches: Following | None = None
+    requests: int | None = None
+    failed: int | None = None
+
+
+class Fleet(Struct, frozen=True):
+    """One snapshot."""
+
+    time: float
+    router_id: str
+    version: str
+    mode: str | None
+    weight: str | None
+    revision: int
+    started_s: float
+    status: str
+    reasons: list[str]
+    pools: list[PoolRow]
+    targets: list[TargetRow]
+    replicas: list[ReplicaRow]
+    traffic: Traffic
+    """What this replica has served since its start."""
+    replicas_lost: int = 0
+    """Since the start: their heartbeats ended without a last one. So are `workers_lost`."""
+    workers_lost: int = 0
+    fleet_traffic: Traffic | None = None
+    """What all replicas have served since this one's start. None: by a version that does not add it up."""
+
+
+class FleetView:
+    """Makes snapshots. `readiness` returns the body of /ready; `queue` a pool's queue, as in /workers."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        replica_loop: ReplicaLoop,
+        audit: Audit,
+        metrics: RequestMetrics,
+        traffic: FleetTraffic,
+        *,
+        address: str,
+        readiness: Callable[[], Mapping[str, Any]],
+        queue: Callable[[PoolId], Mapping[str, Any]],
+    ) -> None:
+        self._replica = replica
+        self._loop = replica_loop
+        self._audit = audit
+        self._metrics = metrics
+        self._traffic = traffic
+        self._address = address
+        self.readiness = readiness
+        self._queue = queue
+
+    async def view(self, _request: Request) -> Answer:
+        """GET /fleet."""
+        return Answer(200, msgspec.json.encode(await self.snapshot()) + b"\n", {"cache-control": "no-store"})
+
+    async def snapshot(self) -> Fleet:
+        """The fleet, as of now: its rows as of moments that are some milliseconds apart."""
+        replica = self._replica
+        problems, rows = self._audit.sentences(), []
+        pools = [self._pool(router, problems) for router in replica.routers.values()]
+        for number, row in enumerate(self._targets(problems), 1):
+            rows.append(row)
+            if not number % SLICE:
+                await asyncio.sleep(0)
+        readiness, served = self.readiness(), self._traffic.own()
+        return Fleet(
+            time=round(time.time(), 3),
+            router_id=replica.router_id,
+            version=__version__,
+            mode=pools[0].mode if pools else None,
+            weight=pools[0].weight if pools else None,
+            revision=replica.routing.revision if replica.routing is not None else 0,
+            started_s=round(self._traffic.started_s, 3),
+            status=readiness["status"],
+            reasons=readiness.get("reasons", []),
+            pools=pools,
+            targets=rows,
+            replicas=self._replicas(served),
+            traffic=served,
+            replicas_lost=replica.counters.replicas_lost,
+            workers_lost=replica.counters.workers_lost,
+            fleet_traffic=self._traffic.total(),
+        )
+
+    def _pool(self, router: Router, problems: Mapping[tuple[str, str], list[str]]) -> PoolRow:
+        pool, policy = router.pool, router.selection.policy
+        weight = policy.overlap_weight
+        return PoolRow(
+            pool=pool.id,
+            model=pool.model,
+            workers=len(pool.workers),
+            targets=sum([worker.card.ranks for worker in pool.workers.values()]),
+            eligible=len(pool.targets),
+            block_size=pool.block_size,
+            queue=self._queue(pool.id)["waiting"],
+            problems=problems.get((pool.id, ""), []),
+            reusable_tokens=router.reuse.prompt_tokens,
+            uncached_tokens=router.reuse.uncached(),
+            later_s=round(router.bookings.calibration.later_s, 6),
+            ttft_decisions=router.bookings.calibration.decisions,
+            prefill_tokens_per_s=round(1 / router.tables.speeds.speed.seconds_per_token, 1),
+            mode=router.selection.mode,
+            weight=weight if weight is None or isinstance(weight, str) else f"{weight:g}",
+            doubt=router.doubt if policy.compares_seconds else "",
+        )
+
+    def _targets(self, problems: Mapping[tuple[str, str], list[str]]) -> Iterator[TargetRow]:
+        # Copies of the tables: members come and go while the rows are made.
+        now = asyncio.get_running_loop().time()
+        for router in list(self._replica.routers.values()):
+            pool, records = router.pool, router.predictions.records
+            for worker_id, worker in list(pool.workers.items()):
+                texts, record = problems.get((pool.id, worker_id), []), records.get(worker_id)
+                for target in worker.targets():
+                    reader = self._replica.readers.get(KvSource(pool.id, worker_id, target.rank))
+                    yield _target(
+                        pool,
+                        worker,
+                        target,
+                        reader,
+                        problems=texts,
+                        record=record,
+                        counts=self._metrics.targets.get(target),
+                        now=now,
+                    )
+
+    def _replicas(self, served: Traffic) -> list[ReplicaRow]:
+        caches, bookings = self._replica.feeds.heard()
+        peers = [
+            self._peer(router_id, bookings.get(router_id, UNFOLLOWED))
+            for router_id in sorted(self._replica.peers)
+        ]
+        hears = {
+            row.router_id: _following(bookings.get(RouterId(row.router_id), UNFOLLOWED)) for row in peers
+        }
+        me = self._replica.router_id
+        revision = self._replica.routing.revision if self._replica.routing is not None else 0
+        own = ReplicaRow(
+            me,
+            self._address,
+            True,
+            0,
+            revision,
+            self._bookings(me),
+            hears=hears,
+            caches=_following(caches),
+            requests=served.requests,
+            failed=served.failed,
+        )
+        return [own, *peers]
+
+    def _peer(self, router_id: RouterId, heard: Heard) -> ReplicaRow:
+        beat = self._replica.peers[router_id]
+        hears = beat.hears.items() if beat.hears is not None else None
+        return ReplicaRow(
+            router_id=router_id,
+            url=beat.address,
+            is_me=False,
+            silent_rounds=self._loop.members.silent_rounds(router_id),
+            revision=beat.routing.revision if beat.routing is not None else 0,
+            bookings=self._bookings(router_id),
+            lag_frames=heard.lag if heard.feeds else None,
+            live=heard.live == heard.feeds if heard.feeds else None,
+            digest_mismatches=heard.mismatches if heard.feeds else None,
+            hears={name: _following(one) for name, one in hears} if hears is not None else None,
+            caches=_following(beat.caches) if beat.caches is not None else None,
+            requests=beat.traffic.requests if beat.traffic is not None else None,
+            failed=beat.traffic.failed if beat.traffic is not None else None,
+        )
+
+    def _bookings(self, router_id: RouterId) -> int:
+        pools = [router.pool for router in self._replica.routers.values()]
+        return sum([pool.active.owners().get(router_id, 0) for pool in pools])
+
+
+def _following(heard: Heard) -> Following:
+    return Following(heard.feeds, heard.live, heard.lag, heard.mismatches)
+
+
+def _target(
+    pool: Pool,
+    worker: Worker,
+    target: Target,
+    reader: FeedReader | None,
+    *,
+    problems: list[str],
+    record: WorkerRecord | None,
+    counts: TargetCounts | None,
+    now: float,
+) -> TargetRow:
+    beat, card = worker.ranks.get(target.rank), worker.card
+    charged_tokens, active_blocks, requests = pool.active.load(target)
+    own_record = record if target.rank == 0 else None
+    received_at = reader.received_at if reader is not None else None
+    return TargetRow(
+        pool=pool.id,
+        worker=target.worker_id,
+        rank=target.rank,
+        url=card.url,
+        engine=f"{card.engine} {card.engine_version}".strip(),
+        state="silent" if worker.silent else worker.state,
+        eligible=target in pool.targets,
+        problems=problems,
+        requests=requests,
+        running=beat.running if beat else None,
+        waiting=beat.waiting if beat else None,
+        kv_usage=beat.kv_usage if beat else None,
+        active_blocks=active_blocks,
+        total_blocks=worker.capacity_blocks or None,
+        charged_prefill_tokens=charged_tokens,
+        blocks=pool.index.blocks(target),
+        answers=sum(counts.answers.values()) if counts else 0,
+        errors=counts.errors if counts else 0,
+        ttft_sum_s=round(counts.first_byte_s, 6) if counts else 0.0,
+        ttft_count=counts.first_bytes if counts else 0,
+        predicted_tokens=own_record.predicted_tokens if own_record else None,
+        reported_tokens=own_record.reported_tokens if own_record else None,
+        seq=reader.seq if reader else None,
+        digest=f"{pool.index.digest(target)[1]:016x}",
+        lag_frames=reader.lag if reader else None,
+        stale_s=round(now - received_at, 3) if received_at is not None else None,
+        live=reader.state is FeedState.LIVE if reader else None,
+        digest_mismatches=reader.counters.digest_mismatches if reader else None,
+        prompt_tokens=counts.prompt_tokens if counts else 0,
+        overlap_tokens=counts.overlap_tokens if counts else 0,
+        started_s=card.started_at_us / 1e6 or None,
+    )

@@ -1,0 +1,50 @@
+"""The settings of `kvrouter top`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from kvrouter.errors import ConfigError
+from kvrouter.observe.verify.settings import ReplicaAccess, read_url
+from kvrouter.settings.declare import Command, setting
+
+Column = Literal[
+    "target", "state", "requests", "waiting", "charged", "usage", "blocks", "ttft", "rate", "errors"
+]
+COLUMNS: tuple[Column, ...] = (
+    "target", "state", "requests", "waiting", "charged", "usage", "blocks", "ttft", "rate", "errors",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TopSettings(ReplicaAccess):
+    heading = "Top"
+
+    replica: tuple[str, ...] = setting(
+        ("http://127.0.0.1:8100",),
+        "admin listeners of frontends: one shows the fleet, several are compared",
+        metavar="REPLICA_URL …",
+        read=read_url,
+        is_repeated=True,
+        is_positional=True,
+        is_top=True,
+    )
+    interval_s: float = setting(1.0, "seconds between two looks", least=0.2, most=3600, is_top=True)
+    sort: Column = setting("requests", "order of the targets", is_top=True)
+    filter: str = setting("", "only targets with this text in name, pool, state or problems", is_top=True)
+    once: bool = setting(False, "print two looks' worth as a plain table, and end", is_top=True)
+    json: bool = setting(False, "print what --once shows as JSON", is_top=True)
+
+    def checked(self) -> Self:
+        if len(set(self.replica)) < len(self.replica):
+            raise ConfigError("a replica's URL is given twice")
+        return self
+
+
+COMMAND = Command(
+    "top",
+    TopSettings,
+    "Show the fleet in this terminal: targets, traffic, and whether the replicas agree. Keys: ? shows them.\n"
+    "Exit code 0; 1 if no replica answers (--once, --json); 2: wrong settings.",
+)

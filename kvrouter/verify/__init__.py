@@ -1,6 +1,0 @@
-"""`kvrouter verify`: checks that replicas, agents and engines hold the same blocks and bookings."""
-
-from kvrouter.verify.command import compare, main
-from kvrouter.verify.comparison import Comparison, Report, VerifyError, read_view
-
-__all__ = ["Comparison", "Report", "VerifyError", "compare", "main", "read_view"]
