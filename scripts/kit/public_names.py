@@ -138,7 +138,7 @@ def _headers() -> Iterator[str]:
 def _reports() -> Iterator[str]:
     """The keys in the functions that make the `--json` of commands."""
     yield from (f"report verify {field.name}" for field in dataclasses.fields(Report))
-    for path in _PACKAGE.glob("*/*.py"):
+    for path in _PACKAGE.rglob("*.py"):
         source = path.read_text()
         for node in ast.walk(ast.parse(source)) if "as_json(" in source else ():
             if isinstance(node, ast.FunctionDef) and node.name.strip("_") == "as_json":
