@@ -338,9 +338,6 @@ class TokenChecks:
             labels = {"pool": str(pool)}
             differs = check.state == "differs"
             yield "kvrouter_tokens_differ", labels, differs
-            for result in ("equal", "different", "unanswered"):
-                own = {**labels, "result": result}
-                yield "kvrouter_token_comparisons_total", own, getattr(check, result)
 
 
 def _may_get_ids(worker: Worker) -> bool:

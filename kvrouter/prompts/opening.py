@@ -90,10 +90,7 @@ class Tokens:
         }
 
     def samples(self) -> Iterator[Sample]:
-        for name, cache in self._caches().items():
-            yield "kvrouter_prefix_store_on", {"model": name or "default"}, cache.is_on
         yield from _store_samples(self.store)
-        yield from _hash_samples(self.hashes)
         if self.checks is not None:
             yield from self.checks.samples()
         yield from self.reports.samples()
@@ -226,22 +223,11 @@ def _cache_view(cache: PrefixCache) -> dict[str, Any]:
 
 
 def _store_samples(store: PrefixStore) -> Iterator[Sample]:
-    counters, held = store.counters, len(store)
-    yield "kvrouter_prefix_store_blocks", {}, held
+    counters = store.counters
     yield "kvrouter_prefix_store_bytes", {}, store.held_bytes
-    yield "kvrouter_prefix_store_evicted_total", {}, counters.evicted_parts
     for result, count in (
         ("known", counters.known_characters),
         ("tokenized", counters.tokenized_characters),
         ("skipped", counters.skipped_characters),
     ):
         yield "kvrouter_prefix_store_characters_total", {"result": result}, count
-
-
-def _hash_samples(hashes: PrefixHashes) -> Iterator[Sample]:
-    counters, held = hashes.counters, len(hashes)
-    yield "kvrouter_prefix_hashes", {}, held
-    yield "kvrouter_prefix_hashes_bytes", {}, hashes.held_bytes
-    yield "kvrouter_prefix_hashes_evicted_total", {}, counters.evicted
-    for result, count in (("known", counters.known_blocks), ("hashed", counters.hashed_blocks)):
-        yield "kvrouter_prefix_hashes_blocks_total", {"result": result}, count

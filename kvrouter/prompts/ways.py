@@ -12,7 +12,6 @@ Prompts of token ids need none of these. `PromptWays` is the one place that know
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,8 +53,6 @@ class Naming(Struct, frozen=True):
     """As the client names it: a base model or a LoRA adapter."""
     lora_name: str | None = None
     salt: str | None = None
-    hashed: Callable[[float], object] | None = None
-    """Called with the seconds that hashing took."""
     extra_key: str | None = None
     found_ids: Callable[[Sendable], object] | None = None
     """Called with the ids of a chat that engines may get; None: none gets any."""
@@ -299,7 +296,6 @@ def named(encoded: Iterable[Encoded], naming: Naming, known: PrefixHashes | None
     if not size:
         return ()
     seed = block_seed(naming.lora_name, naming.namespace())
-    began = time.perf_counter() if naming.hashed is not None else 0.0
     prompts = []
     most = naming.pool.max_model_len
     for each in encoded:
@@ -315,6 +311,4 @@ def named(encoded: Iterable[Encoded], naming: Naming, known: PrefixHashes | None
         else:
             hashes = known.of(ids, beginnings, size, seed)
         prompts.append(HashedPrompt(hashes, isl, is_estimated, size, media=outcome))
-    if naming.hashed is not None:
-        naming.hashed(time.perf_counter() - began)
     return tuple(prompts)

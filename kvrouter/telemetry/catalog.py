@@ -51,19 +51,8 @@ SECTIONS: dict[str, dict[str, Metric]] = {
             "histogram", ("model",), "from the request's arrival to the first byte of data, streamed requests"
         ),
         "kvrouter_tokenize_seconds": Metric("histogram", (), "time in template, tokenizer and hashing"),
-        "kvrouter_hash_seconds": Metric(
-            "histogram",
-            (),
-            "hashing of one request's blocks, a part of `kvrouter_tokenize_seconds`; of one request in 16",
-        ),
         "kvrouter_decide_seconds": Metric(
             "histogram", (), "choice of a target and its booking; of one attempt in 16"
-        ),
-        "kvrouter_relay_seconds": Metric(
-            "histogram",
-            (),
-            "this process's time in sending a request and passing its answer on, without any wait; of "
-            "one attempt in 128",
         ),
         "kvrouter_prompt_tokens_total": Metric(
             "counter", ("model",), "prompt tokens routed; 0 where they are not known"
@@ -91,18 +80,8 @@ SECTIONS: dict[str, dict[str, Metric]] = {
             "with the request in hand), or `retried` (moved from an engine that hangs, or no longer has the "
             "model)",
         ),
-        "kvrouter_deadly_prompts": Metric(
-            "gauge",
-            ("pool",),
-            "prompts that are refused, as workers were lost with them",
-            see="operations.md",
-        ),
         "kvrouter_deadly_prompts_refused_total": Metric(
             "counter", (), "requests that were refused for such a prompt"
-        ),
-        "kvrouter_cancelled_requests_total": Metric("counter", (), "requests whose client left"),
-        "kvrouter_broken_streams_total": Metric(
-            "counter", (), "answers that broke after their first output, or whose stream reported an error"
         ),
         "kvrouter_removed_fields_total": Metric(
             "counter",
@@ -120,13 +99,6 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "kvrouter_routing_revision": Metric(
             "gauge", (), "revision of `POST /routing`; 0: as configured. Equal in all replicas"
         ),
-        "kvrouter_routing_refused": Metric(
-            "gauge",
-            (),
-            "replicas whose change of routing is too far ahead to be followed",
-            see="operations.md#changing-the-routing-of-all-replicas",
-        ),
-        "kvrouter_decisions_kept": Metric("gauge", (), "decisions kept for `/decisions`"),
         "kvrouter_sessions": Metric("gauge", ("pool",), "sessions bound to a target"),
         "kvrouter_circuit_open": Metric(
             "gauge",
@@ -155,36 +127,16 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "kvrouter_queue_full_total": Metric("counter", (), "requests rejected because too many waited"),
     },
     "Tokens": {
-        "kvrouter_prefix_store_on": Metric(
-            "gauge",
-            ("model",),
-            "1 if known beginnings of prompts are not tokenized again. `default` is the "
-            "`--model-path` without a name. One series for each tokenizer in use",
-        ),
-        "kvrouter_prefix_store_blocks": Metric("gauge", (), "pieces of text whose tokens are kept"),
         "kvrouter_prefix_store_bytes": Metric(
             "gauge", (), "memory of the pieces of text whose tokens are kept, about"
         ),
-        "kvrouter_prefix_store_evicted_total": Metric("counter", (), "pieces of text evicted"),
         "kvrouter_prefix_store_characters_total": Metric(
             "counter",
             ("result",),
             "characters of long prompts: `known`, `tokenized`, or `skipped` (`--min-prefix-overlap-ratio`)",
         ),
-        "kvrouter_prefix_hashes": Metric("gauge", (), "beginnings of prompts whose block hashes are kept"),
-        "kvrouter_prefix_hashes_bytes": Metric("gauge", (), "memory of the kept hashes, about"),
-        "kvrouter_prefix_hashes_evicted_total": Metric("counter", (), "beginnings of prompts evicted"),
-        "kvrouter_prefix_hashes_blocks_total": Metric(
-            "counter", ("result",), "blocks of prompts whose hashes were `known`, or `hashed`"
-        ),
         "kvrouter_tokens_differ": Metric(
             "gauge", ("pool",), "1 if an engine makes other token ids of a text; from the first comparison on"
-        ),
-        "kvrouter_token_comparisons_total": Metric(
-            "counter",
-            ("pool", "result"),
-            "prompts that an engine also tokenized: `equal`, `different`, `unanswered`; from the "
-            "first comparison on",
         ),
         "kvrouter_media_prompts_total": Metric(
             "counter",
@@ -235,17 +187,6 @@ SECTIONS: dict[str, dict[str, Metric]] = {
             ("pool", "worker", "rank"),
             "from the decision to the first byte, streamed answers of this replica",
         ),
-        "kvrouter_target_prompt_tokens_total": Metric(
-            "counter",
-            ("pool", "worker", "rank"),
-            "prompt tokens of the requests that this replica sent there",
-        ),
-        "kvrouter_target_overlap_tokens_total": Metric(
-            "counter",
-            ("pool", "worker", "rank"),
-            "prompt tokens that were predicted to be cached there, of the requests that this replica "
-            "sent there",
-        ),
         "kvrouter_engine_running": Metric(
             "gauge", ("pool", "worker", "rank"), "requests that its engine computes, by its last heartbeat"
         ),
@@ -264,9 +205,6 @@ SECTIONS: dict[str, dict[str, Metric]] = {
             "blocks of its engine's size that it can hold, over all tiers; no series if the engine does "
             "not report it",
         ),
-        "kvrouter_target_truncated": Metric(
-            "gauge", ("pool", "worker", "rank"), "1 if some of its blocks were refused (`--index-max-…`)"
-        ),
         "kvrouter_worker_problem": Metric(
             "gauge",
             ("pool", "worker", "problem"),
@@ -280,17 +218,12 @@ SECTIONS: dict[str, dict[str, Metric]] = {
     },
     "The block index": {
         "kvrouter_index_blocks": Metric("gauge", ("pool",), "distinct blocks in the index"),
-        "kvrouter_index_holders": Metric("gauge", ("pool",), "pairs of a block and a target that holds it"),
         "kvrouter_index_bytes": Metric("gauge", ("pool",), "memory of the index, about"),
-        "kvrouter_index_lookups_total": Metric("counter", ("pool",), "prompts looked up in the index"),
         "kvrouter_index_lookup_seconds": Metric("histogram", (), "a look-up in the index; of one in 16"),
         "kvrouter_index_stored_blocks_total": Metric("counter", ("pool",), "blocks stored in the index"),
         "kvrouter_index_removed_blocks_total": Metric("counter", ("pool",), "blocks removed from the index"),
         "kvrouter_index_refused_blocks_total": Metric(
             "counter", ("pool",), "blocks refused beyond the bounds of the index"
-        ),
-        "kvrouter_index_evicted_blocks_total": Metric(
-            "counter", ("pool",), "blocks evicted at `--index-max-blocks` (`--index-full lru`)"
         ),
     },
     "Predictions against the truth": {
@@ -340,9 +273,6 @@ SECTIONS: dict[str, dict[str, Metric]] = {
             "prompt tokens that a target computes in a second, as learnt from first bytes",
             see="concepts/decide.md",
         ),
-        "kvrouter_prefill_error_ratio": Metric(
-            "gauge", ("pool",), "mean error of predicted prefill times, as a share of the measured ones"
-        ),
         "kvrouter_prefill_known": Metric(
             "gauge", ("pool",), "1 if weight `auto` may compare seconds; 0 while it is 8"
         ),
@@ -364,12 +294,6 @@ SECTIONS: dict[str, dict[str, Metric]] = {
             "decisions that compared predicted times to first token. Only weight `auto` does, and "
             "custom policies while these are known (`kvrouter_prefill_known`); other decisions are in "
             "none of these metrics",
-        ),
-        "kvrouter_ttft_later_decisions_total": Metric(
-            "counter",
-            ("pool",),
-            "decisions of `kvrouter_ttft_decisions_total` for a target that was not predicted to be "
-            "the earliest: copies of hot prefixes, replicas that spread, and the price of congestion",
         ),
         "kvrouter_ttft_later_seconds_total": Metric(
             "counter",
@@ -408,11 +332,9 @@ SECTIONS: dict[str, dict[str, Metric]] = {
             "requests in flight, by replica; 0 for a known replica without bookings",
         ),
         "kvrouter_feed_live": Metric("gauge", ("feed",), "1 if the copy of this source is in step"),
-        "kvrouter_feed_lag_frames": Metric("gauge", ("feed",), "frames sent and not applied"),
         "kvrouter_feed_staleness_seconds": Metric(
             "gauge", ("feed",), "time since the last message of the source; no series before the first one"
         ),
-        "kvrouter_feed_last_recovery_seconds": Metric("gauge", ("feed",), "duration of the last recovery"),
         "kvrouter_feed_events_total": Metric(
             "counter",
             ("feed", "event"),
@@ -489,20 +411,8 @@ SECTIONS: dict[str, dict[str, Metric]] = {
             ("worker", "state"),
             "1 for the state that the agent announces: `up`, `draining` or `down`",
         ),
-        "kvrouter_agent_heartbeats_total": Metric("counter", ("worker",), "heartbeats sent"),
         "kvrouter_agent_blocks": Metric(
             "gauge", ("worker", "rank"), "blocks on the device that are published"
-        ),
-        "kvrouter_agent_held_blocks": Metric(
-            "gauge", ("worker", "rank"), "blocks not published yet, as their parents are not known"
-        ),
-        "kvrouter_agent_feed_seq": Metric(
-            "gauge",
-            ("worker", "rank"),
-            "number of the last frame of the KV feed; begins again with each life of the feed",
-        ),
-        "kvrouter_agent_feed_started_seconds": Metric(
-            "gauge", ("worker", "rank"), "start of this life of the feed, since the epoch"
         ),
         "kvrouter_agent_rank_partial": Metric(
             "gauge", ("worker", "rank"), "1 while the engine may hold blocks that are not published"
@@ -510,27 +420,7 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "kvrouter_agent_history_losses_total": Metric(
             "counter", ("worker", "rank", "reason"), "times that the history of a rank was lost"
         ),
-        "kvrouter_agent_engine_running": Metric(
-            "gauge",
-            ("worker", "rank"),
-            "requests that the engine computes; no series if the engine does not report it",
-        ),
-        "kvrouter_agent_engine_waiting": Metric(
-            "gauge",
-            ("worker", "rank"),
-            "requests that wait in the engine; no series if the engine does not report it",
-        ),
-        "kvrouter_agent_engine_kv_usage": Metric(
-            "gauge",
-            ("worker", "rank"),
-            "share of the engine's KV blocks in use, 0 to 1; no series if the engine does not report it",
-        ),
         "kvrouter_agent_nats_connected": Metric("gauge", (), "1 while connected to NATS"),
-        "kvrouter_agent_published_total": Metric("counter", (), "messages sent"),
-        "kvrouter_agent_published_bytes_total": Metric("counter", (), "payload of the messages sent"),
-        "kvrouter_agent_unsent_total": Metric(
-            "counter", (), "messages not sent: NATS was away, or the buffer full"
-        ),
     },
 }
 """By heading of docs/metrics.md, in its order."""

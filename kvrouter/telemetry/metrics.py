@@ -210,8 +210,6 @@ class RequestMetrics:
         self.refused_prompts = Count("kvrouter_deadly_prompts_refused_total", registry)
         self.removed_fields = CountBy("kvrouter_removed_fields_total", registry)
         self.token_ids_sent = CountBy("kvrouter_token_ids_sent_total", registry)
-        self.cancelled = Count("kvrouter_cancelled_requests_total", registry)
-        self.broken = Count("kvrouter_broken_streams_total", registry)
         self.prompt_tokens = CountBy("kvrouter_prompt_tokens_total", registry)
         self.overlap_tokens = CountBy("kvrouter_overlap_tokens_total", registry)
         self.output_tokens = CountBy("kvrouter_output_tokens_total", registry)
@@ -219,9 +217,7 @@ class RequestMetrics:
         self.between = Spread("kvrouter_inter_token_seconds", registry, bounds=BETWEEN)
         self.duration = Spread("kvrouter_request_seconds", registry)
         self.tokenize = Spread("kvrouter_tokenize_seconds", registry)
-        self.hash = Spread("kvrouter_hash_seconds", registry, bounds=OWN_SECONDS)
         self.decide = Spread("kvrouter_decide_seconds", registry, bounds=OWN_SECONDS)
-        self.relay = Spread("kvrouter_relay_seconds", registry, bounds=OWN_SECONDS)
 
     def new_target(self, target: Target) -> TargetCounts:
         """The counts of a target that is not in `targets`."""

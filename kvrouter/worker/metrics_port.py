@@ -22,8 +22,6 @@ class RankView(Struct, frozen=True):
     beat: RankBeat
     blocks: int
     """On the device, published."""
-    held_blocks: int
-    """Not published yet, as their parents are not known."""
     losses: Mapping[str, int]
     """How often its history was lost, by reason."""
 
@@ -34,7 +32,6 @@ class AgentView(Struct, frozen=True):
     """As announced."""
     is_down: bool
     """Whether the engine misses its health probes."""
-    heartbeats: int
     ranks: Sequence[RankView]
 
 
@@ -70,33 +67,20 @@ class MetricsOf:
             labels = {"worker": view.worker}
             yield "kvrouter_agent_engine_up", labels, not view.is_down
             yield "kvrouter_agent_state", {**labels, "state": view.state}, 1
-            yield "kvrouter_agent_heartbeats_total", labels, view.heartbeats
             for rank in view.ranks:
                 yield from _rank_samples(rank, {**labels, "rank": str(rank.beat.rank)})
 
 
 def _bus_samples(bus: Bus) -> Iterator[Sample]:
     yield "kvrouter_agent_nats_connected", {}, bus.connected
-    yield "kvrouter_agent_published_total", {}, bus.counters.published
-    yield "kvrouter_agent_published_bytes_total", {}, bus.counters.published_bytes
-    yield "kvrouter_agent_unsent_total", {}, bus.counters.unsent
 
 
 def _rank_samples(rank: RankView, labels: dict[str, str]) -> Iterator[Sample]:
     beat = rank.beat
     yield "kvrouter_agent_blocks", labels, rank.blocks
-    yield "kvrouter_agent_held_blocks", labels, rank.held_blocks
-    yield "kvrouter_agent_feed_seq", labels, beat.seq
-    yield "kvrouter_agent_feed_started_seconds", labels, beat.incarnation / 1e6
     yield "kvrouter_agent_rank_partial", labels, beat.partial
     for reason, count in rank.losses.items():
         yield "kvrouter_agent_history_losses_total", {**labels, "reason": reason}, count
-    if beat.running is not None:
-        yield "kvrouter_agent_engine_running", labels, beat.running
-    if beat.waiting is not None:
-        yield "kvrouter_agent_engine_waiting", labels, beat.waiting
-    if beat.kv_usage is not None:
-        yield "kvrouter_agent_engine_kv_usage", labels, beat.kv_usage
 
 
 @contextlib.asynccontextmanager

@@ -17,7 +17,6 @@ METRICS = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 # Documented metrics that no panel shows, and why.
 NOT_SHOWN = {
     # hardly ever: problem `deadly_prompt` and /deadly_prompts say more; the deaths are among failed attempts
-    "kvrouter_deadly_prompts",
     "kvrouter_deadly_prompts_refused_total",
     # only with a feature that most fleets do not use
     "kvrouter_media_prompts_total",
@@ -25,29 +24,13 @@ NOT_SHOWN = {
     "kvrouter_process_scraped",
     "kvrouter_remote_tokenizations_total",
     "kvrouter_removed_fields_total",
-    "kvrouter_routing_refused",
     "kvrouter_spans_total",
     "kvrouter_token_ids_sent_total",
     # sizes within fixed bounds
-    "kvrouter_decisions_kept",
-    "kvrouter_prefix_hashes",
-    "kvrouter_prefix_hashes_blocks_total",
-    "kvrouter_prefix_hashes_bytes",
-    "kvrouter_prefix_hashes_evicted_total",
-    "kvrouter_prefix_store_blocks",
     "kvrouter_prefix_store_bytes",
     "kvrouter_prefix_store_characters_total",
-    "kvrouter_prefix_store_evicted_total",
-    "kvrouter_prefix_store_on",
     # what they lead to is shown: load in heartbeats, lag, ranks that are partial, tokens that differ
-    "kvrouter_agent_engine_kv_usage",
-    "kvrouter_agent_engine_running",
-    "kvrouter_agent_engine_waiting",
-    "kvrouter_agent_feed_seq",
-    "kvrouter_agent_feed_started_seconds",
     "kvrouter_agent_history_losses_total",
-    "kvrouter_agent_published_bytes_total",
-    "kvrouter_token_comparisons_total",
 }
 
 

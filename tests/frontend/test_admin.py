@@ -407,7 +407,6 @@ async def test_metrics(fleet_of: FleetOf) -> None:
             f'kvrouter_target_answers_total{{outcome="ok",pool="{POOL}",rank="0",worker="w0"}} 1.0',
             f'kvrouter_target_requests{{pool="{POOL}",rank="0",worker="w0"}} 0.0',
             "kvrouter_decide_seconds_count 1.0",
-            "kvrouter_relay_seconds_count 1.0",
             "kvrouter_requests_in_flight 0.0",
             "kvrouter_nats_connected 1.0",
             f'kvrouter_target_eligible{{pool="{POOL}",rank="0",worker="w0"}} 1.0',

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
 from typing import Any
 
 import pytest
@@ -164,7 +165,7 @@ async def test_errors_after_output(fleet_of: FleetOf, api: ApiStream) -> None:
             assert ("broken", 200) == (failed["outcome"], failed["status"])
             assert router.circuits is not None
             assert [1] == [circuit.failures for circuit in router.circuits._circuits.values()]
-            assert b"kvrouter_broken_streams_total 1.0" in (await fleet.get("/metrics")).body
+            assert re.search(rb'outcome="broken",route="[^"]*"} 1.0', (await fleet.get("/metrics")).body)
 
 
 @by_api

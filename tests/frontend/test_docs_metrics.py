@@ -24,7 +24,7 @@ def test_every_metric_is_used() -> None:
     """The catalog has exactly the metrics in the sources, also those without a series at the start."""
     sources = [
         file
-        for room in ("frontend", "replica", "telemetry", "worker")
+        for room in ("frontend", "prompts", "replica", "telemetry", "worker")
         for file in (ROOT / "kvrouter" / room).rglob("*.py")
     ]
     samples = {

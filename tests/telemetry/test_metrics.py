@@ -153,8 +153,8 @@ def test_label_values_are_escaped() -> None:
 def test_two_registries() -> None:
     """Two replicas in one process count separately."""
     one, two = CollectorRegistry(), CollectorRegistry()
-    RequestMetrics(one).cancelled.inc()
+    RequestMetrics(one).refused_prompts.inc()
     RequestMetrics(two)
 
-    name = "kvrouter_cancelled_requests_total{}"
+    name = "kvrouter_deadly_prompts_refused_total{}"
     assert (1, 0) == (scraped(one)[name], scraped(two)[name])

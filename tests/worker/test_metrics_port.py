@@ -43,11 +43,7 @@ async def test_samples(scene: Scene, free_port: Callable[[], int]) -> None:
         assert line in text.splitlines()
     assert 'worker="w"' not in left
     named = set(re.findall(r"^# TYPE (kvrouter_\S+)", text, re.MULTILINE))
-    assert SECTIONS["Agents"].keys() - named == {
-        "kvrouter_agent_history_losses_total",
-        "kvrouter_agent_engine_waiting",  # this engine reports neither of these two
-        "kvrouter_agent_engine_kv_usage",
-    }
+    assert SECTIONS["Agents"].keys() - named == {"kvrouter_agent_history_losses_total"}
 
 
 async def test_port_in_use(free_port: Callable[[], int]) -> None:

@@ -103,10 +103,6 @@ class DeadlyPrompts:
         """Whether every prompt may be sent."""
         return not self.suspected and not self.condemned
 
-    def count(self, pool: PoolId) -> int:
-        """The refused prompts of a pool."""
-        return sum(one.pool == pool for one in self.condemned.values())
-
     # Losses
 
     def doubt(self, prompt: PromptHash, pool: PoolId, now: float) -> None:

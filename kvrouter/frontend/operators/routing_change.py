@@ -145,8 +145,7 @@ class RoutingChanges:
 
     def samples(self) -> list[Sample]:
         _, revision = standing(self._replica.routing)
-        refused = len(self._replica.refused_routing())
-        return [("kvrouter_routing_revision", {}, revision), ("kvrouter_routing_refused", {}, refused)]
+        return [("kvrouter_routing_revision", {}, revision)]
 
     def _view(self) -> RoutingView:
         change, configured = self._replica.routing, self._reload.configured

@@ -49,8 +49,6 @@ def samples(replica: Replica, replica_loop: ReplicaLoop, audit: Audit, bus: Bus)
     # Copies of the tables: a scrape is written in slices, and members come and go in between.
     for router in list(replica.routers.values()):
         yield from _pool_samples(router.pool)
-        refused = replica.deadly.count(router.pool.id)
-        yield "kvrouter_deadly_prompts", {"pool": str(router.pool.id)}, refused
         yield from _booking_samples(router.pool, {replica.router_id, *replica.peers})
         yield from _speed_samples(router)
         yield from _reuse_samples(router)
@@ -104,8 +102,6 @@ def target_samples(counts: dict[Target, TargetCounts], routers: Sequence[Router]
         labels = {"pool": str(known[target]), "worker": str(target.worker_id), "rank": str(target.rank)}
         for outcome, count in list(counted.answers.items()):
             yield "kvrouter_target_answers_total", {**labels, "outcome": outcome}, count
-        yield "kvrouter_target_prompt_tokens_total", labels, counted.prompt_tokens
-        yield "kvrouter_target_overlap_tokens_total", labels, counted.overlap_tokens
         yield "kvrouter_target_first_byte_seconds_sum", labels, counted.first_byte_s
         yield "kvrouter_target_first_byte_seconds_count", labels, counted.first_bytes
 
@@ -113,7 +109,6 @@ def target_samples(counts: dict[Target, TargetCounts], routers: Sequence[Router]
 def _speed_samples(router: Router) -> Iterator[Sample]:
     labels, speed = {"pool": str(router.pool.id)}, router.tables.speeds.speed
     yield "kvrouter_prefill_tokens_per_second", labels, 1 / speed.seconds_per_token
-    yield "kvrouter_prefill_error_ratio", labels, speed.error
     yield "kvrouter_prefill_known", labels, not router.doubt
 
 
@@ -127,7 +122,6 @@ def _reuse_samples(router: Router) -> Iterator[Sample]:
 def _ttft_samples(router: Router) -> Iterator[Sample]:
     labels, counted = {"pool": str(router.pool.id)}, router.bookings.calibration
     yield "kvrouter_ttft_decisions_total", labels, counted.decisions
-    yield "kvrouter_ttft_later_decisions_total", labels, counted.later
     yield "kvrouter_ttft_later_seconds_total", labels, counted.later_s
     for bound, one in zip(CLASSES_S, counted.classes, strict=True):
         if not one.requests:
@@ -147,7 +141,6 @@ def _booking_samples(pool: Pool, known: set[RouterId]) -> Iterator[Sample]:
 
 def _feed_samples(source: Feed, reader: FeedReader) -> Iterator[Sample]:
     labels = {"feed": name(source)}
-    yield "kvrouter_feed_lag_frames", labels, reader.lag
     yield "kvrouter_feed_live", labels, reader.state.value == "live"
     for counter, value in asdict(reader.counters).items():
         if counter != "recovery_s":
@@ -156,8 +149,6 @@ def _feed_samples(source: Feed, reader: FeedReader) -> Iterator[Sample]:
     if reader.received_at is not None:
         silent = asyncio.get_running_loop().time() - reader.received_at
         yield "kvrouter_feed_staleness_seconds", labels, silent
-    recovery = reader.counters.recovery_s
-    yield "kvrouter_feed_last_recovery_seconds", labels, recovery
 
 
 def _prediction_samples(router: Router, audit: Audit) -> Iterator[Sample]:
@@ -248,14 +239,7 @@ def index_samples(replica: Replica) -> Iterator[Sample]:
 def _index_samples_of(pool: Pool) -> Iterator[Sample]:
     labels, index = {"pool": str(pool.id)}, pool.index
     counted = index.counters
-    yield "kvrouter_index_holders", labels, index.holders()
     yield "kvrouter_index_bytes", labels, index.size_bytes()
-    yield "kvrouter_index_lookups_total", labels, counted.lookups
     yield "kvrouter_index_stored_blocks_total", labels, counted.stored_blocks
     yield "kvrouter_index_removed_blocks_total", labels, counted.removed_blocks
     yield "kvrouter_index_refused_blocks_total", labels, counted.refused_blocks
-    yield "kvrouter_index_evicted_blocks_total", labels, counted.evicted_blocks
-    for target in index.targets():
-        own = {**labels, "worker": str(target.worker_id), "rank": str(target.rank)}
-        truncated = index.is_truncated(target)
-        yield "kvrouter_target_truncated", own, truncated

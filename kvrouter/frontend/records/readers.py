@@ -19,9 +19,8 @@ from kvrouter.frontend.records.prediction_checks import check_answer
 from kvrouter.frontend.records.record import Record, Running, clock, ending_without_worker
 from kvrouter.frontend.requests import engine_routes
 from kvrouter.relay.engine_answers import UNKNOWN_MODEL
-from kvrouter.relay.exchange import Attempt, Done, Lost, Rejected, Retried
+from kvrouter.relay.exchange import Attempt, Lost, Rejected, Retried
 from kvrouter.relay.request import Request
-from kvrouter.relay.timed_attempt import TimedAttempt
 from kvrouter.telemetry.metrics import OTHER, RequestMetrics
 
 log = structlog.get_logger()
@@ -58,8 +57,6 @@ class Readers:
                 metrics.output_tokens.inc(running.model, tokens)
             if running.first_at and events > 1:
                 metrics.between.observe((clock() - running.first_at) / (events - 1), running.model)
-        if isinstance(attempt, TimedAttempt):
-            metrics.relay.observe(attempt.spent_s)
         if work.traits is not None or record.is_noted:
             running.usage = work.api.find_usage(attempt.tail)
         if running.is_good:
@@ -88,7 +85,7 @@ class Readers:
     def ended(self, record: Record) -> None:
         """A request is over."""
         record.ended_at = clock()
-        metrics, work, last, ending = self.metrics, record.work, record.last, record.ending()
+        metrics, work, ending = self.metrics, record.work, record.ending()
         model, mode = "", ""
         if work is not None:
             model = metrics.models[work.router.pool.model]
@@ -96,11 +93,7 @@ class Readers:
         # Only the APIs' own routes lead here, so the path is not the client's choice.
         metrics.requests.values[model, record.request.head.route, mode, record.status, ending] += 1
         self.clients.of(record.request, self._now()).count(record, ending)
-        if last is not None and isinstance(last.outcome, Done) and last.outcome.failure:
-            metrics.broken.inc()
-        if record.served is None:
-            metrics.cancelled.inc()
-        else:
+        if record.served is not None:
             metrics.duration.observe(record.lasted_s, model)
         if ending != "ok" or record.error is not None or record.is_noted:
             self.access.end(record)

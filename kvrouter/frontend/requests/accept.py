@@ -9,7 +9,6 @@ import asyncio
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import cycle, repeat
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -71,8 +70,6 @@ Asked = TypeVar("Asked", bound=openai.CompletionRequest)
 # reject it, and tokenizing 30 MB of text would take 40 s.
 _MOST_CHARACTERS_PER_TOKEN = 64
 _UNKNOWN_MODEL_LEN = 131_072
-# One prompt of this many is measured for kvrouter_hash_seconds: to measure each would cost 0.4 % of it.
-HASHING_TIMED_EVERY = 16
 
 
 class _Read(Struct, frozen=True):
@@ -109,7 +106,6 @@ class Accept:
         self.dialect = dialect
         self.aliases = aliases
         self.kept = KeptResponses()
-        self._times_hashing = cycle((True, *repeat(False, HASHING_TIMED_EVERY - 1)))
 
     async def work(self, record: Record, api: Api, rights: Rights | None) -> Work:
         """Read what routing needs from a request. Raises KvRouterError. `rights`: its client's; None: all."""
@@ -276,10 +272,9 @@ class Accept:
         most_characters = _MOST_CHARACTERS_PER_TOKEN * (router.pool.max_model_len or _UNKNOWN_MODEL_LEN)
         if texts.text_characters(prompt) > most_characters:
             return ()
-        hashed = self._metrics.hash.observe if next(self._times_hashing) else None
         found = found_ids.append if asked.may_be_ids and router.pool.sends_token_ids else None
         lora_name, salt = _lora_name(router, asked), asked.cache_salt
-        naming = Naming(router.pool, asked.model, lora_name, salt, hashed, asked.extra_key, found)
+        naming = Naming(router.pool, asked.model, lora_name, salt, asked.extra_key, found)
         began = clock()
         try:
             return await self._blocks.hashes(prompt, naming)

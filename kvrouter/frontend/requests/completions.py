@@ -55,7 +55,6 @@ from kvrouter.relay.exchange import (
 from kvrouter.relay.hops import check_hops
 from kvrouter.relay.request import Request, request_id_of
 from kvrouter.relay.routes import Routes
-from kvrouter.relay.timed_attempt import TimedAttempt
 from kvrouter.relay.upstream import Upstream, WorkerUnreachableError
 from kvrouter.replica.publishing import Publishing
 from kvrouter.telemetry.metrics import Sample
@@ -67,10 +66,6 @@ log = structlog.get_logger()
 RETRY_DELAY_S = 0.05
 # One attempt of this many is measured for kvrouter_decide_seconds: to measure each would cost 1 % of it.
 DECISION_TIMED_EVERY = 16
-# And of this many for kvrouter_relay_seconds. A TimedAttempt makes the attempts beside it slower too: they
-# share code, and what Python remembers there of one class is of no use for the other. An event of a stream
-# took 3 % more instructions when one attempt in 16 was measured.
-RELAY_TIMED_EVERY = 128
 # Connections of a request that may be refused beside `--retries`, each within this time: a few dead addresses
 # must not use up the tries of a request that a living worker could take.
 MOST_REFUSALS, REFUSED_S = 16, 0.5
@@ -107,7 +102,6 @@ class Completions:
         self._metrics = readers.metrics
         self._now = asyncio.get_running_loop().time
         self._times_decision = cycle((True, *repeat(False, DECISION_TIMED_EVERY - 1)))
-        self._attempt_types = cycle((TimedAttempt, *repeat(Attempt, RELAY_TIMED_EVERY - 1)))
 
     def add_routes(self, routes: Routes, rights: Rights) -> None:
         """Add what is served here. `rights`: of the port's clients."""
@@ -347,7 +341,7 @@ class Completions:
             # `fresh`: a connection has just broken with the request
             lost = running.outcome = Lost(str(error), is_cut=fresh)
             return lost
-        attempt = next(self._attempt_types)(
+        attempt = Attempt(
             request.client,
             connection,
             record.limits,

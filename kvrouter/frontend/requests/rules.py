@@ -106,8 +106,6 @@ class Rules:
         router.modes.use_policies(policy, self._mode, make_policy)
 
     def samples(self, routers: Mapping[PoolId, Router]) -> Iterator[Sample]:
-        kept = len(self.decisions) if self.decisions is not None else 0
-        yield "kvrouter_decisions_kept", {}, kept
         for pool_id, router in routers.items():
             labels, sessions = {"pool": str(pool_id)}, router.tables.sessions
             yield "kvrouter_sessions", labels, len(sessions)

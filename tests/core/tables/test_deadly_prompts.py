@@ -222,13 +222,13 @@ def test_bounds(prompts: DeadlyPrompts) -> None:
         prompts.lost(prompt(-n), POOL, WorkerId(f"w{n}"), sent_at=0.0, lost_at=1.0, now=1.0)
         prompts.pardon(prompt(f"p{n}"), POOL, 600.0, 1.0)
     prompts.check()
-    assert (MOST_DEADLY, MOST_SUSPECTED) == (prompts.count(POOL), len(prompts.suspects()))
+    assert (MOST_DEADLY, MOST_SUSPECTED) == (len(prompts.condemned), len(prompts.suspects()))
     assert MOST_DEATHS == len(prompts._deaths)
 
     die(prompts, A, 10.0, KILLER, sent_at=9.0)
     die(prompts, B, 12.0, KILLER, sent_at=11.0)
     assert [KILLER] == judge(prompts, B, 12.0, KILLER)
-    assert MOST_DEADLY == prompts.count(POOL)
+    assert MOST_DEADLY == len(prompts.condemned)
 
 
 @pytest.mark.parametrize("seed", range(50))
