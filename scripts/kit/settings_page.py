@@ -1,15 +1,16 @@
-"""Writes docs/reference/settings.md and help.md from the declared settings."""
+"""Writes docs/reference/settings.md from the declared settings."""
 
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from kvrouter.settings.commands import MODULES, command_named
-from kvrouter.settings.declare import Command, Declared
-from kvrouter.settings.pages import help_page
+from kvrouter.settings.declare import Command, Declared, declared
+from kvrouter.settings.pages import usage
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/reference"
 _MADE = "<!-- Written by `python -m scripts.kit.settings_page`; a test compares it with the code. -->"
@@ -24,77 +25,74 @@ file:
 | TOML file, named by `--config FILE` or `KVROUTER_CONFIG` | `port = 9000` in `[frontend]`, or in `[shared]` |
 
 [An example of a file](../examples/kvrouter.toml). `--show-config` prints the value of each setting and where
-it came from. Passwords are not printed.
+it came from, without passwords. `--help` of a command prints the settings that matter first, `--help-all`
+all of them.
 
-The key of the file is the flag without its dashes. A name that ends with `-s`, `-ms` or `-mib` is in seconds,
-milliseconds or MiB.
+The key of the file is the flag without its dashes; the variable is `KVROUTER_` and the key in capitals, with
+`_` for `-`. A name that ends with `-s`, `-ms` or `-mib` is in seconds, milliseconds or MiB.
 
-In the tables, *on/off* is a switch: `--name` switches it on, `--no-name` off; in the environment and in files
-it is `true` or `false`. A setting that can change *at run time* does so on SIGHUP or `POST /config/reload`
-([operations.md](../operations.md)). *Since* is the version that
-had it first. Earlier spellings still work."""
+`--[no-]name` is a switch: `--name` switches it on, `--no-name` off; in the environment and in files it is
+`true` or `false`. *Reloadable*: it can change at run time, by SIGHUP or `POST /config/reload`
+([operations.md](../operations.md)). Earlier spellings still work. Settings exist since version 0.1 unless
+another is named."""
+_FIRST = "frontend"  # most settings of the other commands are among its own
+_SINCE = "0.1"
+_WIDTH = 140
 
 
 def settings_page() -> str:
-    """Return all settings of all commands, as tables."""
+    """Return all settings of all commands: each as a row of the first command that has it."""
     parts = ["# Settings", _MADE, _INTRODUCTION]
-    for name in MODULES:
-        parts += [f"## kvrouter {name}", *_tables(command_named(name))]
+    seen: dict[str, str] = {}  # row: the command that has it first
+    for name in sorted(MODULES, key=lambda one: one != _FIRST):
+        parts += [f"## kvrouter {name}", *_tables(command_named(name), seen)]
     return "\n\n".join(parts) + "\n"
 
 
-def _tables(command: Command[Any]) -> Iterator[str]:
+def _tables(command: Command[Any], seen: dict[str, str]) -> Iterator[str]:
     yield command.summary.replace("\n", " ")
-    groups: dict[str, list[Declared]] = {}
+    shared: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for one in command.declared():
-        if not one.setting.is_hidden:
-            groups.setdefault(one.heading, []).append(one)
-    for heading, members in groups.items():
-        head = "| setting | variable | type | default | meaning | at run time | since |\n" + "|---" * 7 + "|"
-        yield "\n".join([f"### {heading} ({command.name})\n", head, *map(_row, members)])
-    if command.left_out:
-        yield "\n".join(
-            f"`--{name}` is not a setting of this command: {use}." for name, use in command.left_out.items()
-        )
+        if one.setting.is_hidden:
+            continue
+        row = _row(one)
+        if row in seen:
+            shared.setdefault(seen[row], []).append(f"`{one.flag}`")
+        else:
+            groups.setdefault(one.heading, []).append(row)
+    for heading, rows in groups.items():
+        head = "| setting | default | meaning |\n|---|---|---|"
+        yield "\n".join([f"### {heading} ({command.name})\n", head, *rows])
+        seen |= dict.fromkeys(rows, command.name)
+    for owner, flags in shared.items():
+        text = f"The same as of [`kvrouter {owner}`](#kvrouter-{owner}): {', '.join(flags)}."
+        yield textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
+    hidden = {one.name for one in declared(command.kind) if one.setting.is_hidden}
+    if left_out := [(name, use) for name, use in command.left_out.items() if name not in hidden]:
+        yield "\n".join(f"`--{name}` is not a setting of this command: {use}." for name, use in left_out)
 
 
 def _row(one: Declared) -> str:
     setting = one.setting
-    kind = "on/off" if one.is_switch else one.metavar
     default = setting.default_text or (one.shown(one.default) if not one.is_required else "required")
     earlier = [f"`{name}`" for name in setting.old if name not in setting.help]
-    old = f" Earlier: {', '.join(earlier)}." if earlier else ""
-    also = f" Also `{setting.variable}`." if setting.variable else ""
-    repeated = " May be repeated." if one.is_list else ""
-    cells = (
-        f"`{one.flag}`",
-        f"`{one.variable}`",
-        f"`{kind}`" if not one.is_switch else kind,
-        default or "–",
-        f"{setting.help.rstrip('.')}.{repeated}{old}{also}",
-        "yes" if setting.reloadable else "",
-        setting.since,
-    )
+    notes = [
+        f"{setting.help.rstrip('.')}.",
+        "May be repeated." if one.is_list else "",
+        f"Earlier: {', '.join(earlier)}." if earlier else "",
+        f"Also `{setting.variable}`." if setting.variable else "",
+        "*Reloadable.*" if setting.reloadable else "",
+        f"Since {setting.since}." if setting.since != _SINCE else "",
+    ]
+    key = f", in a file `{one.name}`" if setting.is_positional else ""
+    cells = (f"`{usage(one)}`{key}", default or "–", " ".join(filter(None, notes)))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def help_pages() -> str:
-    """Return the --help of each command, as a terminal shows it."""
-    parts = [
-        "# Help of each command",
-        _MADE,
-        "What `--help` of each command prints; `--help-all` prints the rest.",
-    ]
-    for name in MODULES:
-        parts.append(
-            f"## kvrouter {name} --help\n\n```text\n{help_page(command_named(name), is_whole=False)}\n```"
-        )
-    return "\n\n".join(parts) + "\n"
-
-
 def pages() -> dict[Path, str]:
-    """Return the pages by path."""
-    return {FOLDER / "settings.md": settings_page(), FOLDER / "help.md": help_pages()}
+    """Return the page by path."""
+    return {FOLDER / "settings.md": settings_page()}
 
 
 def main() -> int:

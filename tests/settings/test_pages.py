@@ -44,6 +44,16 @@ def test_pages_of_the_docs_are_current(path: object) -> None:
         assert pages[str(path)] == file.read()
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_the_page_names_each_setting(name: str) -> None:
+    """The part of a command names all of its settings, also those of which another command has the row."""
+    _, _, rest = settings_page.settings_page().partition(f"\n## kvrouter {name}\n")
+    part, _, _ = rest.partition("\n## ")
+    named = {text.replace("[no-]", "").split(" ")[0] for text in re.findall(r"`([^`]+)`", part)}
+
+    assert set() == {one.flag for one in command_named(name).declared() if not one.setting.is_hidden} - named
+
+
 @pytest.mark.parametrize("name", ["frontend", "serve"])
 def test_the_example_file(name: str) -> None:
     """docs/examples/kvrouter.toml can be used as it is."""
