@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from kvrouter.frontend.operators import operators
 from kvrouter.frontend.requests import engine_routes
 from tests.frontend.clients import Client, get
 from tests.frontend.fleet import Fleet, FleetOf
@@ -122,7 +121,7 @@ def test_documented() -> None:
 @pytest.fixture
 def remote_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """127.0.0.2 stands for the address of another machine."""
-    monkeypatch.setattr(operators, "is_loopback", lambda host: host == "127.0.0.1")
+    monkeypatch.setattr(rights, "is_loopback", lambda host: host == "127.0.0.1")
 
 
 @pytest.mark.parametrize("has_key", [True, False])

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.errors import BadRequestError, ConfigError
-from kvrouter.frontend.operators.operators import AdminKey
+from kvrouter.frontend.operators.rights import AdminKey
 from kvrouter.frontend.operators.views import json_answer
 from kvrouter.frontend.requests.accept import Accept
 from kvrouter.frontend.requests.admission_queue import WaitingRoom

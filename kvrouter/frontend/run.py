@@ -31,7 +31,7 @@ from kvrouter.frontend.operators.deadly_prompts import PROMPT_PATH, PROMPTS_PATH
 from kvrouter.frontend.operators.decision_views import DECISION_PATH, DecisionViews
 from kvrouter.frontend.operators.dry_route import DryRoute
 from kvrouter.frontend.operators.openapi import check_root_path
-from kvrouter.frontend.operators.operators import AdminGate, AdminKey, KeyGate, is_loopback
+from kvrouter.frontend.operators.rights import AdminGate, AdminKey, KeyGate, is_loopback
 from kvrouter.frontend.operators.routing_change import RoutingChanges
 from kvrouter.frontend.operators.state_metrics import index_maker, index_samples
 from kvrouter.frontend.operators.views import View

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from structlog.testing import capture_logs
 
-from kvrouter.frontend.operators.operators import AdminKey, Rights, open_gate
+from kvrouter.frontend.operators.rights import AdminKey, Rights, open_gate
 from kvrouter.frontend.operators.views import answering
 from kvrouter.relay.answer import Lines
 from kvrouter.relay.begun import Begun

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from aiohttp import HttpVersion10, HttpVersion11, web
 
 from kvrouter.errors import BadRequestError, KvRouterError
-from kvrouter.frontend.operators.operators import AdminGate, check_type
+from kvrouter.frontend.operators.rights import AdminGate, check_type
 from kvrouter.frontend.requests.engine_routes import error_answer
 from kvrouter.relay.answer import Served
 from kvrouter.relay.begun import Begun

@@ -17,7 +17,7 @@ import msgspec
 import structlog
 
 from kvrouter.errors import KvRouterError
-from kvrouter.frontend.operators.operators import Gate, Rights
+from kvrouter.frontend.operators.rights import Gate, Rights
 from kvrouter.relay.answer import Answer, Events, Lines, Served, internal_error
 from kvrouter.relay.connection import Refused
 from kvrouter.relay.exchange import ClientSide

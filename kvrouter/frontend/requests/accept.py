@@ -37,7 +37,7 @@ from kvrouter.core.routing.builtin_policy import BuiltInPolicy
 from kvrouter.core.routing.policy import Prompt, RouteRequest, Wanted
 from kvrouter.core.tables.predictions import Kind
 from kvrouter.errors import BadRequestError, NotMendedError, UnknownResponseError
-from kvrouter.frontend.operators.operators import Rights
+from kvrouter.frontend.operators.rights import Rights
 from kvrouter.frontend.records.record import Record, SentIds, Traits, Work, clock
 from kvrouter.frontend.requests import passthrough
 from kvrouter.frontend.requests.first_worker import FirstWorker

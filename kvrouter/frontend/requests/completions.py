@@ -29,7 +29,7 @@ from kvrouter.errors import (
     WorkerRejectedError,
     WorkerSilentError,
 )
-from kvrouter.frontend.operators.operators import Rights
+from kvrouter.frontend.operators.rights import Rights
 from kvrouter.frontend.operators.state_metrics import target_samples
 from kvrouter.frontend.records.readers import Readers
 from kvrouter.frontend.records.record import Record, Running, Work, clock

@@ -4,8 +4,8 @@ clients' port ──> ClientConnection (relay/connection.py) ──┐
                                                            ├──> the same routes
 admin listener ──> aiohttp (admin_listener.py) ────────────┘
 
-Both ports have all routes. The gates (operators.py) decide who may use them: on the clients' port those that
-are for operators, on the admin listener all but the probes'.
+Both ports have all routes. The gates (operators/rights.py) decide who may use them: on the clients' port those
+that are for operators, on the admin listener all but the probes'.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from kvrouter.frontend.operators.admin import MODEL_PATH, Admin
 from kvrouter.frontend.operators.admin_listener import application
 from kvrouter.frontend.operators.openapi import OPENAPI_PATH, document
-from kvrouter.frontend.operators.operators import (
+from kvrouter.frontend.operators.rights import (
     AdminGate,
     AdminKey,
     Gate,

@@ -24,7 +24,7 @@ import uvloop
 from rich.table import Table
 
 import kvrouter
-from kvrouter.frontend.operators.operators import AdminKey, Rights, open_gate
+from kvrouter.frontend.operators.rights import AdminKey, Rights, open_gate
 from kvrouter.frontend.requests.engine_routes import error_answer
 from kvrouter.frontend.run import RunningFrontend, running_frontend
 from kvrouter.frontend.settings import parse_options

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.doctor.findings import SEVERITIES, Kind, Severity, order
-from kvrouter.doctor.kinds import KINDS
+from kvrouter.observe.doctor.findings import SEVERITIES, Kind, Severity, order
+from kvrouter.observe.doctor.kinds import KINDS
 
 ROOT = Path(__file__).resolve().parents[3]
 
