@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from kvrouter.frontend.operators import rights
 from kvrouter.frontend.requests import engine_routes
 from tests.frontend.clients import Client, get
 from tests.frontend.fleet import Fleet, FleetOf

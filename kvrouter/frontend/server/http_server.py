@@ -4,8 +4,8 @@ clients' port ──> ClientConnection (relay/connection.py) ──┐
                                                            ├──> the same routes
 admin listener ──> aiohttp (admin_listener.py) ────────────┘
 
-Both ports have all routes. The gates (operators/rights.py) decide who may use them: on the clients' port those
-that are for operators, on the admin listener all but the probes'.
+Both ports have all routes. The gates (operators/rights.py) decide who may use them: on the clients' port
+those that are for operators, on the admin listener all but the probes'.
 """
 
 from __future__ import annotations
