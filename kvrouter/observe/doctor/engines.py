@@ -23,7 +23,6 @@ from kvrouter.engine_versions import reaches, since
 from kvrouter.errors import KvRouterError
 from kvrouter.observe.doctor.findings import Finding, clean, listed
 from kvrouter.observe.doctor.http import EXPIRES_SOON_S, Fetched, authorized, fetch
-from kvrouter.observe.doctor.kinds import KINDS
 from kvrouter.observe.doctor.listening import Listener
 from kvrouter.worker.engines import discovery
 from kvrouter.worker.engines.http import DOWN, MODELS_PATH, read_models
@@ -102,7 +101,7 @@ def check_engines(listener: Listener, engines: Engines, held: Mapping[str, int])
         is_down = listener.workers[worker_id].beat.state == "down"
         if is_down:
             reasons = [note.removeprefix(DOWN) for note in card.notes if note.startswith(DOWN)]
-            yield Finding(KINDS["engine.down"], worker_id, ": ".join([card.url, *reasons[:1]]))
+            yield Finding("engine.down", worker_id, ": ".join([card.url, *reasons[:1]]))
         engine = engines.met.get(card.url)
         if engine is None:
             continue
@@ -116,25 +115,25 @@ def _check_answers(worker_id: str, card: Card, engine: Engine) -> Iterator[Findi
     models, health = engine.models, engine.health
     if not models.status:
         kind = "tls.not_trusted" if models.is_tls_trouble else "engine.unreachable"
-        yield Finding(KINDS[kind], worker_id, f"{card.url}: {models.trouble}")
+        yield Finding(kind, worker_id, f"{card.url}: {models.trouble}")
         return
     if models.expires_s is not None and models.expires_s < EXPIRES_SOON_S:
-        yield Finding(KINDS["tls.expires"], card.url, f"in {max(0.0, models.expires_s) / 86_400:.1f} days")
+        yield Finding("tls.expires", card.url, f"in {max(0.0, models.expires_s) / 86_400:.1f} days")
     if models.status in _NOT_ALLOWED:
-        yield Finding(KINDS["engine.not_asked"], worker_id, f"{card.url}/v1/models answers {models.status}")
+        yield Finding("engine.not_asked", worker_id, f"{card.url}/v1/models answers {models.status}")
     elif models.status == 404 and card.engine not in LISTING:
         pass  # a worker of the library need not list its models
     elif models.status != 200 or engine.trouble:
         seen = engine.trouble or f"/v1/models answers {models.status}"
         kind = "engine.unhealthy" if models.status >= 500 else "engine.other_model"
-        yield Finding(KINDS[kind], worker_id, f"{card.url}: {seen}")
+        yield Finding(kind, worker_id, f"{card.url}: {seen}")
     elif missing := {*card.names()} - {*engine.names}:
         seen = f"{card.url} serves {listed(engine.names) or 'nothing'}, not {listed(missing)}"
-        yield Finding(KINDS["engine.other_model"], worker_id, seen)
+        yield Finding("engine.other_model", worker_id, seen)
     if not health.status:
-        yield Finding(KINDS["engine.unhealthy"], worker_id, f"{card.url}/health: {health.trouble}")
+        yield Finding("engine.unhealthy", worker_id, f"{card.url}/health: {health.trouble}")
     elif not is_alive(health.status):
-        yield Finding(KINDS["engine.unhealthy"], worker_id, f"{card.url}/health answers {health.status}")
+        yield Finding("engine.unhealthy", worker_id, f"{card.url}/health answers {health.status}")
 
 
 def _check_events(
@@ -159,10 +158,10 @@ def _check_events(
     if later.surely_filled(before, running, card.block_size):
         tokens = (later.generated_tokens or 0) - (before.generated_tokens or 0)
         seen = f"{tokens:.0f} tokens generated while listening, and no block known"
-        yield Finding(KINDS["engine.no_blocks"], worker_id, seen)
+        yield Finding("engine.no_blocks", worker_id, seen)
     elif later.surely_filled(Work(0, 0), running, card.block_size):
         seen = f"{later.generated_tokens:.0f} tokens generated since its start"
-        yield Finding(KINDS["engine.no_blocks_known"], worker_id, seen)
+        yield Finding("engine.no_blocks_known", worker_id, seen)
 
 
 def _check_versions(cards: Mapping[WorkerId, Card]) -> Iterator[Finding]:
@@ -173,10 +172,10 @@ def _check_versions(cards: Mapping[WorkerId, Card]) -> Iterator[Finding]:
         if first and reaches(card.engine_version, first) is False:
             needed = ".".join(map(str, first))
             seen = f"{card.engine} {card.engine_version}: events name salt and adapter from {needed} on"
-            yield Finding(KINDS["engine.old"], worker_id, seen)
+            yield Finding("engine.old", worker_id, seen)
     for model, versions in by_model.items():
         if len(versions) > 1:
             seen = "; ".join(
                 f"{version or 'unknown'}: {len(ids)}" for version, ids in sorted(versions.items())[:8]
             )
-            yield Finding(KINDS["engine.versions"], model, clean(seen))
+            yield Finding("engine.versions", model, clean(seen))

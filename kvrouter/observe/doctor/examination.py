@@ -31,7 +31,6 @@ from kvrouter.errors import counted
 from kvrouter.observe.doctor import fleet_checks, machine, nats_servers, replica_checks
 from kvrouter.observe.doctor.engines import Engines, check_engines
 from kvrouter.observe.doctor.findings import Finding, Report, clean, listed
-from kvrouter.observe.doctor.kinds import KINDS
 from kvrouter.observe.doctor.listening import Listener
 from kvrouter.observe.doctor.nats_servers import Server
 from kvrouter.observe.doctor.replicas import Replicas
@@ -119,9 +118,9 @@ class Examination:
             async with asyncio.timeout(left_s):
                 await work
         except TimeoutError:
-            self.findings.append(Finding(KINDS["doctor.unfinished"], name, f"not done after {left_s:.1f} s"))
+            self.findings.append(Finding("doctor.unfinished", name, f"not done after {left_s:.1f} s"))
         except Exception as error:  # a check that fails must not hide what the others find
-            self.findings.append(Finding(KINDS["doctor.failed"], name, f"{type(error).__name__}: {error}"))
+            self.findings.append(Finding("doctor.failed", name, f"{type(error).__name__}: {error}"))
 
     # gather
 
@@ -288,13 +287,11 @@ class Examination:
             try:
                 self.findings += check()
             except Exception as error:  # facts of other processes: the other checks go on
-                self.findings.append(
-                    Finding(KINDS["doctor.failed"], name, f"{type(error).__name__}: {error}")
-                )
+                self.findings.append(Finding("doctor.failed", name, f"{type(error).__name__}: {error}"))
 
     def _connection(self) -> list[Finding]:
         seen = "it answered at first; the connection was lost while listening and did not come back"
-        return [Finding(KINDS["nats.unreachable"], self._nats.shown(), seen)] if self.is_cut_off else []
+        return [Finding("nats.unreachable", self._nats.shown(), seen)] if self.is_cut_off else []
 
     def _held(self) -> dict[str, int]:
         """The blocks that a replica knows of each worker: of the replicas, the most."""
@@ -309,7 +306,7 @@ class Examination:
 
     def _differences(self) -> list[Finding]:
         assert self.compared is not None
-        notes = [Finding(KINDS["replica.not_compared"], "comparison", text) for text in self.compared.notes]
+        notes = [Finding("replica.not_compared", "comparison", text) for text in self.compared.notes]
         return [*replica_checks.different(self.compared.differences), *notes]
 
     def _skews(self) -> dict[str, float]:
@@ -328,14 +325,14 @@ class Examination:
         if len(versions) == 1:
             return []
         seen = "; ".join(f"{version}: {listed(names, 3)}" for version, names in sorted(versions.items())[:6])
-        return [Finding(KINDS["fleet.versions"], "kvrouter", seen)]
+        return [Finding("fleet.versions", "kvrouter", seen)]
 
     # report
 
     def _report(self) -> Report:
         ignored = set(self._settings.ignore)
-        kept = [finding for finding in self.findings if finding.kind.code not in ignored]
-        left_out = sorted({finding.kind.code for finding in self.findings} & ignored)
+        kept = [finding for finding in self.findings if finding.code not in ignored]
+        left_out = sorted({finding.code for finding in self.findings} & ignored)
         troubled = {finding.kind.area for finding in kept if finding.kind.severity != "note"}
         good = {area: text for area, text in self._good().items() if area not in troubled and text}
         listener = self.listener

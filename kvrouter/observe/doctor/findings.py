@@ -1,6 +1,6 @@
 """Findings, their severity, and the report of them.
 
-checks ──> Finding(kind, about, seen) ──> Report: grouped by kind, the most severe first
+checks ──> Finding(code, about, seen) ──> Report: grouped by kind, the most severe first
 """
 
 from __future__ import annotations
@@ -8,12 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
 
-Severity: TypeAlias = Literal["error", "warning", "note"]
-SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
-# In the order in which one explains the next.
-AREAS = ("nats", "fleet", "agent", "engine", "events", "replica", "tls", "clock", "machine", "doctor")
+from kvrouter.observe.doctor.kinds import KINDS, Kind, Severity, order
+
 _CONTROL = re.compile(r"[^\x20-\x7e\xa0-\ufffd]+")
 # Of a text that came from another process.
 _MOST_CHARACTERS = 300
@@ -26,36 +23,21 @@ def clean(text: object, most: int = _MOST_CHARACTERS) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """A kind of finding. `see`: a page below docs/, with the section."""
-
-    code: str
-    severity: Severity
-    title: str
-    remedy: str
-    see: str
-
-    @property
-    def area(self) -> str:
-        return self.code.partition(".")[0]
-
-
-def order(kind: Kind) -> tuple[int, int, str]:
-    """Sorts kinds: by severity, then by area."""
-    return SEVERITIES.index(kind.severity), AREAS.index(kind.area), kind.code
-
-
-@dataclass(frozen=True, slots=True)
 class Finding:
     """One thing that is wrong. `about`: the server, worker or replica; `seen`: what was seen there."""
 
-    kind: Kind
+    code: str
     about: str
     seen: str
 
     def __post_init__(self) -> None:
+        assert self.code in KINDS
         object.__setattr__(self, "about", clean(self.about, 120))
         object.__setattr__(self, "seen", clean(self.seen))
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.code]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +58,11 @@ class Report:
 
     def grouped(self) -> Iterator[tuple[Kind, list[Finding]]]:
         """The findings of each kind, the most severe kinds first, and of these by area."""
-        by_kind: dict[str, list[Finding]] = {}
+        by_code: dict[str, list[Finding]] = {}
         for finding in self.findings:
-            by_kind.setdefault(finding.kind.code, []).append(finding)
-        groups = sorted(by_kind.values(), key=lambda each: order(each[0].kind))
-        return ((group[0].kind, group) for group in groups)
+            by_code.setdefault(finding.code, []).append(finding)
+        for kind in sorted((KINDS[code] for code in by_code), key=order):
+            yield kind, by_code[kind.code]
 
     def count(self, severity: Severity) -> int:
         return sum(finding.kind.severity == severity for finding in self.findings)

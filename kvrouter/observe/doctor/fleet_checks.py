@@ -10,7 +10,6 @@ from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.senders import name
 from kvrouter.errors import counted
 from kvrouter.observe.doctor.findings import Finding, clean, listed
-from kvrouter.observe.doctor.kinds import KINDS
 from kvrouter.observe.doctor.listening import Listener, Worker
 from kvrouter.worker.engines.endpoints import contradictions
 
@@ -28,14 +27,14 @@ def check_presence(
     within = f"within {listened_s:.0f} s"
     if not listener.senders:
         heard = f"; namespaces heard: {listed(others, _MOST_NAMESPACES)}" if others else ""
-        yield Finding(KINDS["fleet.silent"], namespace, f"no heartbeat {within}{heard}")
+        yield Finding("fleet.silent", namespace, f"no heartbeat {within}{heard}")
         return
     if not listener.workers:
-        yield Finding(KINDS["fleet.no_workers"], namespace, f"no heartbeat of an agent {within}")
+        yield Finding("fleet.no_workers", namespace, f"no heartbeat of an agent {within}")
     if not listener.peers:
-        yield Finding(KINDS["fleet.no_replicas"], namespace, f"no heartbeat of a replica {within}")
+        yield Finding("fleet.no_replicas", namespace, f"no heartbeat of a replica {within}")
     for subject, why in listener.unreadable.items():
-        yield Finding(KINDS["fleet.unreadable"], subject, why)
+        yield Finding("fleet.unreadable", subject, why)
 
 
 def check_agents(listener: Listener, now: float, *, is_whole: bool) -> Iterator[Finding]:
@@ -46,7 +45,7 @@ def check_agents(listener: Listener, now: float, *, is_whole: bool) -> Iterator[
     for url, count in Counter(card.url for card in cards).items():
         if count > 1:
             ids = listed(card.worker_id for card in cards if card.url == url)
-            yield Finding(KINDS["agent.shared_engine"], url, f"on the cards of {ids}")
+            yield Finding("agent.shared_engine", url, f"on the cards of {ids}")
     yield from _check_endpoints(cards)
     yield from _check_block_sizes(cards)
     yield from _check_capacities(cards)
@@ -56,15 +55,15 @@ def _check_agent(worker_id: str, one: Worker, now: float) -> Iterator[Finding]:
     sender = one.sender
     if sender.turned_back > 1:
         seen = f"{sender.turned_back} of {sender.beats} heartbeats are of an older start than others"
-        yield Finding(KINDS["agent.twice"], worker_id, seen)
+        yield Finding("agent.twice", worker_id, seen)
     elif sender.beats > 1 and sender.gap_s(now) > _LATE_BEATS * sender.interval_s + 0.5:
         seen = f"{sender.gap_s(now):.1f} s without a heartbeat, its interval is {sender.interval_s:g} s"
-        yield Finding(KINDS["agent.late"], worker_id, seen)
+        yield Finding("agent.late", worker_id, seen)
     if one.beat.state == "draining":
-        yield Finding(KINDS["agent.draining"], worker_id, "state draining")
+        yield Finding("agent.draining", worker_id, "state draining")
     if one.card is None:
         yield Finding(
-            KINDS["agent.no_card"],
+            "agent.no_card",
             worker_id,
             f"{sender.beats} heartbeats without a card, and no answer to a hello",
         )
@@ -72,13 +71,11 @@ def _check_agent(worker_id: str, one: Worker, now: float) -> Iterator[Finding]:
     partial = [rank.rank for rank in one.beat.ranks if rank.partial]
     if partial:
         notes = f": {'; '.join(one.card.notes[:2])}" if one.card.notes else ""
-        yield Finding(
-            KINDS["agent.partial"], worker_id, f"rank {listed(map(str, partial))} is partial{notes}"
-        )
+        yield Finding("agent.partial", worker_id, f"rank {listed(map(str, partial))} is partial{notes}")
     if one.card.prefix_caching is False:
-        yield Finding(KINDS["agent.no_prefix_caching"], worker_id, one.card.url)
+        yield Finding("agent.no_prefix_caching", worker_id, one.card.url)
     elif not one.card.publishes_events:
-        yield Finding(KINDS["agent.no_events"], worker_id, f"{one.card.engine or 'engine'} at {one.card.url}")
+        yield Finding("agent.no_events", worker_id, f"{one.card.engine or 'engine'} at {one.card.url}")
 
 
 def _check_endpoints(cards: Sequence[Card]) -> Iterator[Finding]:
@@ -93,7 +90,7 @@ def _check_endpoints(cards: Sequence[Card]) -> Iterator[Finding]:
         # by the whole address: engines of several hosts have the same ports
         others = {ways.get((each.reported, each.given), worker_id) for each in every} - {worker_id}
         exchanged = f"; exchanged with {listed(others)}" if others else ""
-        yield Finding(KINDS["agent.other_events"], worker_id, f"{clean(seen, 230)}{exchanged}")
+        yield Finding("agent.other_events", worker_id, f"{clean(seen, 230)}{exchanged}")
 
 
 def _check_block_sizes(cards: Sequence[Card]) -> Iterator[Finding]:
@@ -103,7 +100,7 @@ def _check_block_sizes(cards: Sequence[Card]) -> Iterator[Finding]:
     for model, counts in sizes.items():
         if len(counts) > 1:
             seen = ", ".join(f"{size}: {counted(count, 'worker')}" for size, count in counts.most_common(5))
-            yield Finding(KINDS["fleet.block_sizes"], model, seen)
+            yield Finding("fleet.block_sizes", model, seen)
 
 
 def _check_capacities(cards: Sequence[Card]) -> Iterator[Finding]:
@@ -117,7 +114,7 @@ def _check_capacities(cards: Sequence[Card]) -> Iterator[Finding]:
         for worker_id, capacity in capacities.items():
             if len(capacities) > _FEW_WORKERS and capacity < _LEAST_CAPACITY * usual:
                 seen = f"room for {capacity:,} tokens per rank; {usual:,.0f} in the median of its model"
-                yield Finding(KINDS["engine.capacity"], worker_id, seen)
+                yield Finding("engine.capacity", worker_id, seen)
 
 
 def check_frames(listener: Listener, *, is_whole: bool) -> Iterator[Finding]:
@@ -127,10 +124,10 @@ def check_frames(listener: Listener, *, is_whole: bool) -> Iterator[Finding]:
     """
     for source, feed in listener.feeds.items():
         if feed.malformed:
-            yield Finding(KINDS["events.unreadable"], name(source), feed.malformed)
+            yield Finding("events.unreadable", name(source), feed.malformed)
         if feed.missing and is_whole:
             yield Finding(
-                KINDS["events.gaps"],
+                "events.gaps",
                 name(source),
                 f"{feed.missing} of {feed.frames + feed.missing} frames did not arrive",
             )
@@ -138,4 +135,4 @@ def check_frames(listener: Listener, *, is_whole: bool) -> Iterator[Finding]:
             seen = (
                 f"{feed.repeated} frames came again or late, {feed.unsent} heartbeats count fewer than came"
             )
-            yield Finding(KINDS["events.order"], name(source), seen)
+            yield Finding("events.order", name(source), seen)

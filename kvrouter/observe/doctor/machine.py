@@ -15,7 +15,6 @@ from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import WorkerId
 from kvrouter.observe.doctor.findings import Finding
 from kvrouter.observe.doctor.http import fetch
-from kvrouter.observe.doctor.kinds import KINDS
 from kvrouter.observe.doctor.replicas import Health, decoded
 
 # A frontend of these has some 2,000 streams.
@@ -41,7 +40,7 @@ def check_descriptors() -> Iterator[Finding]:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < LEAST_DESCRIPTORS:
         seen = f"at most {hard}: about {max(0, (hard - 200) // 2)} streams for each frontend started here"
-        yield Finding(KINDS["machine.descriptors"], "this machine", seen)
+        yield Finding("machine.descriptors", "this machine", seen)
 
 
 async def look_at_port(http: aiohttp.ClientSession, port: int) -> tuple[bool, Health | None]:
@@ -62,12 +61,10 @@ async def check_ports(http: aiohttp.ClientSession, port: int, fleet: set[str]) -
     for number in (port, port + ADMIN_OFFSET):
         is_taken, health = await look_at_port(http, number)
         if is_taken and health is None:
-            found.append(
-                Finding(KINDS["machine.port_taken"], f"port {number}", "another program answers there")
-            )
+            found.append(Finding("machine.port_taken", f"port {number}", "another program answers there"))
         elif health is not None and health.router_id not in fleet:
             seen = f"replica {health.router_id}, version {health.version}"
-            found.append(Finding(KINDS["machine.other_fleet"], f"port {number}", seen))
+            found.append(Finding("machine.other_fleet", f"port {number}", seen))
     return found
 
 
@@ -78,9 +75,9 @@ def check_clocks(
     for about, skew_s in skews.items():
         if abs(skew_s) > MOST_SKEW_S:
             seen = f"{abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} this machine"
-            yield Finding(KINDS["clock.skew"], about, seen)
+            yield Finding("clock.skew", about, seen)
     now_s = time.time() if now_s is None else now_s
     for worker_id, card in cards.items():
         ahead_s = card.started_at_us / 1e6 - now_s
         if ahead_s > MOST_SKEW_S:
-            yield Finding(KINDS["clock.skew"], worker_id, f"its agent started {ahead_s:.0f} s in the future")
+            yield Finding("clock.skew", worker_id, f"its agent started {ahead_s:.0f} s in the future")

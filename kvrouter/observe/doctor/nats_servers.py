@@ -26,7 +26,6 @@ from kvrouter.core.wire.ids import RouterId, WorkerId
 from kvrouter.core.wire.senders import RouterSource, WorkerSource
 from kvrouter.errors import KvRouterError, counted
 from kvrouter.observe.doctor.findings import Finding, clean, listed
-from kvrouter.observe.doctor.kinds import KINDS
 from kvrouter.settings.declare import without_password
 
 CONNECT_S = 3.0
@@ -143,12 +142,12 @@ def check_servers(servers: Sequence[Server], namespace: str) -> Iterator[Finding
     ids = {server.info.server_id for server in up if server.info is not None}
     if len(ids) > 1 and (len(clusters) > 1 or clusters == {""}):
         named = listed(f"{one.url} ({_cluster(one)})" for one in up)
-        yield Finding(KINDS["nats.clusters"], "--nats", named)
+        yield Finding("nats.clusters", "--nats", named)
     everyone = set().union(*(server.heard for server in up)) if up else set()
     for server in up if len(up) > 1 else ():
         if missing := everyone - server.heard:
             seen = f"no heartbeat of {listed(missing)}, which other servers pass on"
-            yield Finding(KINDS["nats.split"], server.url, f"{seen} (namespace {namespace})")
+            yield Finding("nats.split", server.url, f"{seen} (namespace {namespace})")
 
 
 def _cluster(server: Server) -> str:
@@ -158,27 +157,23 @@ def _cluster(server: Server) -> str:
 
 def _check_server(server: Server) -> Iterator[Finding]:
     if server.kind:
-        yield Finding(KINDS[server.kind], server.url, server.trouble)
+        yield Finding(server.kind, server.url, server.trouble)
         return
     if server.denied:
-        yield Finding(KINDS["nats.denied"], server.url, server.denied)
+        yield Finding("nats.denied", server.url, server.denied)
     if server.reconnects:
-        yield Finding(
-            KINDS["nats.unstable"], server.url, f"connected again {counted(server.reconnects, 'time')}"
-        )
+        yield Finding("nats.unstable", server.url, f"connected again {counted(server.reconnects, 'time')}")
     if server.round_trip_s is not None and server.round_trip_s > SLOW_S:
-        yield Finding(
-            KINDS["nats.slow"], server.url, f"a round trip takes {1000 * server.round_trip_s:.0f} ms"
-        )
+        yield Finding("nats.slow", server.url, f"a round trip takes {1000 * server.round_trip_s:.0f} ms")
     info = server.info
     if info is None:
         return
     numbers = re.match(r"(\d{1,4})\.(\d{1,4})", info.version)
     if numbers and (int(numbers[1]), int(numbers[2])) < LEAST_VERSION:
-        yield Finding(KINDS["nats.old"], server.url, f"version {info.version}")
+        yield Finding("nats.old", server.url, f"version {info.version}")
     if 0 < info.max_payload < LEAST_PAYLOAD_BYTES:
         seen = f"max_payload is {info.max_payload} bytes; frames need {LEAST_PAYLOAD_BYTES}"
-        yield Finding(KINDS["nats.max_payload"], server.url, seen)
+        yield Finding("nats.max_payload", server.url, seen)
 
 
 def described(servers: Sequence[Server]) -> str:

@@ -6,9 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence, Set
 
 from kvrouter.errors import counted
-from kvrouter.observe.doctor.findings import Finding, Kind, clean, listed
+from kvrouter.observe.doctor.findings import Finding, clean, listed
 from kvrouter.observe.doctor.http import EXPIRES_SOON_S
-from kvrouter.observe.doctor.kinds import KINDS
 from kvrouter.observe.doctor.listening import Listener
 from kvrouter.observe.doctor.machine import LEAST_DESCRIPTORS
 from kvrouter.observe.doctor.replicas import FeedRow, Replica, Workers
@@ -52,32 +51,32 @@ def check_replica(one: Replica, listener: Listener) -> Iterator[Finding]:
         return
     if one.announced and one.health is not None and one.health.router_id != one.announced:
         seen = f"replica {one.health.router_id} answers, heartbeats name {one.announced}"
-        yield Finding(KINDS["replica.shared_port"], about, seen)
+        yield Finding("replica.shared_port", about, seen)
     if one.router_id and listener.peers and one.router_id not in {*listener.peers, *listener.left}:
-        yield Finding(KINDS["replica.stranger"], about, f"no heartbeat of {one.router_id} was received")
+        yield Finding("replica.stranger", about, f"no heartbeat of {one.router_id} was received")
     if one.ready is not None and one.ready.status == "draining":
-        yield Finding(KINDS["replica.draining"], about, "it takes no new requests")
+        yield Finding("replica.draining", about, "it takes no new requests")
     elif one.ready is not None and one.ready_status != 200:
-        yield Finding(KINDS["replica.not_ready"], about, f"{one.ready.status}: {_reasons(one.ready.reasons)}")
+        yield Finding("replica.not_ready", about, f"{one.ready.status}: {_reasons(one.ready.reasons)}")
     elif one.ready is not None and one.ready.status != "ready":
-        yield Finding(KINDS["replica.degraded"], about, _reasons(one.ready.reasons))
+        yield Finding("replica.degraded", about, _reasons(one.ready.reasons))
     if one.workers is None:
-        yield Finding(KINDS["replica.not_operators"], about, one.workers_trouble)
+        yield Finding("replica.not_operators", about, one.workers_trouble)
         return
     if one.later is not None and one.later.router_id != one.workers.router_id:
         seen = f"{one.workers.router_id}, then {one.later.router_id}"
-        yield Finding(KINDS["replica.shared_port"], about, seen)
+        yield Finding("replica.shared_port", about, seen)
     yield from _check_doors(one, about)
     yield from _check_tokens(one.workers, about)
     yield from _check_feeds(one, about)
 
 
-def _unreachable(one: Replica) -> Kind:
+def _unreachable(one: Replica) -> str:
     if one.is_impostor:
-        return KINDS["replica.impostor"]
+        return "replica.impostor"
     if one.is_tls_trouble:
-        return KINDS["tls.not_trusted"]
-    return KINDS["replica.unreachable" if one.is_given else "replica.not_examined"]
+        return "tls.not_trusted"
+    return "replica.unreachable" if one.is_given else "replica.not_examined"
 
 
 def _reasons(reasons: Sequence[str]) -> str:
@@ -87,24 +86,24 @@ def _reasons(reasons: Sequence[str]) -> str:
 
 def _check_doors(one: Replica, about: str) -> Iterator[Finding]:
     if one.clients_trouble:
-        yield Finding(KINDS["replica.clients_port"], about, one.clients_trouble)
+        yield Finding("replica.clients_port", about, one.clients_trouble)
     if one.open_at:
-        yield Finding(KINDS["replica.admin_open"], about, f"{one.open_at}/routing answers without a key")
+        yield Finding("replica.admin_open", about, f"{one.open_at}/routing answers without a key")
     if one.expires_s is not None and one.expires_s < EXPIRES_SOON_S:
-        yield Finding(KINDS["tls.expires"], about, f"in {max(0.0, one.expires_s) / 86_400:.1f} days")
+        yield Finding("tls.expires", about, f"in {max(0.0, one.expires_s) / 86_400:.1f} days")
     yield from _check_series(one, about)
 
 
 def _check_series(one: Replica, about: str) -> Iterator[Finding]:
     opened, allowed = one.series.get("process_open_fds", 0), one.series.get("process_max_fds", 0)
     if 0 < allowed < LEAST_DESCRIPTORS:
-        yield Finding(KINDS["replica.descriptors"], about, f"it may open at most {allowed}")
+        yield Finding("replica.descriptors", about, f"it may open at most {allowed}")
     elif allowed and opened > _FEW_DESCRIPTORS * allowed:
-        yield Finding(KINDS["replica.descriptors"], about, f"{opened} of {allowed} are open")
+        yield Finding("replica.descriptors", about, f"{opened} of {allowed} are open")
     names = {"worker": "kvrouter_workers_lost_total", "replica": "kvrouter_replicas_lost_total"}
     lost = [counted(one.series[name], noun) for noun, name in names.items() if one.series.get(name)]
     if lost:
-        yield Finding(KINDS["replica.losses"], about, f"{' and '.join(lost)} lost since its start")
+        yield Finding("replica.losses", about, f"{' and '.join(lost)} lost since its start")
 
 
 def _check_tokens(workers: Workers, about: str) -> Iterator[Finding]:
@@ -112,9 +111,9 @@ def _check_tokens(workers: Workers, about: str) -> Iterator[Finding]:
         if compared.state == "differs":
             found = compared.difference or {}
             seen = f"{pool}: {compared.prompt} at {compared.engine}, position {found.get('position')}"
-            yield Finding(KINDS["replica.tokens"], about, f"{seen}: {found.get('remedy', compared.reason)}")
+            yield Finding("replica.tokens", about, f"{seen}: {found.get('remedy', compared.reason)}")
         elif compared.state == "unanswered":
-            yield Finding(KINDS["replica.tokens_unknown"], about, f"{pool}: {compared.reason}")
+            yield Finding("replica.tokens_unknown", about, f"{pool}: {compared.reason}")
 
 
 def _check_problems(shown: Sequence[Replica]) -> Iterator[Finding]:
@@ -132,7 +131,7 @@ def _check_problems(shown: Sequence[Replica]) -> Iterator[Finding]:
     for (subject, text), urls in unsaid[:_MOST_PROBLEMS]:
         where = urls[0] if len(urls) == 1 else f"{len(urls)} replicas"
         kind = "engine.not_found" if text.startswith(_NOT_FOUND) else "replica.problem"
-        yield Finding(KINDS[kind], subject, f"{clean(text, 250)} (at {where})")
+        yield Finding(kind, subject, f"{clean(text, 250)} (at {where})")
 
 
 def _check_feeds(one: Replica, about: str) -> Iterator[Finding]:
@@ -146,9 +145,9 @@ def _check_feeds(one: Replica, about: str) -> Iterator[Finding]:
             continue
         if row.flag or row.state == "broken" or ("live" not in {row.state, first.state} and row.lag):
             seen = f"{row.feed}: {row.state}, {row.lag} frames behind{': ' if row.flag else ''}{row.flag}"
-            yield Finding(KINDS["events.feed_stuck"], about, seen)
+            yield Finding("events.feed_stuck", about, seen)
         if grown := _grown(first, row):
-            yield Finding(KINDS["events.contradictions"], about, f"{row.feed}: {grown}")
+            yield Finding("events.contradictions", about, f"{row.feed}: {grown}")
 
 
 def _grown(first: FeedRow, then: FeedRow) -> str:
@@ -176,7 +175,7 @@ def _check_knowledge(shown: Sequence[Replica], listener: Listener, listened_s: f
             continue  # of another namespace
         known = {row.worker_id for row in last.targets}
         if missing := heard - known:
-            yield Finding(KINDS["replica.other_workers"], one.url, f"it does not know {listed(missing)}")
+            yield Finding("replica.other_workers", one.url, f"it does not know {listed(missing)}")
         for name in (known | {row.worker_id for row in first.targets}) - {*listener.workers} - listener.left:
             lost["agent.lost", name].append(one.url)
         for name in {*first.namespace_peers, *last.namespace_peers} - {*listener.peers} - listener.left:
@@ -184,7 +183,7 @@ def _check_knowledge(shown: Sequence[Replica], listener: Listener, listened_s: f
         yield from _check_peers(one, last, listener)
     for (kind, name), urls in lost.items():
         seen = f"no heartbeat in {listened_s:.0f} s; known to {listed(urls, 3)}"
-        yield Finding(KINDS[kind], name, seen)
+        yield Finding(kind, name, seen)
 
 
 def _check_peers(one: Replica, workers: Workers, listener: Listener) -> Iterator[Finding]:
@@ -195,10 +194,10 @@ def _check_peers(one: Replica, workers: Workers, listener: Listener) -> Iterator
         return
     if not workers.replica_sync:
         yield Finding(
-            KINDS["replica.alone"], one.url, f"it runs without --router-replica-sync next to {listed(others)}"
+            "replica.alone", one.url, f"it runs without --router-replica-sync next to {listed(others)}"
         )
     elif missing := others - {*workers.namespace_peers}:
-        yield Finding(KINDS["replica.other_replicas"], one.url, f"it does not know {listed(missing)}")
+        yield Finding("replica.other_replicas", one.url, f"it does not know {listed(missing)}")
 
 
 def _check_settings(shown: Sequence[Replica]) -> Iterator[Finding]:
@@ -209,16 +208,16 @@ def _check_settings(shown: Sequence[Replica]) -> Iterator[Finding]:
         by_revision[one.routing.epoch, one.routing.revision, one.routing.by].append(one.url)
         if one.routing.not_applied:
             names = "; ".join(f"{name}: {why}" for name, why in list(one.routing.not_applied.items())[:3])
-            yield Finding(KINDS["replica.routing"], one.url, f"not applied: {names}")
+            yield Finding("replica.routing", one.url, f"not applied: {names}")
         if one.routing.refused:
             seen = f"too far ahead, refused: the change of {listed(one.routing.refused)}"
-            yield Finding(KINDS["replica.routing"], one.url, seen)
+            yield Finding("replica.routing", one.url, seen)
     if len(by_revision) > 1:
         seen = "; ".join(
             f"revision {revision}{f' of epoch {epoch}' if epoch else ''} at {listed(urls, 3)}"
             for (epoch, revision, _), urls in sorted(by_revision.items())[:6]
         )
-        yield Finding(KINDS["replica.routing"], "POST /routing", seen)
+        yield Finding("replica.routing", "POST /routing", seen)
 
 
 def _check_prompts(shown: Sequence[Replica]) -> Iterator[Finding]:
@@ -231,7 +230,7 @@ def _check_prompts(shown: Sequence[Replica]) -> Iterator[Finding]:
             seen = "; ".join(
                 f"{tokens} tokens at {listed(urls, 3)}" for tokens, urls in sorted(counts.items())[:6]
             )
-            yield Finding(KINDS["replica.prompts"], model, seen)
+            yield Finding("replica.prompts", model, seen)
 
 
 def _check_ways(shown: Sequence[Replica]) -> Iterator[Finding]:
@@ -243,7 +242,7 @@ def _check_ways(shown: Sequence[Replica]) -> Iterator[Finding]:
     for pool, ways in by_pool.items():
         if len(ways) > 1:
             seen = "; ".join(f"{way}: {listed(urls, 3)}" for way, urls in sorted(ways.items())[:6])
-            yield Finding(KINDS["replica.ways"], pool, seen)
+            yield Finding("replica.ways", pool, seen)
 
 
 def compared_urls(replicas: Sequence[Replica], known: Set[str]) -> list[str]:
@@ -261,7 +260,7 @@ def different(texts: Sequence[str]) -> Iterator[Finding]:
         if any(part in text for part in _KNOWN_OTHERWISE):
             continue
         about, _, seen = text.partition(": ")
-        yield Finding(KINDS[_kind_of(text, seen)], about, seen or text)
+        yield Finding(_kind_of(text, seen), about, seen or text)
 
 
 def _kind_of(text: str, seen: str) -> str:
@@ -273,4 +272,4 @@ def _kind_of(text: str, seen: str) -> str:
 
 
 def not_comparable(error: VerifyError) -> Finding:
-    return Finding(KINDS["replica.not_compared"], "replicas", str(error))
+    return Finding("replica.not_compared", "replicas", str(error))

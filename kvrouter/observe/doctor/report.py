@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import msgspec
 
 from kvrouter.errors import counted
-from kvrouter.observe.doctor.findings import SEVERITIES, Finding, Kind, Report
+from kvrouter.observe.doctor.findings import Finding, Report
+from kvrouter.observe.doctor.kinds import SEVERITIES, Kind
 
 # Of one kind of finding.
 _LINES, _ROWS = 5, 100

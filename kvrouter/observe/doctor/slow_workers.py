@@ -15,7 +15,6 @@ from statistics import median_low
 from typing import TypeAlias
 
 from kvrouter.observe.doctor.findings import Finding
-from kvrouter.observe.doctor.kinds import KINDS
 from kvrouter.observe.doctor.replicas import FleetRow, FleetState, Replica
 
 # A slow worker gets few requests, so few answers have to do. The fewer, the longer they have to take.
@@ -71,7 +70,7 @@ def check_slow_workers(replicas: Sequence[Replica]) -> Iterator[Finding]:
         for workers, when in ((now[pool], "while looking"), (ever[pool], "since the replicas' start")):
             for worker, seen in _slow(workers, judged):
                 yield Finding(
-                    KINDS["engine.slow"], worker, f"{pool}: {seen} {when}; {states.get((pool, worker), '')}"
+                    "engine.slow", worker, f"{pool}: {seen} {when}; {states.get((pool, worker), '')}"
                 )
 
 

@@ -155,11 +155,11 @@ def codes(report: Report) -> dict[str, list[str]]:
     """What each kind of finding is about, by code."""
     found: dict[str, list[str]] = {}
     for finding in report.findings:
-        found.setdefault(finding.kind.code, []).append(finding.about)
+        found.setdefault(finding.code, []).append(finding.about)
     return found
 
 
 def seen(report: Report, code: str) -> str:
     """The text of the only finding of a kind."""
-    (finding,) = [finding for finding in report.findings if finding.kind.code == code]
+    (finding,) = [finding for finding in report.findings if finding.code == code]
     return finding.seen

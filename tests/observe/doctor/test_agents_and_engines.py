@@ -39,7 +39,7 @@ def test_agent_against_engine(published: list[int], kind: str | None) -> None:
         sets.apply(Stored(DEVICE, None, pack_hashes([SequenceHash(hash_) for hash_ in hashes])))
     texts = [f"blocks of w/0 in p: {text}" for text in history.differences(agent, is_partial=False)]
 
-    found = [(finding.kind.code, finding.about) for finding in different(texts)]
+    found = [(finding.code, finding.about) for finding in different(texts)]
 
     assert ([(kind, "blocks of w/0 in p")] if kind else []) == found
 
@@ -74,4 +74,4 @@ def test_exchanged_events() -> None:
         "b": "events at tcp://h:2, read at tcp://h:1; exchanged with a",
         "c": "events at tcp://h:3, read at tcp://h:4",
         "d": "events at tcp://g:2, read at tcp://g:1",
-    } == {one.about: one.seen for one in found if one.kind.code == "agent.other_events"}
+    } == {one.about: one.seen for one in found if one.code == "agent.other_events"}

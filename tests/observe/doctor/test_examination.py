@@ -40,7 +40,7 @@ async def test_healthy(nats_url: str) -> None:
 
         report = await examined(nats_url, namespace, owners=True)
 
-        assert [] == [(finding.kind.code, finding.seen) for finding in report.findings]
+        assert [] == [(finding.code, finding.seen) for finding in report.findings]
         assert 0 == report.exit_code
         assert {"nats", "agent", "engine", "events", "replica", "clock", "machine"} == report.good.keys()
         assert "2 replicas, 2 workers" in report.fleet
@@ -154,7 +154,7 @@ async def test_frames(nats_url: str) -> None:
     assert ["kv twice/0"] == found["events.order"]
     assert ["kv torn/0"] == found["events.unreadable"]
     assert ["4 of 6 frames did not arrive", "2 of 3 frames did not arrive"] == [
-        finding.seen for finding in report.findings if finding.kind.code == "events.gaps"
+        finding.seen for finding in report.findings if finding.code == "events.gaps"
     ]
 
 

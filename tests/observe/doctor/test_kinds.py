@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.observe.doctor.findings import SEVERITIES, Kind, Severity, order
-from kvrouter.observe.doctor.kinds import KINDS
+from kvrouter.observe.doctor.kinds import KINDS, SEVERITIES, Kind, Severity, order
 
 ROOT = Path(__file__).resolve().parents[3]
 

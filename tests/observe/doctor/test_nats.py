@@ -142,7 +142,7 @@ def test_facts_of_servers() -> None:
         Server("unstable", ServerInfo("4", "d", "v?", "c", 1 << 20), reconnects=3),
     ]
 
-    found = {(finding.kind.code, finding.about) for finding in check_servers(servers, "n")}
+    found = {(finding.code, finding.about) for finding in check_servers(servers, "n")}
 
     assert {("nats.old", "old"), ("nats.slow", "slow"), ("nats.unstable", "unstable")} == found
     assert "4 of 4 servers answer, version 2.10.0, 2.12.1, 2.9.25, v?, cluster c" in nats_servers.described(

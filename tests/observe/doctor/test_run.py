@@ -28,7 +28,6 @@ from kvrouter.observe.doctor.engines import Engine, Engines, check_engines
 from kvrouter.observe.doctor.examination import examine
 from kvrouter.observe.doctor.findings import Finding, Report, clean
 from kvrouter.observe.doctor.http import Fetched, _skew_s, fetch
-from kvrouter.observe.doctor.kinds import KINDS
 from kvrouter.observe.doctor.listening import Listener, Worker
 from kvrouter.observe.doctor.replicas import clients_url, read_series
 from kvrouter.observe.doctor.report import as_json, as_text
@@ -59,8 +58,8 @@ def test_command(
 
 def test_a_large_fleet_is_a_page() -> None:
     """A fault of a thousand workers is five lines and a count; its JSON has a hundred rows."""
-    findings = [Finding(KINDS["engine.unreachable"], f"w{n}", "refused") for n in range(1000)]
-    report = Report("fleet", [*findings, Finding(KINDS["nats.slow"], "n", "slow")], {}, 1.0)
+    findings = [Finding("engine.unreachable", f"w{n}", "refused") for n in range(1000)]
+    report = Report("fleet", [*findings, Finding("nats.slow", "n", "slow")], {}, 1.0)
     text, body = as_text(report), json.loads(as_json(report))
 
     assert len(text.splitlines()) < 25
@@ -73,7 +72,7 @@ def test_a_large_fleet_is_a_page() -> None:
 def test_exit_codes() -> None:
     """0 up to notes, 1 with a warning, 2 with an error."""
     kinds = ("fleet.versions", "nats.slow", "nats.denied")
-    findings = [Finding(KINDS[code], "a", "b") for code in kinds]
+    findings = [Finding(code, "a", "b") for code in kinds]
 
     assert [0, 0, 1, 2] == [Report("", findings[:count], {}, 0.0).exit_code for count in range(4)]
 
@@ -212,7 +211,7 @@ def test_certificate_that_expires() -> None:
 
     (found,) = check_engines(listener, engines, {})
 
-    assert ("tls.expires", "https://e", "in 0.0 days") == (found.kind.code, found.about, found.seen)
+    assert ("tls.expires", "https://e", "in 0.0 days") == (found.code, found.about, found.seen)
 
 
 async def test_open_admin_listener(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +297,7 @@ def test_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (256, 1024))
     (found,) = machine.check_descriptors()
 
-    assert ("machine.descriptors", True) == (found.kind.code, "at most 1024" in found.seen)
+    assert ("machine.descriptors", True) == (found.code, "at most 1024" in found.seen)
 
 
 def test_silence_between_heartbeats() -> None:
@@ -313,8 +312,8 @@ def test_silence_between_heartbeats() -> None:
     found = fleet_checks.check_agents(listener, 6.0, is_whole=True)
     cut_off = fleet_checks.check_agents(listener, 6.0, is_whole=False)
 
-    assert ["gap", "silent"] == [one.about for one in found if one.kind.code == "agent.late"]
-    assert ["gap"] == [one.about for one in cut_off if one.kind.code == "agent.late"]
+    assert ["gap", "silent"] == [one.about for one in found if one.code == "agent.late"]
+    assert ["gap"] == [one.about for one in cut_off if one.code == "agent.late"]
 
 
 def test_no_block_since_the_start() -> None:
@@ -332,8 +331,8 @@ def test_no_block_since_the_start() -> None:
     engines.later["http://e"] = Work(1100, 4)
     just_now = [*check_engines(listener, engines, {"w": 0})]
 
-    assert ["engine.no_blocks_known"] == [found.kind.code for found in ever]
-    assert ["engine.no_blocks"] == [found.kind.code for found in just_now]
+    assert ["engine.no_blocks_known"] == [found.code for found in ever]
+    assert ["engine.no_blocks"] == [found.code for found in just_now]
     assert [] == [*check_engines(listener, engines, {"w": 1})]  # equal answers make no new block
     assert [] == [*check_engines(listener, engines, {})]
 
@@ -358,6 +357,6 @@ def test_differences_by_kind() -> None:
         "a does not see the replica b (http://b)",
     )
 
-    found = [finding.kind.code for finding in replica_checks.different(texts)]
+    found = [finding.code for finding in replica_checks.different(texts)]
 
     assert ["agent.no_answer", "replica.different", "replica.not_compared"] == found
