@@ -1,10 +1,12 @@
-"""GET /fleet: what one replica knows of its fleet, as one JSON object.
+"""What one replica knows of its fleet: /fleet, and what is read of /workers and its other routes.
 
     routers, readers, peers, audit, request metrics ──snapshot──> Fleet ──> GET /fleet
                                                                      └────> /fleet/stream (stream.py)
+    replica.py ──> Fleet ──> top, doctor;  Workers ──> verify, index, doctor, analyze
 
 Counters are totals since the replica's start: a reader takes differences. What is not known is null. The
-numbers are those of /workers and /metrics, read from the same tables.
+numbers of /fleet are those of /workers and /metrics, read from the same tables. Fields with a default are
+those that replicas of other versions, or without that part, may lack.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ from kvrouter.version import __version__
 
 # Rows are made in slices of this many, with other work in between: about half a millisecond.
 SLICE = 50
+# Of another process: exact as a float.
+_MOST = 2**53
 
 
 class PoolRow(Struct, frozen=True, gc=False):
@@ -157,6 +161,140 @@ class Fleet(Struct, frozen=True):
     workers_lost: int = 0
     fleet_traffic: Traffic | None = None
     """What all replicas have served since this one's start. None: by a version that does not add it up."""
+
+
+def out_of_range(fleet: Fleet) -> str:
+    """Which number of another process cannot be; empty: none."""
+    for row in fleet.targets:
+        counts = row.running, row.waiting, row.ttft_count, row.prompt_tokens, row.overlap_tokens
+        for number in (*counts, row.kv_usage, row.ttft_sum_s):
+            if number is not None and not 0 <= number <= _MOST:
+                return f"{row.worker}/{row.rank} has {number:g}"
+    return ""
+
+
+class BlockSet(Struct, frozen=True):
+    """A set of blocks. `tier`: none for resume points."""
+
+    blocks: int
+    digest: str
+    tier: str = ""
+
+
+class HeldTarget(Struct, frozen=True):
+    """A target in /workers."""
+
+    pool: str
+    worker_id: str
+    rank: int
+    tiers: list[BlockSet]
+    resume_points: BlockSet | None
+    blocks: int = 0
+    capacity_blocks: int = 0
+    problems: list[str] = []
+
+
+class PoolState(Struct, frozen=True):
+    pool: str
+    block_size: int
+    model: str = ""
+    problems: list[str] = []
+
+
+class FollowedFeed(Struct, frozen=True):
+    """`owner`: a target, or of kind sync a replica. `flag`: why its content does not count."""
+
+    kind: str
+    pool: str
+    owner: str
+    state: str
+    incarnation: int
+    last_seq: int
+    lag: int
+    flag: str
+    feed: str = ""
+    counters: dict[str, float] = {}
+
+
+class PeerState(Struct, frozen=True):
+    router_id: str
+    silent_rounds: int
+
+
+class OwnFeed(Struct, frozen=True):
+    incarnation: int
+    seq: int
+
+
+class Booked(Struct, frozen=True):
+    count: int
+    digest: str
+
+
+class PoolBookings(Struct, frozen=True):
+    """Bookings by the replica that owns them; `own_feed`: where this one publishes its own."""
+
+    pool: str
+    own_feed: OwnFeed
+    owners: dict[str, Booked]
+
+
+class ComparedTokens(Struct, frozen=True):
+    state: str = ""
+    reason: str = ""
+    engine: str = ""
+    prompt: str = ""
+    difference: dict[str, Any] | None = None
+
+
+class Way(Struct, frozen=True):
+    way: str = ""
+
+
+class TokensState(Struct, frozen=True):
+    """`ways`: by pool and kind of prompt; `compared`: by pool."""
+
+    ways: dict[str, dict[str, Way]] = {}
+    compared: dict[str, ComparedTokens] = {}
+
+
+class Workers(Struct, frozen=True):
+    """What is read of /workers."""
+
+    router_id: str
+    replica_sync: bool
+    namespace_peers: list[str]
+    peers: list[PeerState]
+    pools: list[PoolState]
+    targets: list[HeldTarget]
+    feeds: list[FollowedFeed]
+    bookings: list[PoolBookings]
+    tokens: TokensState = TokensState()
+
+
+class Health(Struct, frozen=True):
+    """What is read of /health. `url`: the clients' port."""
+
+    router_id: str
+    version: str = ""
+    url: str = ""
+
+
+class Ready(Struct, frozen=True):
+    """What is read of /ready."""
+
+    status: str = ""
+    reasons: list[str] = []
+
+
+class Routing(Struct, frozen=True):
+    """What is read of /routing."""
+
+    revision: int
+    by: str = ""
+    not_applied: dict[str, str] = {}
+    epoch: int = 0
+    refused: dict[str, Any] = {}
 
 
 class FleetView:

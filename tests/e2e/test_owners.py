@@ -21,10 +21,10 @@ from kvrouter.core.wire.ids import WorkerId
 from kvrouter.core.wire.ops import SnapshotChunk, Stored, encode
 from kvrouter.lab.mocker.config import MockerConfig
 from kvrouter.lab.mocker.server import Mocker, running_mocker
+from kvrouter.observe.engine import EngineAccess
 from kvrouter.observe.verify import engines, owners
 from kvrouter.observe.verify.command import main
 from kvrouter.observe.verify.comparison import OwnersView
-from kvrouter.observe.verify.engines import EngineAccess
 from kvrouter.observe.verify.owners import Owners
 from tests.e2e.fleet import running_fleet
 
@@ -130,7 +130,7 @@ async def running_worker(nats_url: str, namespace: str) -> AsyncIterator[Worker]
         publisher = KvPublisher(nats, "w", 16)
         announcing = announce(nats, [publisher], url=mocker.url, model="m", namespace=namespace)
         await stack.enter_async_context(announcing)
-        opening = Owners.open(NatsOptions((nats_url,)), namespace, EngineAccess({}))
+        opening = Owners.open(NatsOptions((nats_url,)), namespace, EngineAccess())
         owners = await stack.enter_async_context(opening)
         http = await stack.enter_async_context(aiohttp.ClientSession())
         yield Worker(mocker, publisher, owners, http)

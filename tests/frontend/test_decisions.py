@@ -9,7 +9,7 @@ import pytest
 from kvrouter.core.routing.policy import Prompt, RouteRequest
 from kvrouter.lab.analyze.live import read_live
 from kvrouter.lab.simulate.traces import TraceError
-from kvrouter.observe.verify.settings import ReplicaAccess
+from kvrouter.observe.settings import ReplicaAccess
 from tests.frontend.clients import ask
 from tests.frontend.fleet import BODY, STREAM, Fleet, FleetOf
 from tests.frontend.workers import OK, SSE_HEAD, answer, chunk, event, in_turn, says, says_and_stalls

@@ -11,6 +11,7 @@ import pytest
 from kvrouter.errors import ConfigError
 from kvrouter.frontend.run import running_frontend
 from kvrouter.frontend.settings import parse_options
+from kvrouter.observe.settings import ReplicaAccess
 from kvrouter.observe.verify import VerifyError, compare
 from tests.frontend.clients import Client, Response, connected
 from tests.frontend.fleet import BODY, STREAM, FleetOf
@@ -135,7 +136,7 @@ async def test_verify_with_the_key(fleet_of: FleetOf, tmp_path: Path) -> None:
     flags = ("--router-replica-sync", "--admin-key-file", str(file))
     async with fleet_of(*flags, replicas=2) as fleet:
         urls = [frontend.url for frontend in fleet.frontends]
-        report = await compare(urls, timeout_s=20.0, admin_key=KEY)
+        report = await compare(urls, timeout_s=20.0, access=ReplicaAccess(file))
         with pytest.raises(VerifyError, match=r"answers 401.*--admin-key-file"):
             await compare(urls, timeout_s=20.0)
 

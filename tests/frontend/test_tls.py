@@ -17,6 +17,7 @@ import openai
 import pytest
 
 from kvrouter.bus import Bus, NatsOptions, Subjects
+from kvrouter.observe.settings import ReplicaAccess
 from kvrouter.observe.verify import compare
 from kvrouter.relay.exchange import HELD_BYTES
 from scripts.kit.ports import free_ports
@@ -355,7 +356,8 @@ async def test_processes(nats_url: str, authority: Authority) -> None:
             metrics = await client.get("/metrics")
         async with connected(own[0], tls) as client:
             view = (await client.get("/workers")).json
-        report = await compare(own, timeout_s=10.0, tls_ca=authority.file, tls_name="kvrouter.test")
+        access = ReplicaAccess(tls_ca=authority.file, tls_name="kvrouter.test")
+        report = await compare(own, timeout_s=10.0, access=access)
 
     assert [own[1]] == [peer["url"] for peer in view["peers"]]
     assert {b"1", b"2"} == set(

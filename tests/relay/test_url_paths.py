@@ -18,8 +18,8 @@ from kvrouter.core.wire.ids import PoolId, WorkerId
 from kvrouter.core.wire.ops import VERSION
 from kvrouter.core.wire.values import url_error
 from kvrouter.frontend.requests.hung_engines import probing
-from kvrouter.observe.doctor.engines import Engines
-from kvrouter.observe.doctor.http import fetch
+from kvrouter.observe.engine import Engines
+from kvrouter.observe.replica import fetch
 from kvrouter.relay.request import RequestHead, parse_plain
 from kvrouter.relay.upstream import Upstream
 from kvrouter.tokens.remote_tokenizer import EngineTokenizer

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import msgspec
 
 from kvrouter.lab.simulate.traces import TraceError, TraceRequest
-from kvrouter.observe.verify.index_command import ReplicaIndex, open_replicas
-from kvrouter.observe.verify.settings import ReplicaAccess
+from kvrouter.observe.document import HeldTarget, Workers
+from kvrouter.observe.replica import open_replicas
+from kvrouter.observe.settings import ReplicaAccess
 
 _MOST = 1000  # what a frontend lists at once
 
@@ -43,8 +43,8 @@ class _Kept(msgspec.Struct, frozen=True):
 async def read_live(url: str, access: ReplicaAccess, model: str | None) -> Live:
     """The kept decisions of one model and its workers. Raises KvRouterError."""
     async with open_replicas([url], access) as (replica,):
-        state = await replica.state()
-        kept = [_kept(replica, line) async for line in replica.lines(f"/decisions?blocks=true&limit={_MOST}")]
+        state = await replica.workers()
+        kept = [*await replica.lines(f"/decisions?blocks=true&limit={_MOST}", _Kept)]
     chosen = _model(url, {one.model for one in kept}, model)
     # the oldest first; of several attempts of a request, one
     once = {one.request_id: one for one in reversed(kept) if one.model == chosen}
@@ -52,7 +52,7 @@ async def read_live(url: str, access: ReplicaAccess, model: str | None) -> Live:
     if not requests:
         raise TraceError(f"{url}: no kept decision about {chosen} has tokens: the frontend has no tokenizer")
     targets = _targets(state, chosen)
-    capacities = [row["capacity_blocks"] for row in targets if row["capacity_blocks"]]
+    capacities = [row.capacity_blocks for row in targets if row.capacity_blocks]
     return Live(
         f"decisions about {chosen} kept by {url}",
         requests,
@@ -62,16 +62,9 @@ async def read_live(url: str, access: ReplicaAccess, model: str | None) -> Live:
     )
 
 
-def _targets(state: Mapping[str, Any], model: str) -> list[Mapping[str, Any]]:
-    pools = {row["pool"] for row in state["pools"] if row["model"] == model}
-    return [row for row in state["targets"] if row["pool"] in pools]
-
-
-def _kept(replica: ReplicaIndex, line: bytes) -> _Kept:
-    try:
-        return msgspec.json.decode(line, type=_Kept)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise TraceError(f"{replica.url}/decisions: {error}: is it a frontend of this version?") from None
+def _targets(state: Workers, model: str) -> list[HeldTarget]:
+    pools = {row.pool for row in state.pools if row.model == model}
+    return [row for row in state.targets if row.pool in pools]
 
 
 def _model(url: str, known: set[str], model: str | None) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from kvrouter.errors import ConfigError
-from kvrouter.observe.verify.settings import ReplicaAccess, read_url
+from kvrouter.observe.settings import ReplicaAccess, read_url
 from kvrouter.settings.declare import Command, Settings, setting
 
 

@@ -15,35 +15,33 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 
 import aiohttp
 import zmq.asyncio
 
-from kvrouter.bounded_answers import UNPACKED, engine_connector
 from kvrouter.bus import Bus, NatsOptions, Subjects
 from kvrouter.bus.embedded import DEFAULT_URL
 from kvrouter.bus.rights import VERIFY
 from kvrouter.config import read_key
 from kvrouter.errors import counted
 from kvrouter.observe.doctor import fleet_checks, machine, nats_servers, replica_checks
-from kvrouter.observe.doctor.engines import Engines, check_engines
+from kvrouter.observe.doctor.engine_checks import check_engines
 from kvrouter.observe.doctor.findings import Finding, Report, clean, listed
 from kvrouter.observe.doctor.listening import Listener
 from kvrouter.observe.doctor.nats_servers import Server
 from kvrouter.observe.doctor.replicas import Replicas
 from kvrouter.observe.doctor.settings import DoctorSettings
 from kvrouter.observe.doctor.slow_workers import check_slow_workers
+from kvrouter.observe.engine import EngineAccess, Engines
+from kvrouter.observe.replica import open_http
 from kvrouter.observe.verify.agents import Agents
 from kvrouter.observe.verify.command import compare
 from kvrouter.observe.verify.comparison import Report as Compared
 from kvrouter.observe.verify.comparison import VerifyError
-from kvrouter.observe.verify.engines import EngineAccess
-from kvrouter.observe.verify.engines import Engines as EngineReplays
+from kvrouter.observe.verify.engines import EngineReplays
 from kvrouter.observe.verify.owners import Owners
-from kvrouter.tls import trusting
 from kvrouter.version import __version__
 
 # Agents and replicas answer a hello within 50 ms.
@@ -96,8 +94,8 @@ class Examination:
         key = read_key("--admin-key-file", settings.admin_key_file)
         engine_key = read_key("--engine-api-key-file", settings.engine_api_key_file)
         async with (
-            _session(settings.worker_tls_ca, "--worker-tls-ca") as engine_http,
-            _session(settings.tls_ca, "--tls-ca") as replica_http,
+            open_http(settings.worker_tls_ca, "--worker-tls-ca") as engine_http,
+            open_http(settings.tls_ca, "--tls-ca") as replica_http,
         ):
             self._engines = Engines(engine_http, engine_key)
             self._replicas = Replicas(
@@ -215,7 +213,7 @@ class Examination:
                 replays = None
                 if settings.owners:
                     context = stack.enter_context(zmq.asyncio.Context())
-                    replays = EngineReplays(EngineAccess({}, engine_key, settings.worker_tls_ca), context)
+                    replays = EngineReplays(EngineAccess(engine_key, settings.worker_tls_ca), context)
                 owners = Owners(self.agents, replays)
             if not urls or (len(urls) == 1 and owners is None):
                 return
@@ -228,9 +226,7 @@ class Examination:
             return await compare(
                 urls,
                 timeout_s=max(0.5, min(MOST_COMPARE_S, self._left_s - RESERVE_S / 2)),
-                tls_ca=settings.tls_ca,
-                tls_name=settings.tls_name,
-                admin_key=read_key("--admin-key-file", settings.admin_key_file),
+                access=settings,
                 owners=owners,
                 rest=REST,
             )
@@ -378,17 +374,6 @@ class Examination:
 def _to_connect(options: NatsOptions) -> NatsOptions:
     """Without starting a server."""
     return replace(options, servers=(DEFAULT_URL,)) if options.is_embedded else options
-
-
-@contextlib.asynccontextmanager
-async def _session(tls_ca: Path | None, flag: str) -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(
-        headers=UNPACKED,
-        timeout=aiohttp.ClientTimeout(total=None),  # each request has its own
-        connector=engine_connector(trusting(tls_ca, flag), limit=256),
-        auto_decompress=False,
-    ) as session:
-        yield session
 
 
 async def examine(settings: DoctorSettings) -> Report:

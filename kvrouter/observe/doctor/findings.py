@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from kvrouter.observe.doctor.kinds import KINDS, Kind, Severity, order
 
 _CONTROL = re.compile(r"[^\x20-\x7e\xa0-\ufffd]+")
+_DAY_S = 86_400.0
+# Certificates are renewed a month before their end by default (certbot, cert-manager: a third of their life).
+EXPIRES_SOON_S = 14 * _DAY_S
 # Of a text that came from another process.
 _MOST_CHARACTERS = 300
 
@@ -38,6 +41,12 @@ class Finding:
     @property
     def kind(self) -> Kind:
         return KINDS[self.code]
+
+
+def expiring(about: str, expires_s: float | None) -> Iterator[Finding]:
+    """Whether a certificate ends soon."""
+    if expires_s is not None and expires_s < EXPIRES_SOON_S:
+        yield Finding("tls.expires", about, f"in {max(0.0, expires_s) / _DAY_S:.1f} days")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ import aiohttp
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import WorkerId
 from kvrouter.observe.doctor.findings import Finding
-from kvrouter.observe.doctor.http import fetch
-from kvrouter.observe.doctor.replicas import Health, decoded
+from kvrouter.observe.document import Health
+from kvrouter.observe.replica import decoded, fetch
 
 # A frontend of these has some 2,000 streams.
 LEAST_DESCRIPTORS = 4096

@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence, Set
 
 from kvrouter.errors import counted
-from kvrouter.observe.doctor.findings import Finding, clean, listed
-from kvrouter.observe.doctor.http import EXPIRES_SOON_S
+from kvrouter.observe.doctor.findings import Finding, clean, expiring, listed
 from kvrouter.observe.doctor.listening import Listener
 from kvrouter.observe.doctor.machine import LEAST_DESCRIPTORS
-from kvrouter.observe.doctor.replicas import FeedRow, Replica, Workers
+from kvrouter.observe.doctor.replicas import Replica
+from kvrouter.observe.document import FollowedFeed, Workers
 from kvrouter.observe.verify.comparison import AGENT, VerifyError
 
 # Counters of a feed that a healthy one does not have, in the order in which one explains the next.
@@ -89,8 +89,7 @@ def _check_doors(one: Replica, about: str) -> Iterator[Finding]:
         yield Finding("replica.clients_port", about, one.clients_trouble)
     if one.open_at:
         yield Finding("replica.admin_open", about, f"{one.open_at}/routing answers without a key")
-    if one.expires_s is not None and one.expires_s < EXPIRES_SOON_S:
-        yield Finding("tls.expires", about, f"in {max(0.0, one.expires_s) / 86_400:.1f} days")
+    yield from expiring(about, one.expires_s)
     yield from _check_series(one, about)
 
 
@@ -150,7 +149,7 @@ def _check_feeds(one: Replica, about: str) -> Iterator[Finding]:
             yield Finding("events.contradictions", about, f"{row.feed}: {grown}")
 
 
-def _grown(first: FeedRow, then: FeedRow) -> str:
+def _grown(first: FollowedFeed, then: FollowedFeed) -> str:
     grown = {name: then.counters.get(name, 0) - first.counters.get(name, 0) for name in _FAULTS}
     return ", ".join(f"{count:g} {name.replace('_', ' ')}" for name, count in grown.items() if count > 0)
 

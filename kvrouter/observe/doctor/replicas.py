@@ -11,19 +11,16 @@ import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
-from msgspec import Meta, Struct
 
-from kvrouter.core.wire.ops import UNREADABLE
 from kvrouter.observe.doctor.findings import clean
-from kvrouter.observe.doctor.http import Fetched, authorized, fetch
+from kvrouter.observe.document import Fleet, Health, Ready, Routing, Workers
+from kvrouter.observe.replica import MOST_BYTES, ReplicaClient, ReplicaError, decoded
 
-# /workers of 1,000 workers with their feeds has about 2 MB.
-WORKERS_BYTES = 256 * 1024 * 1024
 WORKERS_S = 10.0
 MOST_REPLICAS = 256
 MOST_MODELS = 8
@@ -52,103 +49,6 @@ PROBE = {
 }
 
 
-class Health(Struct, frozen=True):
-    router_id: str
-    version: str = ""
-    nats_connected: bool = True
-    url: str = ""
-
-
-class Ready(Struct, frozen=True):
-    status: str = ""
-    reasons: list[str] = []
-
-
-class Routing(Struct, frozen=True):
-    revision: int
-    by: str = ""
-    not_applied: dict[str, str] = {}
-    epoch: int = 0
-    refused: dict[str, Any] = {}
-
-
-class FeedRow(Struct, frozen=True):
-    feed: str
-    state: str
-    lag: int = 0
-    flag: str = ""
-    counters: dict[str, float] = {}
-
-
-class TargetRow(Struct, frozen=True):
-    pool: str
-    worker_id: str
-    rank: int
-    state: str = ""
-    blocks: int = 0
-    problems: list[str] = []
-
-
-class PoolRow(Struct, frozen=True):
-    pool: str
-    model: str
-    block_size: int = 0
-    problems: list[str] = []
-
-
-class Compared(Struct, frozen=True):
-    state: str = ""
-    reason: str = ""
-    engine: str = ""
-    prompt: str = ""
-    difference: dict[str, Any] | None = None
-
-
-class Way(Struct, frozen=True):
-    way: str = ""
-
-
-class TokensView(Struct, frozen=True):
-    """`ways`: by pool and kind of prompt."""
-
-    tokenizer: str = ""
-    ways: dict[str, dict[str, Way]] = {}
-    compared: dict[str, Compared] = {}
-
-
-class Workers(Struct, frozen=True):
-    router_id: str
-    replica_sync: bool = True
-    namespace_peers: list[str] = []
-    tokens: TokensView = TokensView()
-    pools: list[PoolRow] = []
-    targets: list[TargetRow] = []
-    feeds: list[FeedRow] = []
-
-
-_Count = Annotated[int, Meta(ge=0, le=2**53)]
-
-
-class FleetRow(Struct, frozen=True):
-    """A target as /fleet shows it. Sums and counts: of the requests that this replica has sent there."""
-
-    pool: str
-    worker: str
-    rank: int = 0
-    running: _Count | None = None
-    waiting: _Count | None = None
-    kv_usage: Annotated[float, Meta(ge=0, le=1e6)] | None = None
-    ttft_sum_s: Annotated[float, Meta(ge=0, le=1e15)] = 0.0
-    ttft_count: _Count = 0
-    prompt_tokens: _Count = 0
-    overlap_tokens: _Count = 0
-
-
-class FleetState(Struct, frozen=True):
-    router_id: str
-    targets: list[FleetRow] = []
-
-
 @dataclass(slots=True)
 class Replica:
     """One replica as it answers. `is_given`: by the command line; else a heartbeat named it."""
@@ -163,8 +63,8 @@ class Replica:
     routing: Routing | None = None
     workers: Workers | None = None
     later: Workers | None = None
-    fleet: FleetState | None = None
-    fleet_later: FleetState | None = None
+    fleet: Fleet | None = None
+    fleet_later: Fleet | None = None
     """At the second look; None, as of a version without /fleet: not known."""
     trouble: str = ""
     """Why it cannot be examined at all."""
@@ -189,17 +89,6 @@ class Replica:
         """How it turns chats of a pool into tokens; empty: not known."""
         ways = self.workers.tokens.ways.get(pool, {}) if self.workers is not None else {}
         return ways["chat"].way if "chat" in ways else ""
-
-
-T = TypeVar("T")
-
-
-def decoded(body: bytes, kind: type[T]) -> T | None:
-    """The body of another process; None if it is not of this form."""
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (*UNREADABLE, UnicodeDecodeError, RecursionError):
-        return None
 
 
 class _Wrong(msgspec.Struct):
@@ -239,25 +128,26 @@ class Replicas:
         known = self.met.get(url)
         if known is not None:
             known.announced = known.announced or announced
-            return
-        if len(self.met) >= MOST_REPLICAS:
-            return
-        one = self.met[url] = Replica(url, is_given, announced)
-        async with self._turns:
-            await self._look(one)
+        elif len(self.met) < MOST_REPLICAS:
+            one = self.met[url] = Replica(url, is_given, announced)
+            async with self._turns:
+                await self._look(one, self._client(url, self._key))
 
     async def look_again(self) -> None:
         """The second look at the feeds of those that answered."""
 
         async def again(one: Replica) -> None:
             async with self._turns:
-                one.later = await self._workers(one)
-                one.fleet_later = await self._fleet(one)
+                client = self._client(one.url, self._key)
+                one.later, one.fleet_later = await self._workers(one, client), await _fleet(client)
 
         await asyncio.gather(*(again(one) for one in self.met.values() if one.workers is not None))
 
-    async def _look(self, one: Replica) -> None:
-        fetched = await self._get(one, "/health")
+    def _client(self, url: str, key: str | None = None) -> ReplicaClient:
+        return ReplicaClient(url, self._http, key, self._tls_name)
+
+    async def _look(self, one: Replica, client: ReplicaClient) -> None:
+        fetched = await client.fetch("/health")
         one.skew_s, one.expires_s = fetched.skew_s, fetched.expires_s
         if not fetched.status:
             one.trouble, one.is_tls_trouble = fetched.trouble, fetched.is_tls_trouble
@@ -270,19 +160,19 @@ class Replicas:
             one.is_impostor = True
             one.trouble = f"/health answers {fetched.status}, not as a kvrouter replica"
             return
-        ready = await self._get(one, "/ready")
+        ready = await client.fetch("/ready")
         one.ready, one.ready_status = decoded(ready.body, Ready), ready.status
-        one.workers = await self._workers(one)
+        one.workers = await self._workers(one, client)
         if one.workers is None:
             return
-        one.fleet = await self._fleet(one)
-        one.routing = decoded((await self._get(one, "/routing")).body, Routing)
+        one.fleet = await _fleet(client)
+        one.routing = decoded((await client.fetch("/routing")).body, Routing)
         query = "&".join(f"name[]={name}" for name in _SERIES)
-        one.series = read_series((await self._get(one, f"/metrics?{query}")).body)
-        await self._look_at_doors(one)
+        one.series = read_series((await client.fetch(f"/metrics?{query}")).body)
+        await self._look_at_doors(one, one.health)
 
-    async def _workers(self, one: Replica) -> Workers | None:
-        fetched = await self._get(one, "/workers", WORKERS_BYTES, WORKERS_S)
+    async def _workers(self, one: Replica, client: ReplicaClient) -> Workers | None:
+        fetched = await client.fetch("/workers", MOST_BYTES, WORKERS_S)
         if fetched.status != 200:
             one.workers_trouble = fetched.trouble or f"/workers answers {fetched.status}"
             return None
@@ -290,24 +180,19 @@ class Replicas:
         one.workers_trouble = "" if workers is not None else "/workers is not in this version's format"
         return workers
 
-    async def _fleet(self, one: Replica) -> FleetState | None:
-        fetched = await self._get(one, "/fleet", WORKERS_BYTES, WORKERS_S)
-        return decoded(fetched.body, FleetState) if fetched.status == 200 else None
-
-    async def _look_at_doors(self, one: Replica) -> None:
+    async def _look_at_doors(self, one: Replica, health: Health) -> None:
         """The clients' port; and whether the operators' routes are open to the network."""
-        health = one.health
-        clients = clients_url(one.url, health.url) if health is not None and health.url else ""
+        clients = clients_url(one.url, health.url) if health.url else ""
         if clients:
-            live = await fetch(self._http, f"{clients}/live", tls_name=self._tls_name)
+            live = await self._client(clients).fetch("/live")
             # its certificate may be for names of the load balancer
             if not live.status and not live.is_tls_trouble:
                 one.clients_trouble = f"{clients}: {live.trouble}"
         for url in self._outer_urls(one.url) if clients != one.url else ():
-            answer = await fetch(self._http, f"{url}/routing", tls_name=self._tls_name)
+            outside = self._client(url)
+            answer = await outside.fetch("/routing")
             if answer.status == 200 and decoded(answer.body, Routing) is not None:
-                own = await fetch(self._http, f"{url}/health", tls_name=self._tls_name)
-                there = decoded(own.body, Health)
+                there = decoded((await outside.fetch("/health")).body, Health)
                 if there is not None and there.router_id == one.router_id:
                     one.open_at = url
                     return
@@ -320,37 +205,24 @@ class Replicas:
         return [replaced for address in self._own if (replaced := _with_host(url, address))]
 
     async def probe_prompts(self, one: Replica) -> None:
-        """How many tokens the replica counts in the probe, by model, where it tokenizes chats itself."""
-        workers = one.workers
+        """How many tokens the replica counts in the probe, by model, where it tokenizes chats itself.
+
+        By dry runs: nothing is sent to an engine.
+        """
+        workers, client = one.workers, self._client(one.url, self._key)
         for row in workers.pools[:MOST_MODELS] if workers is not None else ():
-            way = one.chat_way(row.pool)
-            if way in LOCAL_WAYS:
-                await self._probe_prompt(one, row.model)
+            if one.chat_way(row.pool) in LOCAL_WAYS:
+                fetched = await client.fetch("/v1/route", json={**PROBE, "model": row.model})
+                route = decoded(fetched.body, dict[str, Any]) if fetched.status == 200 else None
+                if route is not None and isinstance(isl := route.get("isl"), int):
+                    one.prompts[row.model] = isl
 
-    async def _probe_prompt(self, one: Replica, model: str) -> None:
-        """A dry run: nothing is sent to an engine."""
-        fetched = await fetch(
-            self._http,
-            f"{one.url}/v1/route",
-            headers=authorized(self._key),
-            tls_name=self._tls_name,
-            json={**PROBE, "model": model},
-        )
-        route = decoded(fetched.body, dict[str, Any]) if fetched.status == 200 else None
-        if route is not None and isinstance(isl := route.get("isl"), int):
-            one.prompts[model] = isl
 
-    async def _get(
-        self, one: Replica, path: str, most_bytes: int = 4 * 1024 * 1024, timeout_s: float = 3.0
-    ) -> Fetched:
-        return await fetch(
-            self._http,
-            one.url + path,
-            headers=authorized(self._key),
-            most_bytes=most_bytes,
-            tls_name=self._tls_name,
-            timeout_s=timeout_s,
-        )
+async def _fleet(client: ReplicaClient) -> Fleet | None:
+    try:
+        return await client.fleet(WORKERS_S)
+    except ReplicaError:
+        return None
 
 
 def read_series(exposition: bytes) -> dict[str, int]:

@@ -9,7 +9,7 @@ from typing import Self
 from kvrouter.config import NamespaceOptions
 from kvrouter.errors import ConfigError
 from kvrouter.observe.doctor.kinds import KINDS
-from kvrouter.observe.verify.settings import ReplicaAccess, read_url
+from kvrouter.observe.settings import ReplicaAccess, check_given_once, replicas
 from kvrouter.settings.declare import Command, did_you_mean, setting
 
 
@@ -23,14 +23,8 @@ def _read_kind(text: str) -> str:
 class DoctorSettings(ReplicaAccess):
     heading = "Doctor"
 
-    replica: tuple[str, ...] = setting(
-        (),
-        "admin listeners of frontends, in addition to those that heartbeats name",
-        metavar="REPLICA_URL …",
-        read=read_url,
-        is_repeated=True,
-        is_positional=True,
-        is_top=True,
+    replica: tuple[str, ...] = replicas(
+        "admin listeners of frontends, in addition to those that heartbeats name", is_positional=True
     )
     listen_s: float = setting(
         5.0, "seconds to listen to heartbeats and events", least=1, most=3600, is_top=True
@@ -75,8 +69,7 @@ class DoctorSettings(ReplicaAccess):
                 f"--timeout-s {self.timeout_s:g} leaves no time after --listen-s {self.listen_s:g}: "
                 f"give at least {self.listen_s + 3:g}"
             )
-        if len(set(self.replica)) < len(self.replica):
-            raise ConfigError("a replica's URL is given twice")
+        check_given_once(self.replica)
         return self
 
 

@@ -15,7 +15,8 @@ from statistics import median_low
 from typing import TypeAlias
 
 from kvrouter.observe.doctor.findings import Finding
-from kvrouter.observe.doctor.replicas import FleetRow, FleetState, Replica
+from kvrouter.observe.doctor.replicas import Replica
+from kvrouter.observe.document import Fleet, TargetRow
 
 # A slow worker gets few requests, so few answers have to do. The fewer, the longer they have to take.
 LEAST_ANSWERS = 3
@@ -35,7 +36,7 @@ class Served:
     ttft_s: float = 0.0
     uncached_tokens: int = 0
 
-    def add(self, row: FleetRow, sign: int) -> None:
+    def add(self, row: TargetRow, sign: int) -> None:
         self.answers += sign * row.ttft_count
         self.ttft_s += sign * row.ttft_sum_s
         self.uncached_tokens += sign * (row.prompt_tokens - row.overlap_tokens)
@@ -55,14 +56,13 @@ _Pool: TypeAlias = Mapping[str, Served]
 
 def check_slow_workers(replicas: Sequence[Replica]) -> Iterator[Finding]:
     """Findings about workers that are slow now, or have been since the replicas' start."""
-    by_id = {one.fleet.router_id: one for one in replicas if one.fleet is not None}
-    looks = [(one.fleet, one.fleet_later) for one in by_id.values() if one.fleet is not None and _same(one)]
+    looks = [*dict(_looks(replicas)).values()]
     now, ever = _served(looks, since_first=True), _served(looks, since_first=False)
     states = {
-        (row.pool, row.worker): f"running {_shown(row.running)}, waiting {_shown(row.waiting)}, "
-        f"KV cache {_share(row.kv_usage)}"
+        (row.pool, row.worker): f"running {_known(row.running)}, waiting {_known(row.waiting)}, "
+        f"KV cache {_known(row.kv_usage, '.0%')}"
         for _, later in looks
-        for row in (later.targets if later is not None else ())
+        for row in later.targets
         if row.rank == 0
     }
     for pool in ever:
@@ -74,18 +74,20 @@ def check_slow_workers(replicas: Sequence[Replica]) -> Iterator[Finding]:
                 )
 
 
-def _same(one: Replica) -> bool:
-    """Whether both looks were at one process: counters begin anew with another one."""
-    first, later = one.fleet, one.fleet_later
-    return first is not None and later is not None and first.router_id == later.router_id
+def _looks(replicas: Sequence[Replica]) -> Iterator[tuple[str, tuple[Fleet, Fleet]]]:
+    """By router id, both looks if they were at one process: counters begin anew with another one."""
+    for one in replicas:
+        first, later = one.fleet, one.fleet_later
+        if first is not None and later is not None and first.router_id == later.router_id:
+            yield first.router_id, (first, later)
 
 
 def _served(
-    looks: Sequence[tuple[FleetState, FleetState | None]], *, since_first: bool
+    looks: Sequence[tuple[Fleet, Fleet]], *, since_first: bool
 ) -> defaultdict[str, defaultdict[str, Served]]:
     found: defaultdict[str, defaultdict[str, Served]] = defaultdict(lambda: defaultdict(Served))
     for first, later in looks:
-        for row in later.targets if later is not None else ():
+        for row in later.targets:
             found[row.pool][row.worker].add(row, 1)
         for row in first.targets if since_first else ():
             found[row.pool][row.worker].add(row, -1)
@@ -112,9 +114,5 @@ def _slow(workers: _Pool, judged: set[str]) -> Iterator[tuple[str, str]]:
             )
 
 
-def _shown(count: int | None) -> str:
-    return "unknown" if count is None else str(count)
-
-
-def _share(usage: float | None) -> str:
-    return "unknown" if usage is None else f"{usage:.0%}"
+def _known(number: float | None, form: str = "") -> str:
+    return "unknown" if number is None else format(number, form)

@@ -20,17 +20,13 @@ import msgspec
 from rich.console import Console
 from rich.live import Live
 
-from kvrouter.errors import KvRouterError
 from kvrouter.observe.document import Fleet
+from kvrouter.observe.replica import ReplicaClient, ReplicaError, open_replicas
 from kvrouter.observe.top.screen import Choices, draw, plain
 from kvrouter.observe.top.settings import COLUMNS, COMMAND, TopSettings
 from kvrouter.observe.top.view import History, Seen, View, arranged, view
-from kvrouter.observe.verify.index_command import ReplicaIndex, open_replicas
 from kvrouter.settings.read import Loaded, run
 
-# A fleet of 1,000 targets has half a megabyte.
-_MOST_BYTES = 64 << 20
-_ANSWER_S = 5.0
 _PAGE = 10
 _MOST_FILTER = 100
 
@@ -72,25 +68,15 @@ def _main(loaded: Loaded[TopSettings]) -> int:
         return 0
 
 
-async def _ask(replica: ReplicaIndex) -> Fleet | str:
+async def _ask(replica: ReplicaClient) -> Fleet | str:
     """The fleet, or why there is no answer."""
-    body = bytearray()
     try:
-        async with asyncio.timeout(_ANSWER_S):
-            async for line in replica.lines("/fleet"):
-                body += line
-                if len(body) > _MOST_BYTES:
-                    return f"/fleet has more than {_MOST_BYTES >> 20} MiB"
-        return msgspec.json.decode(body, type=Fleet)
-    except TimeoutError:
-        return f"no answer within {_ANSWER_S:g} s"
-    except KvRouterError as error:
+        return await replica.fleet()
+    except ReplicaError as error:
         return str(error).removeprefix(replica.url).strip()
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return f"/fleet is not that of this version: {error}"
 
 
-async def look_twice(replicas: Sequence[ReplicaIndex], interval_s: float) -> dict[str, Seen]:
+async def look_twice(replicas: Sequence[ReplicaClient], interval_s: float) -> dict[str, Seen]:
     """What the replicas answer, with what they answered before: so that there are rates."""
     histories = [History() for _ in replicas]
     for is_last in (False, True):
@@ -173,7 +159,7 @@ async def _watch(settings: TopSettings) -> int:
     return 0
 
 
-async def _follow(replica: ReplicaIndex, interval_s: float, take: Callable[[Seen], None]) -> None:
+async def _follow(replica: ReplicaClient, interval_s: float, take: Callable[[Seen], None]) -> None:
     """Ask a replica again and again."""
     history = History()
     while True:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Self
 
-from kvrouter.errors import ConfigError
-from kvrouter.observe.verify.settings import ReplicaAccess, read_url
+from kvrouter.observe.settings import ReplicaAccess, check_given_once, replicas
 from kvrouter.settings.declare import Command, setting
 
 Column = Literal[
@@ -21,14 +20,10 @@ COLUMNS: tuple[Column, ...] = (
 class TopSettings(ReplicaAccess):
     heading = "Top"
 
-    replica: tuple[str, ...] = setting(
-        ("http://127.0.0.1:8100",),
+    replica: tuple[str, ...] = replicas(
         "admin listeners of frontends: one shows the fleet, several are compared",
-        metavar="REPLICA_URL …",
-        read=read_url,
-        is_repeated=True,
+        ("http://127.0.0.1:8100",),
         is_positional=True,
-        is_top=True,
     )
     interval_s: float = setting(1.0, "seconds between two looks", least=0.2, most=3600, is_top=True)
     sort: Column = setting("requests", "order of the targets", is_top=True)
@@ -37,8 +32,7 @@ class TopSettings(ReplicaAccess):
     json: bool = setting(False, "print what --once shows as JSON", is_top=True)
 
     def checked(self) -> Self:
-        if len(set(self.replica)) < len(self.replica):
-            raise ConfigError("a replica's URL is given twice")
+        check_given_once(self.replica)
         return self
 
 

@@ -9,35 +9,26 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
-import aiohttp
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from kvrouter.bounded_answers import no_answer
 from kvrouter.config import read_key
 from kvrouter.errors import KvRouterError, counted
+from kvrouter.observe.engine import EngineAccess
+from kvrouter.observe.replica import ReplicaClient, ReplicaError, open_replicas
+from kvrouter.observe.settings import ReplicaAccess
 from kvrouter.observe.verify.comparison import Comparison, Report, Row, VerifyError, View, read_view
-from kvrouter.observe.verify.engines import EngineAccess
 from kvrouter.observe.verify.owners import Owners
 from kvrouter.observe.verify.settings import COMMAND, VerifySettings
 from kvrouter.settings.read import Loaded, run
-from kvrouter.tls import trusting
 
 EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 # Under traffic two replicas are at the same frame only for moments, so looks are frequent. A look at the
 # owners requests every new frame of every agent.
 _LOOK_EVERY_S, _LOOK_AT_OWNERS_EVERY_S = 0.02, 0.1
 _ANSWER_TIMEOUT_S = 5.0
-# A clients' port answers 404 without operators' keys, and 401 with them; an admin listener 401 or 403.
-NOT_FOR_CLIENTS = (401, 403, 404)
-WHERE_TO_ASK = (
-    "give the URL of the replica's admin listener (--admin-port, by default its --port + 100), "
-    "and the operators' key with --admin-key-file if it is not on this machine's loopback"
-)
 # Columns if the output is not a terminal: the usual 80 would break digests.
 _PIPE_WIDTH = 160
 
@@ -46,9 +37,7 @@ async def compare(
     urls: Sequence[str],
     *,
     timeout_s: float,
-    tls_ca: Path | None = None,
-    tls_name: str | None = None,
-    admin_key: str | None = None,
+    access: ReplicaAccess = ReplicaAccess(),  # noqa: B008  # frozen
     owners: Owners | None = None,
     rest: float = 0.0,
 ) -> Report:
@@ -58,13 +47,10 @@ async def compare(
     the look took, which is work for the replicas. Raises VerifyError.
     """
     comparison, looks, started = Comparison(), 0, time.monotonic()
-    timeout = aiohttp.ClientTimeout(total=_ANSWER_TIMEOUT_S)
-    connector = aiohttp.TCPConnector(ssl=trusting(tls_ca, "--tls-ca"))
-    headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=headers) as http:
+    async with open_replicas(urls, access) as replicas:
         while True:
             looked_at = time.monotonic()
-            comparison.add(await asyncio.gather(*(_look(http, url, tls_name) for url in urls)))
+            comparison.add(await asyncio.gather(*map(_look, replicas)))
             if owners is not None:
                 comparison.add_owners(await owners.look())
             looks += 1
@@ -75,19 +61,11 @@ async def compare(
             await asyncio.sleep(max(every_s, rest * (time.monotonic() - looked_at)))
 
 
-async def _look(http: aiohttp.ClientSession, url: str, tls_name: str | None) -> View:
+async def _look(replica: ReplicaClient) -> View:
     try:
-        async with http.get(f"{url}/workers", server_hostname=tls_name) as response:
-            body = await response.read()
-            if response.status in NOT_FOR_CLIENTS:
-                raise VerifyError(f"{url}/workers answers {response.status}: {WHERE_TO_ASK}")
-            if response.status != 200:
-                raise VerifyError(f"{url}/workers answers {response.status}")
-        return read_view(url, msgspec.json.decode(body, type=dict[str, Any]))
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise VerifyError(f"{url} cannot be reached: {no_answer(error)}") from None
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise VerifyError(f"{url}/workers is not JSON: {error}") from None
+        return read_view(replica.url, await replica.workers(_ANSWER_TIMEOUT_S))
+    except ReplicaError as error:
+        raise VerifyError(str(error)) from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -115,18 +93,16 @@ async def _compare(settings: VerifySettings) -> Report:
         owners = None
         if settings.owners:
             access = EngineAccess(
-                dict(settings.kv_replay),
                 read_key("--engine-api-key-file", settings.engine_api_key_file),
                 settings.worker_tls_ca,
+                dict(settings.kv_replay),
             )
             opening = Owners.open(settings.bus.nats, settings.bus.namespace, access)
             owners = await stack.enter_async_context(opening)
         return await compare(
             settings.replica,
             timeout_s=settings.timeout_s,
-            tls_ca=settings.tls_ca,
-            tls_name=settings.tls_name,
-            admin_key=read_key("--admin-key-file", settings.admin_key_file),
+            access=settings,
             owners=owners,
         )
 

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from kvrouter.errors import KvRouterError
+from kvrouter.observe.document import Workers
 
 # A replica whose heartbeat arrives in every round is silent for 0 or 1 rounds.
 _SILENT_ROUNDS = 2
@@ -36,6 +37,7 @@ RESUME_POINTS = "resume points"
 
 # (name, count, digest) of every set that a feed fills.
 Content: TypeAlias = tuple[tuple[str, int, str], ...]
+_NO_BOOKINGS: Content = (("bookings", 0, f"{0:016x}"),)
 
 
 class VerifyError(KvRouterError):
@@ -80,54 +82,43 @@ class View:
     silent_peers: Mapping[str, int]
 
 
-def read_view(url: str, body: Mapping[str, Any]) -> View:
-    """The view in the JSON of /workers. Raises VerifyError if another version of kvrouter wrote it."""
-    try:
-        return View(
-            url,
-            body["router_id"],
-            body["replica_sync"],
-            frozenset(body["namespace_peers"]),
-            {pool["pool"]: pool["block_size"] for pool in body["pools"]},
-            dict(_copies(body)),
-            dict(_silent_peers(body)),
-        )
-    except (KeyError, TypeError) as error:
-        raise VerifyError(f"{url}/workers is not in this version's format: {error!r}") from None
+def read_view(url: str, shown: Workers) -> View:
+    """What is compared of /workers."""
+    silent = {peer.router_id: peer.silent_rounds for peer in shown.peers}
+    return View(
+        url,
+        shown.router_id,
+        shown.replica_sync,
+        frozenset(shown.namespace_peers),
+        {pool.pool: pool.block_size for pool in shown.pools},
+        dict(_copies(shown)),
+        {router_id: rounds for router_id, rounds in silent.items() if rounds >= _SILENT_ROUNDS},
+    )
 
 
-def _silent_peers(body: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    for peer in body["peers"]:
-        if peer["silent_rounds"] >= _SILENT_ROUNDS:
-            yield peer["router_id"], peer["silent_rounds"]
+def _copies(shown: Workers) -> Iterator[tuple[FeedKey, Copy]]:
+    contents = dict(_contents(shown))
+    for feed in shown.feeds:
+        key = FeedKey(feed.kind, feed.pool, feed.owner)
+        problem = feed.state if feed.state != "live" else feed.flag
+        content = contents.get(key, _NO_BOOKINGS if key.kind == "sync" else ())
+        yield key, Copy(feed.incarnation, feed.last_seq, content, feed.lag, problem)
+    for booked in shown.bookings if shown.replica_sync else ():
+        key = FeedKey("sync", booked.pool, shown.router_id)
+        own = booked.own_feed
+        yield key, Copy(own.incarnation, own.seq, contents.get(key, _NO_BOOKINGS))
 
 
-def _copies(body: Mapping[str, Any]) -> Iterator[tuple[FeedKey, Copy]]:
-    contents = dict(_contents(body))
-    for feed in body["feeds"]:
-        key = FeedKey(feed["kind"], feed["pool"], feed["owner"])
-        problem = feed["state"] if feed["state"] != "live" else feed["flag"]
-        content = contents.get(key, (("bookings", 0, f"{0:016x}"),) if key.kind == "sync" else ())
-        yield key, Copy(feed["incarnation"], feed["last_seq"], content, feed["lag"], problem)
-    for booked in body["bookings"] if body["replica_sync"] else ():
-        key = FeedKey("sync", booked["pool"], body["router_id"])
-        content = contents.get(key, (("bookings", 0, f"{0:016x}"),))
-        yield key, Copy(booked["own_feed"]["incarnation"], booked["own_feed"]["seq"], content)
-
-
-def _contents(body: Mapping[str, Any]) -> Iterator[tuple[FeedKey, Content]]:
-    for target in body["targets"]:
-        key = FeedKey("kv", target["pool"], f"{target['worker_id']}/{target['rank']}")
-        content = [(each["tier"], each["blocks"], each["digest"]) for each in target["tiers"]]
-        if (points := target["resume_points"]) is not None:
-            content.append((RESUME_POINTS, points["blocks"], points["digest"]))
+def _contents(shown: Workers) -> Iterator[tuple[FeedKey, Content]]:
+    for target in shown.targets:
+        key = FeedKey("kv", target.pool, f"{target.worker_id}/{target.rank}")
+        content = [(each.tier, each.blocks, each.digest) for each in target.tiers]
+        if (points := target.resume_points) is not None:
+            content.append((RESUME_POINTS, points.blocks, points.digest))
         yield key, tuple(content)
-    for booked in body["bookings"]:
-        for owner, held in booked["owners"].items():
-            yield (
-                FeedKey("sync", booked["pool"], owner),
-                (("bookings", held["count"], held["digest"]),),
-            )
+    for booked in shown.bookings:
+        for owner, held in booked.owners.items():
+            yield FeedKey("sync", booked.pool, owner), (("bookings", held.count, held.digest),)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,22 +18,19 @@ second copy: that is only a note.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import zmq.asyncio
 
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ops import TIERS, Op, Resumable, Stored
 from kvrouter.errors import KvRouterError, MalformedFrameError
+from kvrouter.observe.engine import EngineAccess
 from kvrouter.observe.verify.agents import AgentRank, Agents
 from kvrouter.observe.verify.comparison import DIFFERENT, EQUAL, IN_PART, NOT_CHECKED, EngineCheck, FeedKey
 from kvrouter.observe.verify.tier_sets import TierSets
 from kvrouter.worker.blocks.engine_blocks import BlockIds, EngineBlocks, EngineHash
-from kvrouter.worker.engines.discovery import kind_named, learn
-from kvrouter.worker.engines.http import EngineHttp
-from kvrouter.worker.options import AgentOptions
+from kvrouter.worker.engines.discovery import kind_named
 from kvrouter.worker.zmq.ordering import Action, Apply, EngineStream, Restarted, Step
 from kvrouter.worker.zmq.sockets import ask_replay
 
@@ -44,15 +41,6 @@ FIRST_GAP_S, LONGEST_GAP_S = 0.5, 4.0
 AT_ONCE = 16
 _BATCHES_A_TURN = 64
 _SHOWN = 3
-
-
-@dataclass(frozen=True, slots=True)
-class EngineAccess:
-    """How to reach engines: `replays` by worker id and rank, for engines that do not report them."""
-
-    replays: Mapping[str, Sequence[str]]
-    api_key: str | None = None
-    tls_ca: Path | None = None
 
 
 class EngineHistory:
@@ -253,7 +241,7 @@ class _Rank:
         return EngineCheck(IN_PART if doubts else EQUAL, doubts)
 
 
-class Engines:
+class EngineReplays:
     """The engines behind agents."""
 
     def __init__(self, access: EngineAccess, context: zmq.asyncio.Context) -> None:
@@ -284,7 +272,7 @@ class Engines:
         if rank.is_down:
             return EngineCheck(NOT_CHECKED, ("its agent reports that its engine is down",))
         try:
-            replays = self._access.replays.get(card.worker_id) or await self._learn(card)
+            replays = await self._access.replays_of(card)
         except KvRouterError as error:
             return EngineCheck(NOT_CHECKED, (f"{card.url}: {error}",))
         if rank.number >= len(replays) or not replays[rank.number]:
@@ -293,12 +281,6 @@ class Engines:
             )
             return EngineCheck(NOT_CHECKED, (reason,))
         return _Rank(EngineHistory(replays[rank.number], card, rank.number))
-
-    async def _learn(self, card: Card) -> list[str]:
-        """The replay endpoints that the engine reports, by rank. Raises KvRouterError."""
-        options = AgentOptions(card.url, card.worker_id, block_size=card.block_size, whole=True)
-        async with EngineHttp.open(card.url, self._access.api_key, self._access.tls_ca) as http:
-            return [feed.replay or "" for feed in (await learn(http, options)).endpoints]
 
 
 def _shown(hashes: set[int]) -> str:

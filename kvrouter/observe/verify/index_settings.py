@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from kvrouter.config import DAY_S
 from kvrouter.errors import ConfigError
-from kvrouter.observe.verify.settings import ReplicaAccess, read_url
+from kvrouter.observe.settings import ReplicaAccess, replicas
 from kvrouter.settings.declare import Command, Settings, setting
 
 Action = Literal["dump", "diff"]
@@ -18,14 +18,7 @@ class IndexSettings(Settings):
     heading = "Index"
 
     action: Action = setting(MISSING, "what to do with the index", is_positional=True, is_top=True)
-    replica: tuple[str, ...] = setting(
-        (),
-        "admin listener of a frontend: one to dump, two to compare",
-        metavar="URL",
-        read=read_url,
-        is_repeated=True,
-        is_top=True,
-    )
+    replica: tuple[str, ...] = replicas("admin listener of a frontend: one to dump, two to compare")
     worker: tuple[str, ...] = setting((), "only this worker", metavar="ID", is_top=True)
     timeout_s: float = setting(
         15.0, "diff: seconds to look again at what differs", least=0, most=DAY_S, is_top=True

@@ -12,9 +12,10 @@ from kvrouter.bus import NatsOptions, Subjects
 from kvrouter.bus.outage import NO_ANSWER
 from kvrouter.bus.rights import VERIFY
 from kvrouter.config import open_bus
+from kvrouter.observe.engine import EngineAccess
 from kvrouter.observe.verify.agents import Agents
 from kvrouter.observe.verify.comparison import OwnersView, VerifyError
-from kvrouter.observe.verify.engines import EngineAccess, Engines
+from kvrouter.observe.verify.engines import EngineReplays
 
 CONNECT_TIMEOUT_S = 5.0
 # Agents answer a hello within 50 ms. A slower one is found by a later look.
@@ -24,7 +25,7 @@ HELLO_S = 0.3
 class Owners:
     """Agents and engines of a namespace. Open it with `async with`."""
 
-    def __init__(self, agents: Agents, engines: Engines | None) -> None:
+    def __init__(self, agents: Agents, engines: EngineReplays | None) -> None:
         """`engines` None: they are not asked."""
         self._agents = agents
         self._engines = engines
@@ -46,7 +47,7 @@ class Owners:
                 raise VerifyError(f"--nats {nats.shown()}: {reason}") from None
             await asyncio.sleep(HELLO_S)
             with zmq.asyncio.Context() as context:
-                yield cls(agents, Engines(access, context))
+                yield cls(agents, EngineReplays(access, context))
 
     async def look(self) -> OwnersView:
         """The contents of engines now, and those of agents at each frame since the look before."""

@@ -8,11 +8,8 @@ from typing import Self
 
 from kvrouter.config import DAY_S, NamespaceOptions
 from kvrouter.errors import ConfigError
-from kvrouter.settings.declare import Command, Settings, setting
-
-
-def read_url(text: str) -> str:
-    return (text if "://" in text else f"http://{text}").rstrip("/")
+from kvrouter.observe.settings import ReplicaAccess, check_given_once, replicas
+from kvrouter.settings.declare import Command, setting
 
 
 def _replay(text: str) -> tuple[str, list[str]]:
@@ -23,36 +20,10 @@ def _replay(text: str) -> tuple[str, list[str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaAccess(Settings):
-    """How replicas are asked."""
-
-    heading = "Replicas"
-
-    admin_key_file: Path | None = setting(
-        None,
-        "operators' key: for replicas that are not on this machine's loopback, or at their clients' ports",
-        is_top=True,
-    )
-    tls_ca: Path | None = setting(
-        None, "trusted authorities for https://, added to the system's", is_top=True
-    )
-    tls_name: str | None = setting(
-        None, "name in the certificates, if it differs from the URLs'", metavar="NAME"
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class VerifySettings(ReplicaAccess):
     heading = "Replicas"
 
-    replica: tuple[str, ...] = setting(
-        (),
-        "admin listener of a frontend: at least two, or one with --owners",
-        metavar="URL",
-        read=read_url,
-        is_repeated=True,
-        is_top=True,
-    )
+    replica: tuple[str, ...] = replicas("admin listener of a frontend: at least two, or one with --owners")
     timeout_s: float = setting(
         15.0, "seconds to compare", least=0, most=DAY_S, old=("--timeout",), is_top=True
     )
@@ -78,8 +49,7 @@ class VerifySettings(ReplicaAccess):
     bus: NamespaceOptions = field(default_factory=NamespaceOptions)
 
     def checked(self) -> Self:
-        if len(set(self.replica)) < len(self.replica):
-            raise ConfigError("a replica's URL is given twice: give different replicas")
+        check_given_once(self.replica, ": give different replicas")
         if self.owners and not self.replica:
             raise ConfigError("give a replica: --replica URL")
         if not self.owners and len(self.replica) < 2:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from kvrouter.observe.replica import open_replicas
 from kvrouter.observe.top.__main__ import look_twice
 from kvrouter.observe.top.screen import Choices, draw
 from kvrouter.observe.top.settings import COMMAND
 from kvrouter.observe.top.view import view
-from kvrouter.observe.verify.index_command import open_replicas
 from kvrouter.settings.read import load
 from scripts.kit.incidents.faults import Incident, Scene
 from scripts.kit.prometheus import Prometheus

@@ -24,14 +24,15 @@ from kvrouter.core.wire.ids import WorkerId
 from kvrouter.core.wire.ops import VERSION
 from kvrouter.observe.doctor import __main__ as command
 from kvrouter.observe.doctor import examination, fleet_checks, machine, replica_checks, replicas
-from kvrouter.observe.doctor.engines import Engine, Engines, check_engines
+from kvrouter.observe.doctor.engine_checks import check_engines
 from kvrouter.observe.doctor.examination import examine
 from kvrouter.observe.doctor.findings import Finding, Report, clean
-from kvrouter.observe.doctor.http import Fetched, _skew_s, fetch
 from kvrouter.observe.doctor.listening import Listener, Worker
 from kvrouter.observe.doctor.replicas import clients_url, read_series
 from kvrouter.observe.doctor.report import as_json, as_text
 from kvrouter.observe.doctor.settings import DoctorSettings
+from kvrouter.observe.engine import Engine, Engines
+from kvrouter.observe.replica import Fetched, _skew_s, fetch, open_http
 from kvrouter.worker.engines.metrics import Work, read_work
 from tests.certificates import Authority
 from tests.observe.doctor.sick import CLOSED, answering, codes, engine, replica, seen, sick_namespace
@@ -113,7 +114,7 @@ async def test_no_time(nats_url: str) -> None:
     app.router.add_route("*", "/{path:.*}", never)
     async with TestServer(app) as server, sick_namespace(nats_url) as namespace:
         namespace.worker("w", str(server.make_url("")).rstrip("/"))
-        report = await namespace.examine(timeout_s=1.2)
+        report = await namespace.examine(timeout_s=2.4)
 
     assert {"doctor.unfinished", "fleet.no_replicas"} <= codes(report).keys()
     assert report.seconds < 10
@@ -170,7 +171,7 @@ async def test_endless_answer() -> None:
 
     app = web.Application()
     app.router.add_get("/", endless)
-    async with TestServer(app) as server, examination._session(None, "--tls-ca") as http:
+    async with TestServer(app) as server, open_http(None, "--tls-ca") as http:
         fetched = await fetch(http, str(server.make_url("/")), most_bytes=1 << 20)
 
     assert 0 == fetched.status

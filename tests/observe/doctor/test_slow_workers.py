@@ -8,39 +8,30 @@ import os
 import uuid
 from typing import Any
 
-import msgspec
 import pytest
+from msgspec import to_builtins
 
-from kvrouter.observe.doctor.replicas import FleetState, Replica, decoded
+from kvrouter.observe.doctor.replicas import Replica
 from kvrouter.observe.doctor.slow_workers import LEAST_ANSWERS, check_slow_workers
+from kvrouter.observe.document import Fleet, TargetRow
 from tests.e2e.fleet import running_fleet
 from tests.observe.doctor.sick import answering, codes, examination, replica, seen, sick_namespace
+from tests.observe.fleets import fleet, target
 
-ROW = {"pool": "p", "rank": 0, "running": 3, "waiting": 0, "kv_usage": 0.5}
 
-
-def row(worker: str, answers: int, mean_s: float, tokens: int = 1000, **more: Any) -> dict[str, Any]:
+def row(worker: str, answers: int, mean_s: float, tokens: int = 1000, **more: Any) -> TargetRow:
     """A row of /fleet. `tokens`: uncached ones of each prompt."""
-    sums = {"ttft_count": answers, "ttft_sum_s": answers * mean_s}
-    return (
-        ROW
-        | sums
-        | {"worker": worker, "prompt_tokens": 2 * answers * tokens}
-        | more
-        | {"overlap_tokens": answers * tokens}
-    )
+    sums = {"ttft_count": answers, "ttft_sum_s": answers * mean_s, "overlap_tokens": answers * tokens}
+    usual = {"pool": "p", "running": 3, "prompt_tokens": 2 * answers * tokens}
+    return target(worker, **(usual | sums | more))
 
 
-def fleet(*rows: dict[str, Any], router_id: str = "r") -> dict[str, Any]:
-    return {"router_id": router_id, "targets": [*rows]}
-
-
-def found(*replicas: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, str]:
+def found(*replicas: tuple[Fleet, Fleet]) -> dict[str, str]:
     """What is seen of each slow worker, of replicas that answer with these two /fleet."""
-    made = []
-    for number, looks in enumerate(replicas):
-        first, later = (decoded(msgspec.json.encode(look), FleetState) for look in looks)
-        made.append(Replica(f"http://r{number}", is_given=True, fleet=first, fleet_later=later))
+    made = [
+        Replica(f"http://r{number}", is_given=True, fleet=first, fleet_later=later)
+        for number, (first, later) in enumerate(replicas)
+    ]
     return {finding.about: finding.seen for finding in check_slow_workers(made)}
 
 
@@ -83,7 +74,7 @@ def test_slow_now() -> None:
         pytest.param([row("a", MANY, 0.2, 1000), row("b", MANY, 1.0, 5000)], id="longer prompts"),
     ],
 )
-def test_not_slow(rows: list[dict[str, Any]]) -> None:
+def test_not_slow(rows: list[TargetRow]) -> None:
     """Little difference, too few answers, other work."""
     assert {} == found((fleet(*rows), fleet(*rows)))
 
@@ -114,8 +105,8 @@ def test_restart_between_the_looks() -> None:
 async def test_in_the_report(nats_url: str) -> None:
     """Both looks are at /fleet; the finding is a warning."""
     looks = itertools.chain(
-        [fleet(row("a", 0, 0), row("b", 0, 0))],
-        itertools.repeat(fleet(row("a", MANY, 0.2), row("b", MANY, 1.0))),
+        [to_builtins(fleet(row("a", 0, 0), row("b", 0, 0)))],
+        itertools.repeat(to_builtins(fleet(row("a", MANY, 0.2), row("b", MANY, 1.0)))),
     )
     answers = replica("r", **{"/fleet": lambda: next(looks)})
     async with sick_namespace(nats_url) as namespace, answering(answers) as url:

@@ -3,50 +3,23 @@
 from __future__ import annotations
 
 import io
-from collections.abc import AsyncIterator
-from typing import Any, cast
+from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from kvrouter.core.wire.heartbeats import Times, Traffic
-from kvrouter.observe.document import Fleet, PoolRow, ReplicaRow, TargetRow
+from kvrouter.core.wire.heartbeats import Times
+from kvrouter.observe.replica import open_replicas
+from kvrouter.observe.settings import ReplicaAccess
 from kvrouter.observe.top.__main__ import _ask, keys_in
 from kvrouter.observe.top.screen import Choices, draw
 from kvrouter.observe.top.view import History, Seen, arranged, quantile, view
+from tests.observe.doctor.sick import answering
+from tests.observe.fleets import fleet, target
 
 A, B = "http://a", "http://b"
-
-
-def target(worker: str, **facts: Any) -> TargetRow:
-    row = TargetRow(
-        pool="m-1", worker=worker, rank=0, url="http://w", engine="mocker", state="up", eligible=True,
-        problems=[], requests=1, running=1, waiting=0, kv_usage=0.5, active_blocks=3, total_blocks=9,
-        charged_prefill_tokens=64, blocks=8, answers=10, errors=0, ttft_sum_s=1.0, ttft_count=10,
-        predicted_tokens=5, reported_tokens=5, seq=7, digest="d", lag_frames=0, stale_s=0.1, live=True,
-        digest_mismatches=0,
-    )  # fmt: skip
-    return replace(row, **facts)
-
-
-def fleet(*targets: TargetRow, router_id: str = "a", hears: str = "a", **facts: Any) -> Fleet:
-    replicas = [ReplicaRow(one, f"http://{one}", one == router_id, 0, 0, 0) for one in hears]
-    pool = PoolRow(
-        pool="m-1", model="m", workers=1, targets=1, eligible=1, block_size=16, queue=0, problems=[],
-        reusable_tokens=100, uncached_tokens={"chosen": 50, "best": 40, "pooled": 20}, later_s=1.0,
-        ttft_decisions=10, prefill_tokens_per_s=1.0, mode="kv", weight="auto", doubt="",
-    )  # fmt: skip
-    traffic = Traffic(
-        10, 1, 100, 50, 200, Times((0.1, 1.0), [8, 2, 0]), Times((0.1,), [1, 0]), reusable_tokens=100,
-        uncached_tokens={"chosen": 50, "best": 40, "pooled": 20}, later_s=1.0, ttft_decisions=10,
-    )  # fmt: skip
-    made = Fleet(
-        time=1.0, router_id=router_id, version="1", mode="kv", weight="auto", revision=0, started_s=0.5,
-        status="ready", reasons=[], pools=[pool], targets=[*targets], replicas=replicas, traffic=traffic,
-        fleet_traffic=traffic,
-    )  # fmt: skip
-    return replace(made, **facts)
 
 
 def test_since_an_earlier_answer() -> None:
@@ -198,15 +171,18 @@ def test_more_problems_than_fit() -> None:
 
 
 async def test_a_server_that_is_no_replica() -> None:
-    """JSON that is nested too deeply is an answer like any other that is not a fleet."""
+    """JSON that is nested too deeply, or has a number that cannot be, is not a fleet."""
+    impossible = msgspec.json.encode(fleet(target("w", running=-1))).decode()
+    nested, of_others = {"/fleet": '{"a":' * 100_000}, {"/fleet": impossible}
+    async with (
+        answering(nested) as one,
+        answering(of_others) as other,
+        open_replicas([one, other], ReplicaAccess()) as replicas,
+    ):
+        said = [str(await _ask(replica)) for replica in replicas]
 
-    class Nested:
-        url = A
-
-        async def lines(self, _path: str) -> AsyncIterator[bytes]:
-            yield b'{"a":' * 100_000
-
-    assert "is not that of this version" in str(await _ask(cast(Any, Nested())))
+    assert said[0].startswith("/fleet is not JSON")
+    assert "/fleet is not in this version's format: w/0 has -1" == said[1]
 
 
 def test_keys() -> None:

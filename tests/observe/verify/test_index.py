@@ -14,9 +14,9 @@ from aiohttp.test_utils import TestServer
 from kvrouter.core.wire.hashes import pack_hashes
 from kvrouter.core.wire.ids import Target, WorkerId
 from kvrouter.core.wire.ops import Stored
-from kvrouter.observe.verify import VerifyError
-from kvrouter.observe.verify.index_command import diff, differences, dump, main, open_replicas
-from kvrouter.observe.verify.settings import ReplicaAccess
+from kvrouter.observe.replica import ReplicaError, open_replicas
+from kvrouter.observe.settings import ReplicaAccess
+from kvrouter.observe.verify.index_command import diff, differences, dump, main
 from tests.frontend.fleet import FleetOf
 from tests.frontend.workers import until
 from tests.replica.agents import HASHES, Agent
@@ -76,7 +76,7 @@ async def test_answer_that_breaks_off() -> None:
         TestServer(app) as server,
         open_replicas([str(server.make_url("")).rstrip("/")], ReplicaAccess()) as (replica,),
     ):
-        with pytest.raises(VerifyError, match="broke off"):
+        with pytest.raises(ReplicaError, match="broke off"):
             await dump(replica, ["w"], io.StringIO())
 
 

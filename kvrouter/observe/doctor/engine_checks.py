@@ -1,98 +1,31 @@
-"""The engines behind the cards: whether they answer at these URLs, and publish what they compute.
+"""Findings about engines: whether they answer at the URLs of the cards, and publish what they compute.
 
-Each engine gets GET /v1/models, /health and /metrics when it is met, and /metrics again at the end. Between
-the two, a request that ends, or still runs, leaves less than a block of generated tokens without an event:
+Between the two looks (observe/engine.py), a request that ends, or still runs, leaves less than a block of
+generated tokens without an event:
 
     tokens generated  >  (requests that ended or run) × block size    ⇒  some block was filled and stored
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 
-import aiohttp
-
-from kvrouter.bounded_answers import address_below, is_alive
+from kvrouter.bounded_answers import is_alive
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import WorkerId
 from kvrouter.core.wire.senders import KvSource
 from kvrouter.engine_versions import reaches, since
-from kvrouter.errors import KvRouterError
-from kvrouter.observe.doctor.findings import Finding, clean, listed
-from kvrouter.observe.doctor.http import EXPIRES_SOON_S, Fetched, authorized, fetch
+from kvrouter.observe.doctor.findings import Finding, clean, expiring, listed
 from kvrouter.observe.doctor.listening import Listener
+from kvrouter.observe.engine import Engine, Engines
 from kvrouter.worker.engines import discovery
-from kvrouter.worker.engines.http import DOWN, MODELS_PATH, read_models
-from kvrouter.worker.engines.metrics import NO_WORK, Work, read_work
+from kvrouter.worker.engines.http import DOWN
+from kvrouter.worker.engines.metrics import Work
 
-# Examined at once; sockets for as many are needed.
-AT_ONCE = 128
-_METRICS_BYTES = 8 * 1024 * 1024
 _NOT_ALLOWED = (401, 403)
 # Kinds of engines that have /v1/models.
 LISTING = frozenset(discovery.KINDS)
-
-
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """What one engine answered."""
-
-    url: str
-    models: Fetched
-    health: Fetched
-    names: tuple[str, ...] = ()
-    trouble: str = ""
-    """Why /v1/models cannot be read."""
-    work: Work = NO_WORK
-
-
-class Engines:
-    """Asks the engines, each URL once."""
-
-    def __init__(self, http: aiohttp.ClientSession, api_key: str | None) -> None:
-        self.met: dict[str, Engine] = {}
-        self.later: dict[str, Work] = {}
-        self._http = http
-        self._headers = authorized(api_key)
-        self._turns = asyncio.Semaphore(AT_ONCE)
-
-    async def meet(self, cards: Iterable[Card]) -> None:
-        urls = {card.url: card for card in cards if card.url and card.url not in self.met}
-        await asyncio.gather(*(self._meet(url, card) for url, card in urls.items()))
-
-    async def look_again(self) -> None:
-        """Read once more how much the engines have computed."""
-        await asyncio.gather(*(self._look_again(url) for url, one in self.met.items() if one.work != NO_WORK))
-
-    async def _meet(self, url: str, card: Card) -> None:
-        async with self._turns:
-            models = await self._get(url, MODELS_PATH)
-            if not models.status:
-                self.met[url] = Engine(url, models, Fetched())
-                return
-            path = discovery.kind_named(card.engine).health_path
-            health = models if path == MODELS_PATH else await self._get(url, path)
-            work = await self._work(url)
-        try:
-            found = read_models(models.body) if models.status == 200 else None
-            names = (*found.served_names, *found.lora_names) if found is not None else ()
-            self.met[url] = Engine(url, models, health, names, "", work)
-        except KvRouterError as error:
-            self.met[url] = Engine(url, models, health, (), str(error), work)
-
-    async def _look_again(self, url: str) -> None:
-        async with self._turns:
-            self.later[url] = await self._work(url)
-
-    async def _work(self, url: str) -> Work:
-        fetched = await self._get(url, "metrics", _METRICS_BYTES)
-        return read_work(fetched.body) if fetched.status == 200 else NO_WORK
-
-    async def _get(self, url: str, path: str, most_bytes: int = 1024 * 1024) -> Fetched:
-        return await fetch(self._http, address_below(url, path), headers=self._headers, most_bytes=most_bytes)
 
 
 def check_engines(listener: Listener, engines: Engines, held: Mapping[str, int]) -> Iterator[Finding]:
@@ -117,8 +50,7 @@ def _check_answers(worker_id: str, card: Card, engine: Engine) -> Iterator[Findi
         kind = "tls.not_trusted" if models.is_tls_trouble else "engine.unreachable"
         yield Finding(kind, worker_id, f"{card.url}: {models.trouble}")
         return
-    if models.expires_s is not None and models.expires_s < EXPIRES_SOON_S:
-        yield Finding("tls.expires", card.url, f"in {max(0.0, models.expires_s) / 86_400:.1f} days")
+    yield from expiring(card.url, models.expires_s)
     if models.status in _NOT_ALLOWED:
         yield Finding("engine.not_asked", worker_id, f"{card.url}/v1/models answers {models.status}")
     elif models.status == 404 and card.engine not in LISTING:
