@@ -30,6 +30,11 @@ MOST_KNOWN = 4_096
 MOST_GROWN = 1_000_000_000
 # Outcomes of requests (docs/metrics.md) that are a failure of the fleet, not of the client.
 FAILED = ("failed", "broken")
+# Fields of Traffic that only grow.
+_COUNTS = (
+    "requests", "failed", "refused", "prompt_tokens", "overlap_tokens", "output_tokens", "reusable_tokens",
+    "ttft_decisions",
+)  # fmt: skip
 
 
 class Sample(Struct, frozen=True):
@@ -128,27 +133,19 @@ def _times(spread: Spread) -> Times:
 
 def _grown(total: Traffic, now: Traffic, before: Traffic) -> Traffic:
     """`total`, and what was counted from `before` until `now`."""
-
-    def grown(name: str) -> int:
-        return _added(getattr(total, name), getattr(now, name), getattr(before, name))
-
-    later_s = now.later_s - before.later_s
+    counts = {
+        name: _added(getattr(total, name), getattr(now, name), getattr(before, name)) for name in _COUNTS
+    }
+    later_s, uncached = now.later_s - before.later_s, total.uncached_tokens
     return Traffic(
-        requests=grown("requests"),
-        failed=grown("failed"),
-        prompt_tokens=grown("prompt_tokens"),
-        overlap_tokens=grown("overlap_tokens"),
-        output_tokens=grown("output_tokens"),
+        **counts,
         ttft=_grown_times(total.ttft, now.ttft, before.ttft),
         inter_token=_grown_times(total.inter_token, now.inter_token, before.inter_token),
-        reusable_tokens=grown("reusable_tokens"),
         uncached_tokens={
             cache: _added(tokens, now.uncached_tokens.get(cache, 0), before.uncached_tokens.get(cache, 0))
-            for cache, tokens in total.uncached_tokens.items()
+            for cache, tokens in uncached.items()
         },
-        ttft_decisions=grown("ttft_decisions"),
         later_s=total.later_s + later_s if 0 < later_s <= MOST_GROWN else total.later_s,
-        refused=grown("refused"),
     )
 
 

@@ -15,8 +15,9 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import aiohttp
 import zmq.asyncio
@@ -28,7 +29,7 @@ from kvrouter.config import read_key
 from kvrouter.errors import counted
 from kvrouter.observe.doctor import fleet_checks, machine, nats_servers, replica_checks
 from kvrouter.observe.doctor.engine_checks import check_engines
-from kvrouter.observe.doctor.findings import Finding, Report, clean, listed
+from kvrouter.observe.doctor.findings import Finding, Report, clean, differing, listed
 from kvrouter.observe.doctor.listening import Listener
 from kvrouter.observe.doctor.nats_servers import Server
 from kvrouter.observe.doctor.replicas import Replicas
@@ -118,7 +119,7 @@ class Examination:
         except TimeoutError:
             self.findings.append(Finding("doctor.unfinished", name, f"not done after {left_s:.1f} s"))
         except Exception as error:  # a check that fails must not hide what the others find
-            self.findings.append(Finding("doctor.failed", name, f"{type(error).__name__}: {error}"))
+            self._failed(name, error)
 
     # gather
 
@@ -201,13 +202,13 @@ class Examination:
         await asyncio.sleep(OTHERS_S)
 
     async def _ports(self, http: aiohttp.ClientSession) -> None:
-        self.findings += await machine.check_ports(http, self._settings.frontend_port, set())
+        self.findings += await machine.check_ports(http, self._settings.frontend_port)
 
     async def _compare(self, bus: Bus, engine_key: str | None) -> None:
         """Replicas with each other and with the agents, as `kvrouter verify --owners` does."""
         settings, known = self._settings, {*map(str, self.listener.peers)}
         urls = replica_checks.compared_urls([*self._replicas.met.values()], known)
-        async with contextlib.AsyncExitStack() as stack:
+        with contextlib.ExitStack() as stack:
             owners = None
             if self.agents is not None and self._may_ask_agents():
                 replays = None
@@ -217,22 +218,13 @@ class Examination:
                 owners = Owners(self.agents, replays)
             if not urls or (len(urls) == 1 and owners is None):
                 return
-            with contextlib.suppress(ValueError):
-                self.compared = await self._equal(urls, owners)
-
-    async def _equal(self, urls: list[str], owners: Owners | None) -> Compared | None:
-        settings = self._settings
-        try:
-            return await compare(
-                urls,
-                timeout_s=max(0.5, min(MOST_COMPARE_S, self._left_s - RESERVE_S / 2)),
-                access=settings,
-                owners=owners,
-                rest=REST,
-            )
-        except VerifyError as error:
-            self.findings.append(replica_checks.not_comparable(error))
-            return None
+            timeout_s = max(0.5, min(MOST_COMPARE_S, self._left_s - RESERVE_S / 2))
+            try:
+                self.compared = await compare(
+                    urls, timeout_s=timeout_s, access=settings, owners=owners, rest=REST
+                )
+            except VerifyError as error:
+                self.findings.append(Finding("replica.not_compared", "replicas", str(error)))
 
     def _may_ask_agents(self) -> bool:
         """Whether to read what agents publish: their snapshots are large in a large fleet."""
@@ -246,44 +238,37 @@ class Examination:
     # check
 
     def _check(self) -> None:
-        """Every check by itself: one that fails is a finding."""
-        namespace, listener = self._settings.bus.namespace, self.listener
-        replicas = [*self._replicas.met.values()]
+        """Every check by itself: one that fails is a finding, and the others go on."""
+        namespace, listener, is_whole = self._settings.bus.namespace, self.listener, self._is_whole
+        replicas, heard_s = [*self._replicas.met.values()], self.listened_s
         checks: list[tuple[str, Callable[[], Iterable[Finding]]]] = [
-            ("NATS", lambda: nats_servers.check_servers(self.servers, namespace)),
+            ("NATS", partial(nats_servers.check_servers, self.servers, namespace)),
             ("the connection", self._connection),
             ("descriptors", machine.check_descriptors),
-            ("clocks", lambda: machine.check_clocks(self._skews(), listener.cards())),
+            ("clocks", partial(machine.check_clocks, self._skews(), listener.cards())),
             ("versions", self._versions),
-            ("speeds", lambda: check_slow_workers(replicas)),
+            ("speeds", partial(check_slow_workers, replicas)),
         ]
-        if self.listened_s:
+        if heard_s:
+            around, until = (namespace, heard_s, self.other_namespaces), self.listened_until
             checks += [
-                (
-                    "presence",
-                    lambda: fleet_checks.check_presence(
-                        listener, namespace, self.listened_s, self.other_namespaces
-                    ),
-                ),
-                (
-                    "agents",
-                    lambda: fleet_checks.check_agents(listener, self.listened_until, is_whole=self._is_whole),
-                ),
-                (
-                    "frames",
-                    lambda: fleet_checks.check_frames(listener, is_whole=self._is_whole),
-                ),
-                ("engines", lambda: check_engines(listener, self._engines, self._held())),
-                ("fleet", lambda: replica_checks.check_together(replicas, listener, self.listened_s)),
+                ("presence", partial(fleet_checks.check_presence, listener, *around)),
+                ("agents", partial(fleet_checks.check_agents, listener, until, is_whole=is_whole)),
+                ("frames", partial(fleet_checks.check_frames, listener, is_whole=is_whole)),
+                ("engines", partial(check_engines, listener, self._engines, self._held())),
+                ("fleet", partial(replica_checks.check_together, replicas, listener, heard_s)),
             ]
-        checks += [(one.url, lambda one=one: replica_checks.check_replica(one, listener)) for one in replicas]  # type: ignore[misc]
+        checks += [(one.url, partial(replica_checks.check_replica, one, listener)) for one in replicas]
         if self.compared is not None:
-            checks.append(("comparison", self._differences))
+            checks.append(("comparison", partial(replica_checks.check_compared, self.compared)))
         for name, check in checks:
             try:
                 self.findings += check()
-            except Exception as error:  # facts of other processes: the other checks go on
-                self.findings.append(Finding("doctor.failed", name, f"{type(error).__name__}: {error}"))
+            except Exception as error:  # facts of other processes
+                self._failed(name, error)
+
+    def _failed(self, name: str, error: Exception) -> None:
+        self.findings.append(Finding("doctor.failed", name, f"{type(error).__name__}: {error}"))
 
     def _connection(self) -> list[Finding]:
         seen = "it answered at first; the connection was lost while listening and did not come back"
@@ -300,17 +285,12 @@ class Examination:
                 held[worker_id] = max(blocks, held.get(worker_id, 0))
         return held
 
-    def _differences(self) -> list[Finding]:
-        assert self.compared is not None
-        notes = [Finding("replica.not_compared", "comparison", text) for text in self.compared.notes]
-        return [*replica_checks.different(self.compared.differences), *notes]
-
     def _skews(self) -> dict[str, float]:
         engines = {one.url: one.models.skew_s for one in self._engines.met.values()}
         replicas = {one.url: one.skew_s for one in self._replicas.met.values()}
         return {url: skew_s for url, skew_s in (engines | replicas).items() if skew_s is not None}
 
-    def _versions(self) -> list[Finding]:
+    def _versions(self) -> Iterator[Finding]:
         versions: dict[str, list[str]] = {__version__: ["kvrouter doctor"]}
         for one in self._replicas.met.values():
             if one.health is not None and one.health.version:
@@ -318,10 +298,7 @@ class Examination:
         for worker_id, card in self.listener.cards().items():
             if card.agent_version:
                 versions.setdefault(card.agent_version, []).append(f"agent {worker_id}")
-        if len(versions) == 1:
-            return []
-        seen = "; ".join(f"{version}: {listed(names, 3)}" for version, names in sorted(versions.items())[:6])
-        return [Finding("fleet.versions", "kvrouter", seen)]
+        return differing("fleet.versions", "kvrouter", versions)
 
     # report
 

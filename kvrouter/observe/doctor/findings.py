@@ -6,8 +6,9 @@ checks ──> Finding(code, about, seen) ──> Report: grouped by kind, the m
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvrouter.observe.doctor.kinds import KINDS, Kind, Severity, order
 
@@ -41,6 +42,15 @@ class Finding:
     @property
     def kind(self) -> Kind:
         return KINDS[self.code]
+
+
+def differing(
+    code: str, about: str, groups: Mapping[Any, Iterable[str]], shown: str = "{}: {}"
+) -> Iterator[Finding]:
+    """Whether there are several values. `groups`: who has each value."""
+    if len(groups) > 1:
+        values = sorted(groups.items())[:6]
+        yield Finding(code, about, "; ".join(shown.format(value, listed(who, 3)) for value, who in values))
 
 
 def expiring(about: str, expires_s: float | None) -> Iterator[Finding]:

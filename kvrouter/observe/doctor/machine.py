@@ -55,29 +55,26 @@ async def look_at_port(http: aiohttp.ClientSession, port: int) -> tuple[bool, He
     return True, decoded(fetched.body, Health)
 
 
-async def check_ports(http: aiohttp.ClientSession, port: int, fleet: set[str]) -> list[Finding]:
-    """What has the two ports that a frontend would use. `fleet`: the replicas of this namespace."""
+async def check_ports(http: aiohttp.ClientSession, port: int) -> list[Finding]:
+    """What has the two ports that a frontend would use, where no replica is heard."""
     found = []
     for number in (port, port + ADMIN_OFFSET):
         is_taken, health = await look_at_port(http, number)
         if is_taken and health is None:
             found.append(Finding("machine.port_taken", f"port {number}", "another program answers there"))
-        elif health is not None and health.router_id not in fleet:
+        elif health is not None:
             seen = f"replica {health.router_id}, version {health.version}"
             found.append(Finding("machine.other_fleet", f"port {number}", seen))
     return found
 
 
-def check_clocks(
-    skews: Mapping[str, float], cards: Mapping[WorkerId, Card], now_s: float | None = None
-) -> Iterator[Finding]:
+def check_clocks(skews: Mapping[str, float], cards: Mapping[WorkerId, Card]) -> Iterator[Finding]:
     """`skews`: by URL, its clock minus this one's. A start in the future shows a clock that is ahead."""
     for about, skew_s in skews.items():
         if abs(skew_s) > MOST_SKEW_S:
             seen = f"{abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} this machine"
             yield Finding("clock.skew", about, seen)
-    now_s = time.time() if now_s is None else now_s
     for worker_id, card in cards.items():
-        ahead_s = card.started_at_us / 1e6 - now_s
+        ahead_s = card.started_at_us / 1e6 - time.time()
         if ahead_s > MOST_SKEW_S:
             yield Finding("clock.skew", worker_id, f"its agent started {ahead_s:.0f} s in the future")

@@ -6,12 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence, Set
 
 from kvrouter.errors import counted
-from kvrouter.observe.doctor.findings import Finding, clean, expiring, listed
+from kvrouter.observe.doctor.findings import Finding, clean, differing, expiring, listed
 from kvrouter.observe.doctor.listening import Listener
 from kvrouter.observe.doctor.machine import LEAST_DESCRIPTORS
 from kvrouter.observe.doctor.replicas import Replica
 from kvrouter.observe.document import FollowedFeed, Workers
-from kvrouter.observe.verify.comparison import AGENT, VerifyError
+from kvrouter.observe.verify.comparison import AGENT
+from kvrouter.observe.verify.comparison import Report as Compared
 
 # Counters of a feed that a healthy one does not have, in the order in which one explains the next.
 _FAULTS = (
@@ -225,11 +226,7 @@ def _check_prompts(shown: Sequence[Replica]) -> Iterator[Finding]:
         for model, tokens in one.prompts.items():
             by_model[model][tokens].append(one.url)
     for model, counts in by_model.items():
-        if len(counts) > 1:
-            seen = "; ".join(
-                f"{tokens} tokens at {listed(urls, 3)}" for tokens, urls in sorted(counts.items())[:6]
-            )
-            yield Finding("replica.prompts", model, seen)
+        yield from differing("replica.prompts", model, counts, "{} tokens at {}")
 
 
 def _check_ways(shown: Sequence[Replica]) -> Iterator[Finding]:
@@ -239,9 +236,7 @@ def _check_ways(shown: Sequence[Replica]) -> Iterator[Finding]:
             if way := one.chat_way(row.pool):
                 by_pool[row.pool][way].append(one.url)
     for pool, ways in by_pool.items():
-        if len(ways) > 1:
-            seen = "; ".join(f"{way}: {listed(urls, 3)}" for way, urls in sorted(ways.items())[:6])
-            yield Finding("replica.ways", pool, seen)
+        yield from differing("replica.ways", pool, ways)
 
 
 def compared_urls(replicas: Sequence[Replica], known: Set[str]) -> list[str]:
@@ -251,6 +246,13 @@ def compared_urls(replicas: Sequence[Replica], known: Set[str]) -> list[str]:
         if one.workers is not None and (not known or one.router_id in known):
             urls.setdefault(one.router_id, one.url)
     return list(urls.values())
+
+
+def check_compared(compared: Compared) -> Iterator[Finding]:
+    """What `kvrouter verify` finds."""
+    yield from different(compared.differences)
+    for text in compared.notes:
+        yield Finding("replica.not_compared", "comparison", text)
 
 
 def different(texts: Sequence[str]) -> Iterator[Finding]:
@@ -268,7 +270,3 @@ def _kind_of(text: str, seen: str) -> str:
     if any(part in text for part in _NOT_IN_TIME):
         return "replica.not_compared"
     return "engine.different" if _OF_ENGINE in seen else "replica.different"
-
-
-def not_comparable(error: VerifyError) -> Finding:
-    return Finding("replica.not_compared", "replicas", str(error))

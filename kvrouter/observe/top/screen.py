@@ -20,29 +20,10 @@ s              sort by the next column    r          the other direction
 Enter          the selected target's details, or none
 ?              this help                  q          end"""
 
-_TITLES = {
-    "target": "target",
-    "state": "state",
-    "requests": "in flight",
-    "waiting": "engine run+wait",
-    "charged": "prefill tokens",
-    "usage": "KV used",
-    "blocks": "cached blocks",
-    "ttft": "TTFT",
-    "rate": "answers/s",
-    "errors": "errors",
-}
 # Left out first on narrow terminals.
-_LESS_NEEDED: tuple[Column, ...] = (
-    "usage",
-    "errors",
-    "blocks",
-    "rate",
-    "waiting",
-    "charged",
-    "ttft",
-    "state",
-)
+_LESS_NEEDED: Sequence[Column] = (
+    "usage", "errors", "blocks", "rate", "waiting", "charged", "ttft", "state",
+)  # fmt: skip
 _WIDTH_OF_A_COLUMN = 13
 # Of the terminal's lines, so that targets are left to see.
 _MOST_OF_HEAD = 3
@@ -158,7 +139,7 @@ def _table(rows: Sequence[Row], choices: Choices, width: int | None, selected: i
     for column in columns:
         mark = (" ▲" if choices.is_reversed else " ▼") if column == choices.sort else ""
         table.add_column(
-            _TITLES[column] + mark,
+            _CELLS[column][0] + mark,
             justify="left" if column in {"target", "state"} else "right",
             no_wrap=True,
             overflow="ellipsis",
@@ -166,24 +147,28 @@ def _table(rows: Sequence[Row], choices: Choices, width: int | None, selected: i
     for number, row in enumerate(rows):
         style = "red" if not row.fact.eligible else "yellow" if row.fact.problems or row.differs else ""
         table.add_row(
-            *[Text(_printable(_CELLS[column](row))) for column in columns],
+            *[Text(_printable(_CELLS[column][1](row))) for column in columns],
             style=f"{style} reverse" if number == selected else style,
         )
     return table
 
 
-_CELLS: dict[Column, Callable[[Row], str]] = {
-    "target": lambda row: ("! " if row.fact.problems or row.differs else "") + row.name,
-    "state": lambda row: row.state,
-    "requests": lambda row: str(row.fact.requests),
-    "waiting": lambda row: "-" if row.fact.running is None else f"{row.fact.running}+{row.fact.waiting or 0}",
-    "charged": lambda row: f"{row.fact.charged_prefill_tokens:,}",
-    "usage": lambda row: "-" if row.fact.kv_usage is None else f"{row.fact.kv_usage:.0%}",
-    "blocks": lambda row: f"{row.fact.blocks:,}",
-    "ttft": lambda row: _seconds(row.ttft_s),
-    "rate": lambda row: _number(row.rate),
-    "errors": lambda row: str(row.errors),
+_CELLS: dict[Column, tuple[str, Callable[[Row], str]]] = {
+    "target": ("target", lambda row: ("! " if row.fact.problems or row.differs else "") + row.name),
+    "state": ("state", lambda row: row.state),
+    "requests": ("in flight", lambda row: str(row.fact.requests)),
+    "waiting": ("engine run+wait", lambda row: _load(row.fact.running, row.fact.waiting)),
+    "charged": ("prefill tokens", lambda row: f"{row.fact.charged_prefill_tokens:,}"),
+    "usage": ("KV used", lambda row: "-" if row.fact.kv_usage is None else f"{row.fact.kv_usage:.0%}"),
+    "blocks": ("cached blocks", lambda row: f"{row.fact.blocks:,}"),
+    "ttft": ("TTFT", lambda row: _seconds(row.ttft_s)),
+    "rate": ("answers/s", lambda row: _number(row.rate)),
+    "errors": ("errors", lambda row: str(row.errors)),
 }
+
+
+def _load(running: int | None, waiting: int | None) -> str:
+    return "-" if running is None else f"{running}+{waiting or 0}"
 
 
 def _foot(choices: Choices, total: int, width: int, height: int) -> list[Text]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 from kvrouter.observe.settings import ReplicaAccess, check_given_once, replicas
 from kvrouter.settings.declare import Command, setting
@@ -11,9 +11,7 @@ from kvrouter.settings.declare import Command, setting
 Column = Literal[
     "target", "state", "requests", "waiting", "charged", "usage", "blocks", "ttft", "rate", "errors"
 ]
-COLUMNS: tuple[Column, ...] = (
-    "target", "state", "requests", "waiting", "charged", "usage", "blocks", "ttft", "rate", "errors",
-)  # fmt: skip
+COLUMNS: tuple[Column, ...] = get_args(Column)
 
 
 @dataclass(frozen=True, slots=True)

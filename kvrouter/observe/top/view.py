@@ -13,7 +13,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvrouter.core.wire.heartbeats import Times, Traffic
@@ -93,18 +93,18 @@ class Row:
 class Facts:
     """The fleet in one line, of the time between two answers. Shares are of prompt tokens."""
 
-    requests_per_s: float | None
-    tokens_per_s: float | None
-    ttft_p50_s: float | None
-    ttft_p90_s: float | None
-    between_p90_s: float | None
+    requests_per_s: float | None = None
+    tokens_per_s: float | None = None
+    ttft_p50_s: float | None = None
+    ttft_p90_s: float | None = None
+    between_p90_s: float | None = None
     """Between two tokens of an answer."""
-    output_tokens: float | None
+    output_tokens: float | None = None
     """Of a request, on average."""
-    cached: Mapping[str, float]
-    later_s: float | None
+    cached: Mapping[str, float] = field(default_factory=dict)
+    later_s: float | None = None
     """Regret: how much later than the earliest target the chosen ones were predicted to be, on average."""
-    failed: int | None
+    failed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,17 +171,7 @@ def _facts(seen: Iterable[Seen]) -> Facts:
     for one in seen:
         if isinstance(one.now, Fleet) and one.before is not None and one.seconds > 0:
             return _between(_traffic(one.before), _traffic(one.now), one.seconds)
-    return Facts(
-        requests_per_s=None,
-        tokens_per_s=None,
-        ttft_p50_s=None,
-        ttft_p90_s=None,
-        between_p90_s=None,
-        output_tokens=None,
-        cached={},
-        later_s=None,
-        failed=None,
-    )
+    return Facts()
 
 
 def _traffic(fleet: Fleet) -> Traffic:
