@@ -25,7 +25,8 @@ from kvrouter.worker import agent, pool_choice
 from kvrouter.worker import rank as rank_module
 from kvrouter.worker.agent import serve
 from kvrouter.worker.announcer import TakenOverError
-from kvrouter.worker.engines.adapter import Batch, Sink
+from kvrouter.worker.blocks.sink import Sink
+from kvrouter.worker.engines.adapter import Batch
 from kvrouter.worker.engines.endpoints import NO_REPLAY
 from kvrouter.worker.engines.http import EngineError
 from kvrouter.worker.engines.vllm import CACHING_OFF, Event, VllmAdapter

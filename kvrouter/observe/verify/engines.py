@@ -18,7 +18,7 @@ second copy: that is only a note.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import zmq.asyncio
 
@@ -29,7 +29,8 @@ from kvrouter.observe.engine import EngineAccess
 from kvrouter.observe.verify.agents import AgentRank, Agents
 from kvrouter.observe.verify.comparison import DIFFERENT, EQUAL, IN_PART, NOT_CHECKED, EngineCheck, FeedKey
 from kvrouter.observe.verify.tier_sets import TierSets
-from kvrouter.worker.blocks.engine_blocks import BlockIds, EngineBlocks, EngineHash
+from kvrouter.worker.blocks.engine_blocks import EngineBlocks
+from kvrouter.worker.blocks.sink import Sink
 from kvrouter.worker.engines.discovery import kind_named
 from kvrouter.worker.zmq.ordering import Action, Apply, EngineStream, Restarted, Step
 from kvrouter.worker.zmq.sockets import ask_replay
@@ -43,10 +44,11 @@ _BATCHES_A_TURN = 64
 _SHOWN = 3
 
 
-class EngineHistory:
+class EngineHistory(Sink):
     """The blocks of one rank of an engine, from its replay."""
 
     def __init__(self, endpoint: str, card: Card, rank: int) -> None:
+        super().__init__(EngineBlocks(), card.block_size)
         self.endpoint = endpoint
         # All blocks of the engine are known: no batch is missing before the replay.
         self.is_complete = False
@@ -56,9 +58,7 @@ class EngineHistory:
         self.ever, self.always = TierSets(), TierSets()
         self._held = TierSets()
         self._rank = rank if card.ranks > 1 else None
-        self._block_size = card.block_size
         self._adapter = kind_named(card.engine).adapter()
-        self._blocks = EngineBlocks()
         self._stream = EngineStream(can_replay=True)
 
     async def look(self, context: zmq.asyncio.Context) -> bool:
@@ -89,10 +89,10 @@ class EngineHistory:
 
     def _begin(self, *, is_complete: bool) -> None:
         """Begin with empty sets. An incomplete history does not count stores that may only be reports."""
-        self.cleared()
+        self.begin_life()
         self._adapter.forget()
         self.seen = TierSets()
-        self.is_complete, self._blocks.expects_reports = is_complete, not is_complete
+        self.is_complete, self.blocks.expects_reports = is_complete, not is_complete
 
     def _apply(self, payload: bytes) -> None:
         try:
@@ -105,62 +105,9 @@ class EngineHistory:
             self._begin(is_complete=False)
             return
         if batch.clears:
-            self.is_complete, self._blocks.expects_reports = True, False
+            self.is_complete, self.blocks.expects_reports = True, False
 
-    # The Sink of the adapter
-
-    def stored(  # noqa: PLR0917  # the signature of KvPublisher.stored
-        self,
-        engine_hashes: Sequence[EngineHash],
-        token_ids: Sequence[int],
-        parent: EngineHash | None = None,
-        lora_name: str | None = None,
-        salt: str | None = None,
-        tier: str = "device",
-        *,
-        ids: Sequence[BlockIds] = (),
-        block_size: int | None = None,
-    ) -> None:
-        self._note(
-            self._blocks.stored(
-                engine_hashes,
-                token_ids,
-                block_size=block_size or self._block_size,
-                parent=parent,
-                lora_name=lora_name,
-                salt=salt,
-                ids=ids,
-                tier=TIERS.index(tier),
-            )
-        )
-
-    def stored_chunks(
-        self,
-        chunk_hashes: Sequence[EngineHash],
-        token_ids: Sequence[int],
-        parent: EngineHash | None,
-        tier: str,
-    ) -> None:
-        size, number = self._block_size, TIERS.index(tier)
-        self._note(
-            self._blocks.stored_chunks(chunk_hashes, token_ids, block_size=size, parent=parent, tier=number)
-        )
-
-    def removed(self, engine_hashes: Sequence[EngineHash], tier: str = "device") -> None:
-        self._note(self._blocks.removed(engine_hashes, TIERS.index(tier)))
-
-    def group_stored(
-        self, group: int, needed: int, engine_hashes: Sequence[EngineHash], *, is_root: bool
-    ) -> None:
-        self._note(self._blocks.group_stored(group, needed, engine_hashes, is_root=is_root))
-
-    def group_removed(self, group: int, engine_hashes: Sequence[EngineHash]) -> None:
-        self._note(self._blocks.group_removed(group, engine_hashes))
-
-    def cleared(self) -> None:
-        self._note(self._blocks.cleared())
-
-    def _note(self, ops: Sequence[Op]) -> None:
+    def _collect(self, ops: list[Op]) -> None:
         for op in ops:
             self._held.apply(op)
             is_gain = isinstance(op, Stored | Resumable)

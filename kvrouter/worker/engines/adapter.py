@@ -13,9 +13,9 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
-from kvrouter.worker.blocks.engine_blocks import BlockIds, EngineHash
+from kvrouter.worker.blocks.sink import Sink
 
 # Reasons are built from texts that the engine sends, so their number needs a limit.
 MAX_REASONS = 32
@@ -47,41 +47,6 @@ class Batch(Generic[Event]):
     skipped: Counter[str] = field(default_factory=Counter)
     clears: bool = False
     can_report: bool = False
-
-
-class Sink(Protocol):
-    """The receiver of an adapter's output: a KvPublisher. Its methods are documented there."""
-
-    def stored(  # noqa: PLR0917  # the signature of KvPublisher.stored
-        self,
-        engine_hashes: Sequence[EngineHash],
-        token_ids: Sequence[int],
-        parent: EngineHash | None = None,
-        lora_name: str | None = None,
-        salt: str | None = None,
-        tier: str = "device",
-        *,
-        ids: Sequence[BlockIds] = (),
-        block_size: int | None = None,
-    ) -> None: ...
-
-    def stored_chunks(
-        self,
-        chunk_hashes: Sequence[EngineHash],
-        token_ids: Sequence[int],
-        parent: EngineHash | None,
-        tier: str,
-    ) -> None: ...
-
-    def removed(self, engine_hashes: Sequence[EngineHash], tier: str = "device") -> None: ...
-
-    def group_stored(
-        self, group: int, needed: int, engine_hashes: Sequence[EngineHash], *, is_root: bool
-    ) -> None: ...
-
-    def group_removed(self, group: int, engine_hashes: Sequence[EngineHash]) -> None: ...
-
-    def cleared(self) -> None: ...
 
 
 class Adapter(ABC, Generic[Event]):

@@ -30,7 +30,8 @@ from msgspec import Meta, Struct
 
 from kvrouter.core.wire.ops import UNREADABLE
 from kvrouter.core.wire.values import MOST_AMOUNT, Amount, BlockSize, Ranks, Text, TokenId
-from kvrouter.worker.engines.adapter import Adapter, Batch, Sink
+from kvrouter.worker.blocks.sink import Sink
+from kvrouter.worker.engines.adapter import Adapter, Batch
 from kvrouter.worker.engines.endpoints import EVENTS_ARE_OFF, endpoint_lacks, read_config
 from kvrouter.worker.engines.facts import EngineFacts
 from kvrouter.worker.engines.http import EngineError, EngineHttp, Models, half_of_a_pair

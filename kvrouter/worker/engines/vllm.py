@@ -42,7 +42,8 @@ from kvrouter.engine_versions import reaches, since
 from kvrouter.errors import MalformedFrameError
 from kvrouter.worker.blocks.engine_blocks import BlockIds
 from kvrouter.worker.blocks.resume_points import ALL
-from kvrouter.worker.engines.adapter import Adapter, Batch, Sink
+from kvrouter.worker.blocks.sink import Sink
+from kvrouter.worker.engines.adapter import Adapter, Batch
 from kvrouter.worker.engines.endpoints import EVENTS_ARE_OFF, endpoint_lacks, read_sources
 from kvrouter.worker.engines.facts import EngineFacts
 from kvrouter.worker.engines.http import (

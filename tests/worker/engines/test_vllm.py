@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.core.wire.hashes import multimodal_id
+from kvrouter.core.wire.ops import Op
 from kvrouter.errors import MalformedFrameError
-from kvrouter.worker.blocks.engine_blocks import BlockIds, EngineHash
+from kvrouter.worker.blocks.engine_blocks import BlockIds, EngineBlocks, EngineHash
 from kvrouter.worker.blocks.resume_points import ALL
+from kvrouter.worker.blocks.sink import Sink
 from kvrouter.worker.engines.adapter import MAX_REASONS, Batch
 from kvrouter.worker.engines.vllm import (
     NO_REMOVALS,
@@ -44,11 +46,15 @@ WINDOW = {
 }  # fmt: skip
 
 
-class Ledger:
+class Ledger(Sink):
     """A sink that records its calls."""
 
     def __init__(self) -> None:
+        super().__init__(EngineBlocks(), 16)
         self.calls: list[tuple[Any, ...]] = []
+
+    def _collect(self, ops: list[Op]) -> None:
+        raise AssertionError("every call is overridden")
 
     def stored(
         self,
