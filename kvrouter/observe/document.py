@@ -20,21 +20,20 @@ import msgspec
 from msgspec import Struct
 
 from kvrouter.core.audit.findings import Audit
-from kvrouter.core.feeds.reader import FeedReader
 from kvrouter.core.feeds.trust import FeedState
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.replica import UNFOLLOWED, Replica
 from kvrouter.core.fleet.router import Router
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.predictions import WorkerRecord
-from kvrouter.core.wire.heartbeats import Heard, Traffic
+from kvrouter.core.wire.heartbeats import Heard, RoutingChange, Traffic
 from kvrouter.core.wire.ids import PoolId, RouterId, Target
 from kvrouter.core.wire.senders import KvSource
 from kvrouter.observe.dashboard.traffic import FleetTraffic
 from kvrouter.relay.answer import Answer
 from kvrouter.relay.request import Request
 from kvrouter.replica.loop import ReplicaLoop
-from kvrouter.telemetry.metrics import RequestMetrics, TargetCounts
+from kvrouter.telemetry.metrics import RequestMetrics
 from kvrouter.version import __version__
 
 # Rows are made in slices of this many, with other work in between: about half a millisecond.
@@ -341,7 +340,7 @@ class FleetView:
             version=__version__,
             mode=pools[0].mode if pools else None,
             weight=pools[0].weight if pools else None,
-            revision=replica.routing.revision if replica.routing is not None else 0,
+            revision=_revision(replica.routing),
             started_s=round(self._traffic.started_s, 3),
             status=readiness["status"],
             reasons=readiness.get("reasons", []),
@@ -384,60 +383,92 @@ class FleetView:
             for worker_id, worker in list(pool.workers.items()):
                 texts, record = problems.get((pool.id, worker_id), []), records.get(worker_id)
                 for target in worker.targets():
-                    reader = self._replica.readers.get(KvSource(pool.id, worker_id, target.rank))
-                    yield _target(
-                        pool,
-                        worker,
-                        target,
-                        reader,
-                        problems=texts,
-                        record=record,
-                        counts=self._metrics.targets.get(target),
-                        now=now,
-                    )
+                    own_record = record if target.rank == 0 else None
+                    yield self._target(pool, worker, target, problems=texts, record=own_record, now=now)
 
     def _replicas(self, served: Traffic) -> list[ReplicaRow]:
         caches, bookings = self._replica.feeds.heard()
-        peers = [
-            self._peer(router_id, bookings.get(router_id, UNFOLLOWED))
-            for router_id in sorted(self._replica.peers)
-        ]
-        hears = {
-            row.router_id: _following(bookings.get(RouterId(row.router_id), UNFOLLOWED)) for row in peers
-        }
+        heard = {each: bookings.get(each, UNFOLLOWED) for each in sorted(self._replica.peers)}
         me = self._replica.router_id
-        revision = self._replica.routing.revision if self._replica.routing is not None else 0
         own = ReplicaRow(
-            me,
-            self._address,
-            True,
-            0,
-            revision,
-            self._bookings(me),
-            hears=hears,
+            router_id=me,
+            url=self._address,
+            is_me=True,
+            silent_rounds=0,
+            revision=_revision(self._replica.routing),
+            bookings=self._bookings(me),
+            hears={router_id: _following(each) for router_id, each in heard.items()},
             caches=_following(caches),
             requests=served.requests,
             failed=served.failed,
         )
-        return [own, *peers]
+        return [own, *(self._peer(router_id, each) for router_id, each in heard.items())]
 
     def _peer(self, router_id: RouterId, heard: Heard) -> ReplicaRow:
         beat = self._replica.peers[router_id]
-        hears = beat.hears.items() if beat.hears is not None else None
+        hears, traffic, is_followed = beat.hears, beat.traffic, heard.feeds > 0
         return ReplicaRow(
             router_id=router_id,
             url=beat.address,
             is_me=False,
             silent_rounds=self._loop.members.silent_rounds(router_id),
-            revision=beat.routing.revision if beat.routing is not None else 0,
+            revision=_revision(beat.routing),
             bookings=self._bookings(router_id),
-            lag_frames=heard.lag if heard.feeds else None,
-            live=heard.live == heard.feeds if heard.feeds else None,
-            digest_mismatches=heard.mismatches if heard.feeds else None,
-            hears={name: _following(one) for name, one in hears} if hears is not None else None,
+            lag_frames=heard.lag if is_followed else None,
+            live=heard.live == heard.feeds if is_followed else None,
+            digest_mismatches=heard.mismatches if is_followed else None,
+            hears={name: _following(each) for name, each in hears.items()} if hears is not None else None,
             caches=_following(beat.caches) if beat.caches is not None else None,
-            requests=beat.traffic.requests if beat.traffic is not None else None,
-            failed=beat.traffic.failed if beat.traffic is not None else None,
+            requests=traffic.requests if traffic is not None else None,
+            failed=traffic.failed if traffic is not None else None,
+        )
+
+    def _target(
+        self,
+        pool: Pool,
+        worker: Worker,
+        target: Target,
+        *,
+        problems: list[str],
+        record: WorkerRecord | None,
+        now: float,
+    ) -> TargetRow:
+        beat, card, counts = worker.ranks.get(target.rank), worker.card, self._metrics.targets.get(target)
+        reader = self._replica.readers.get(KvSource(pool.id, target.worker_id, target.rank))
+        charged_tokens, active_blocks, requests = pool.active.load(target)
+        received_at = reader.received_at if reader is not None else None
+        return TargetRow(
+            pool=pool.id,
+            worker=target.worker_id,
+            rank=target.rank,
+            url=card.url,
+            engine=f"{card.engine} {card.engine_version}".strip(),
+            state="silent" if worker.silent else worker.state,
+            eligible=target in pool.targets,
+            problems=problems,
+            requests=requests,
+            running=beat.running if beat else None,
+            waiting=beat.waiting if beat else None,
+            kv_usage=beat.kv_usage if beat else None,
+            active_blocks=active_blocks,
+            total_blocks=worker.capacity_blocks or None,
+            charged_prefill_tokens=charged_tokens,
+            blocks=pool.index.blocks(target),
+            answers=sum(counts.answers.values()) if counts else 0,
+            errors=counts.errors if counts else 0,
+            ttft_sum_s=round(counts.first_byte_s, 6) if counts else 0.0,
+            ttft_count=counts.first_bytes if counts else 0,
+            predicted_tokens=record.predicted_tokens if record else None,
+            reported_tokens=record.reported_tokens if record else None,
+            seq=reader.seq if reader else None,
+            digest=f"{pool.index.digest(target)[1]:016x}",
+            lag_frames=reader.lag if reader else None,
+            stale_s=round(now - received_at, 3) if received_at is not None else None,
+            live=reader.state is FeedState.LIVE if reader else None,
+            digest_mismatches=reader.counters.digest_mismatches if reader else None,
+            prompt_tokens=counts.prompt_tokens if counts else 0,
+            overlap_tokens=counts.overlap_tokens if counts else 0,
+            started_s=card.started_at_us / 1e6 or None,
         )
 
     def _bookings(self, router_id: RouterId) -> int:
@@ -449,51 +480,5 @@ def _following(heard: Heard) -> Following:
     return Following(heard.feeds, heard.live, heard.lag, heard.mismatches)
 
 
-def _target(
-    pool: Pool,
-    worker: Worker,
-    target: Target,
-    reader: FeedReader | None,
-    *,
-    problems: list[str],
-    record: WorkerRecord | None,
-    counts: TargetCounts | None,
-    now: float,
-) -> TargetRow:
-    beat, card = worker.ranks.get(target.rank), worker.card
-    charged_tokens, active_blocks, requests = pool.active.load(target)
-    own_record = record if target.rank == 0 else None
-    received_at = reader.received_at if reader is not None else None
-    return TargetRow(
-        pool=pool.id,
-        worker=target.worker_id,
-        rank=target.rank,
-        url=card.url,
-        engine=f"{card.engine} {card.engine_version}".strip(),
-        state="silent" if worker.silent else worker.state,
-        eligible=target in pool.targets,
-        problems=problems,
-        requests=requests,
-        running=beat.running if beat else None,
-        waiting=beat.waiting if beat else None,
-        kv_usage=beat.kv_usage if beat else None,
-        active_blocks=active_blocks,
-        total_blocks=worker.capacity_blocks or None,
-        charged_prefill_tokens=charged_tokens,
-        blocks=pool.index.blocks(target),
-        answers=sum(counts.answers.values()) if counts else 0,
-        errors=counts.errors if counts else 0,
-        ttft_sum_s=round(counts.first_byte_s, 6) if counts else 0.0,
-        ttft_count=counts.first_bytes if counts else 0,
-        predicted_tokens=own_record.predicted_tokens if own_record else None,
-        reported_tokens=own_record.reported_tokens if own_record else None,
-        seq=reader.seq if reader else None,
-        digest=f"{pool.index.digest(target)[1]:016x}",
-        lag_frames=reader.lag if reader else None,
-        stale_s=round(now - received_at, 3) if received_at is not None else None,
-        live=reader.state is FeedState.LIVE if reader else None,
-        digest_mismatches=reader.counters.digest_mismatches if reader else None,
-        prompt_tokens=counts.prompt_tokens if counts else 0,
-        overlap_tokens=counts.overlap_tokens if counts else 0,
-        started_s=card.started_at_us / 1e6 or None,
-    )
+def _revision(routing: RoutingChange | None) -> int:
+    return routing.revision if routing is not None else 0

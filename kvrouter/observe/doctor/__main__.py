@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import sys
 from collections.abc import Sequence
 
 from kvrouter.observe.doctor.examination import examine
 from kvrouter.observe.doctor.report import as_json, as_text
 from kvrouter.observe.doctor.settings import COMMAND, DoctorSettings
+from kvrouter.observe.output import forget_stdout
 from kvrouter.settings.read import Loaded, run
 from kvrouter.telemetry.logs import set_up_logs
 
@@ -28,8 +28,8 @@ def _main(loaded: Loaded[DoctorSettings]) -> int:
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
-    except BrokenPipeError:  # | head; what Python flushes at its end goes nowhere, too
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        forget_stdout()
     return report.exit_code
 
 

@@ -17,8 +17,8 @@ from kvrouter.core.wire.ids import WorkerId
 from kvrouter.core.wire.senders import KvSource
 from kvrouter.engine_versions import reaches, since
 from kvrouter.observe.doctor.findings import Finding, clean, expiring, listed
-from kvrouter.observe.doctor.listening import Listener
 from kvrouter.observe.engine import Engine, Engines
+from kvrouter.observe.listening import Listener
 from kvrouter.worker.engines import discovery
 from kvrouter.worker.engines.http import DOWN
 from kvrouter.worker.engines.metrics import Work

@@ -30,12 +30,12 @@ from kvrouter.errors import counted
 from kvrouter.observe.doctor import fleet_checks, machine, nats_servers, replica_checks
 from kvrouter.observe.doctor.engine_checks import check_engines
 from kvrouter.observe.doctor.findings import Finding, Report, clean, differing, listed
-from kvrouter.observe.doctor.listening import Listener
 from kvrouter.observe.doctor.nats_servers import Server
 from kvrouter.observe.doctor.replicas import Replicas
 from kvrouter.observe.doctor.settings import DoctorSettings
 from kvrouter.observe.doctor.slow_workers import check_slow_workers
 from kvrouter.observe.engine import EngineAccess, Engines
+from kvrouter.observe.listening import Listener
 from kvrouter.observe.replica import open_http
 from kvrouter.observe.verify.agents import Agents
 from kvrouter.observe.verify.command import compare
@@ -150,7 +150,7 @@ class Examination:
         await bus.subscribe(
             self._subjects.live, lambda subject, data, _: self.listener.receive(subject, data, loop.time())
         )
-        self.agents = Agents(bus, self._subjects)
+        self.agents = Agents(bus, self._subjects, self.listener)
         await self.agents.begin()  # it says hello
         began = loop.time()
         end = began + self._settings.listen_s

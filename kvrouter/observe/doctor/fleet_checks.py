@@ -10,7 +10,7 @@ from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.senders import name
 from kvrouter.errors import counted
 from kvrouter.observe.doctor.findings import Finding, clean, listed
-from kvrouter.observe.doctor.listening import Listener, Worker
+from kvrouter.observe.listening import Listener, Worker
 from kvrouter.worker.engines.endpoints import contradictions
 
 # Heartbeats in a row that may be missing before a lease (5) is in danger.

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence, Set
 
 from kvrouter.errors import counted
 from kvrouter.observe.doctor.findings import Finding, clean, differing, expiring, listed
-from kvrouter.observe.doctor.listening import Listener
 from kvrouter.observe.doctor.machine import LEAST_DESCRIPTORS
 from kvrouter.observe.doctor.replicas import Replica
 from kvrouter.observe.document import FollowedFeed, Workers
+from kvrouter.observe.listening import Listener
 from kvrouter.observe.verify.comparison import AGENT
 from kvrouter.observe.verify.comparison import Report as Compared
 

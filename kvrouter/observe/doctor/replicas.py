@@ -15,7 +15,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
-import msgspec
 
 from kvrouter.observe.doctor.findings import clean
 from kvrouter.observe.document import Fleet, Health, Ready, Routing, Workers
@@ -91,18 +90,10 @@ class Replica:
         return ways["chat"].way if "chat" in ways else ""
 
 
-class _Wrong(msgspec.Struct):
-    message: str
-
-
-class _Error(msgspec.Struct):
-    error: _Wrong
-
-
 def _message(body: bytes) -> str:
     """What an error of a replica says."""
-    said = decoded(body, _Error)
-    return clean(said.error.message, 200) if said is not None else "no reason"
+    said = decoded(body, dict[str, dict[str, Any]]) or {}
+    return clean(said.get("error", {}).get("message", "no reason"), 200)
 
 
 class Replicas:

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.live import Live
 
 from kvrouter.observe.document import Fleet
+from kvrouter.observe.output import console, forget_stdout
 from kvrouter.observe.replica import ReplicaClient, ReplicaError, open_replicas
 from kvrouter.observe.top.screen import Choices, draw, plain
 from kvrouter.observe.top.settings import COLUMNS, COMMAND, TopSettings
@@ -64,7 +65,7 @@ def _main(loaded: Loaded[TopSettings]) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        forget_stdout()
         return 0
 
 
@@ -99,9 +100,7 @@ async def _print_once(settings: TopSettings) -> int:
 
 
 def _print(shown: View, settings: TopSettings) -> None:
-    is_wide = sys.stdout.isatty() or "COLUMNS" in os.environ
-    console = Console(width=None if is_wide else 160, highlight=False)
-    console.print(plain(shown, settings.sort, settings.filter))
+    console().print(plain(shown, settings.sort, settings.filter), highlight=False)
 
 
 def _as_json(shown: View, settings: TopSettings) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import NamedTuple, TypeAlias
 
 from kvrouter.bus import Bus, Subjects
-from kvrouter.core.wire.heartbeats import Card, WorkerBeat, decode_worker_beat
+from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import WorkerId
 from kvrouter.core.wire.ops import (
     VERSION,
@@ -32,8 +32,8 @@ from kvrouter.core.wire.ops import (
     decode_frame,
     encode,
 )
-from kvrouter.core.wire.senders import WorkerSource
 from kvrouter.errors import MalformedFrameError
+from kvrouter.observe.listening import Listener
 from kvrouter.observe.verify.comparison import Copy, FeedKey, VerifyError
 from kvrouter.observe.verify.tier_sets import TierSets
 
@@ -175,21 +175,19 @@ class AgentRank(NamedTuple):
 
 
 class Agents:
-    """All agents of a namespace. This process announces nothing, so replicas do not notice it."""
+    """All agents of a namespace, as `listener` hears them. Replicas do not notice this process."""
 
-    def __init__(self, bus: Bus, subjects: Subjects) -> None:
+    def __init__(self, bus: Bus, subjects: Subjects, listener: Listener) -> None:
         self.feeds: dict[FeedKey, RankFeed] = {}
         self._bus = bus
         self._subjects = subjects
+        self._listener = listener
         self._requests = Requests(bus, subjects)
-        self._beats: dict[WorkerId, WorkerBeat] = {}
-        self._cards: dict[WorkerId, Card] = {}
         self._turns = asyncio.Semaphore(AT_ONCE)
 
     async def begin(self) -> None:
-        """Subscribe to heartbeats, and ask all agents for one at each connection."""
+        """Subscribe to answers, and ask all agents for a heartbeat at each connection."""
         await self._requests.begin()
-        await self._bus.subscribe(self._subjects.live_worker(WorkerId("*")), self._receive)
         self._bus.on_connect(self._say_hello)
 
     async def look(self) -> list[tuple[FeedKey, Copy]]:
@@ -201,8 +199,8 @@ class Agents:
 
     def ranks(self) -> Iterator[AgentRank]:
         """Every rank that publishes events, from heartbeats and cards."""
-        for worker_id, card in self._cards.items():
-            beat = self._beats[worker_id]
+        for worker_id, card in self._listener.cards().items():
+            beat = self._listener.workers[worker_id].beat
             for rank in beat.ranks if card.publishes_events else ():
                 if rank.rank < card.ranks:
                     key = FeedKey("kv", beat.pool, f"{worker_id}/{rank.rank}")
@@ -230,19 +228,3 @@ class Agents:
 
     def _say_hello(self) -> None:
         self._bus.publish(self._subjects.hello, b"")
-
-    def _receive(self, subject: str, data: bytes, _reply: str) -> None:
-        source = self._subjects.parse_live(subject)
-        if not isinstance(source, WorkerSource):
-            return
-        try:
-            beat = decode_worker_beat(data, source.worker_id)
-        except MalformedFrameError:
-            return
-        if beat.state == "leave":
-            self._beats.pop(source.worker_id, None)
-            self._cards.pop(source.worker_id, None)
-            return
-        self._beats[source.worker_id] = beat
-        if beat.card is not None:
-            self._cards[source.worker_id] = beat.card

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from rich.table import Table
 from kvrouter.config import read_key
 from kvrouter.errors import KvRouterError, counted
 from kvrouter.observe.engine import EngineAccess
+from kvrouter.observe.output import console
 from kvrouter.observe.replica import ReplicaClient, ReplicaError, open_replicas
 from kvrouter.observe.settings import ReplicaAccess
 from kvrouter.observe.verify.comparison import Comparison, Report, Row, VerifyError, View, read_view
@@ -29,8 +29,6 @@ EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 # owners requests every new frame of every agent.
 _LOOK_EVERY_S, _LOOK_AT_OWNERS_EVERY_S = 0.02, 0.1
 _ANSWER_TIMEOUT_S = 5.0
-# Columns if the output is not a terminal: the usual 80 would break digests.
-_PIPE_WIDTH = 160
 
 
 async def compare(
@@ -83,8 +81,7 @@ def compare_and_print(loaded: Loaded[VerifySettings]) -> int:
     except (KvRouterError, OSError) as error:
         print(f"kvrouter verify: {error}", file=sys.stderr)  # noqa: T201
         return UNUSABLE
-    is_wide = sys.stdout.isatty() or "COLUMNS" in os.environ
-    show(Console(width=None if is_wide else _PIPE_WIDTH), report)
+    show(console(), report)
     return EQUAL if report.is_equal else DIFFERENT
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -13,6 +12,7 @@ from urllib.parse import quote
 from msgspec import UNSET, Struct, UnsetType
 
 from kvrouter.errors import KvRouterError, counted
+from kvrouter.observe.output import forget_stdout
 from kvrouter.observe.replica import ReplicaClient, ReplicaError, open_replicas
 from kvrouter.observe.verify.command import DIFFERENT, EQUAL, UNUSABLE
 from kvrouter.observe.verify.index_settings import COMMAND, IndexSettings
@@ -109,8 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(loaded: Loaded[IndexSettings]) -> int:
     try:
         return asyncio.run(_run(loaded.settings))
-    except BrokenPipeError:  # | head; what Python flushes at its end goes nowhere, too
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        forget_stdout()
         return EQUAL
     except (KvRouterError, OSError) as error:
         print(f"kvrouter index: {error}", file=sys.stderr)  # noqa: T201

@@ -12,7 +12,9 @@ from kvrouter.bus import NatsOptions, Subjects
 from kvrouter.bus.outage import NO_ANSWER
 from kvrouter.bus.rights import VERIFY
 from kvrouter.config import open_bus
+from kvrouter.core.wire.ids import WorkerId
 from kvrouter.observe.engine import EngineAccess
+from kvrouter.observe.listening import Listener
 from kvrouter.observe.verify.agents import Agents
 from kvrouter.observe.verify.comparison import OwnersView, VerifyError
 from kvrouter.observe.verify.engines import EngineReplays
@@ -35,8 +37,13 @@ class Owners:
     async def open(cls, nats: NatsOptions, namespace: str, access: EngineAccess) -> AsyncIterator[Owners]:
         """Connect, and ask all agents for a heartbeat. Raises VerifyError if NATS does not answer."""
         async with open_bus(nats, name="verify", user=VERIFY) as bus:
-            connected = asyncio.Event()
-            agents = Agents(bus, Subjects(namespace))
+            connected, subjects = asyncio.Event(), Subjects(namespace)
+            listener, now = Listener(subjects), asyncio.get_running_loop().time
+            agents = Agents(bus, subjects, listener)
+            await bus.subscribe(
+                subjects.live_worker(WorkerId("*")),
+                lambda subject, data, _: listener.receive(subject, data, now()),
+            )
             await agents.begin()
             bus.on_connect(connected.set)
             try:

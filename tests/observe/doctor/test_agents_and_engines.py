@@ -10,8 +10,8 @@ from kvrouter.core.wire.heartbeats import Card, WorkerBeat
 from kvrouter.core.wire.ids import SequenceHash, WorkerId
 from kvrouter.core.wire.ops import DEVICE, VERSION, Stored
 from kvrouter.observe.doctor.fleet_checks import check_agents
-from kvrouter.observe.doctor.listening import Listener, Worker
 from kvrouter.observe.doctor.replica_checks import different
+from kvrouter.observe.listening import Listener, Worker
 from kvrouter.observe.verify.engines import EngineHistory
 from kvrouter.observe.verify.tier_sets import TierSets
 from kvrouter.worker.engines.endpoints import endpoint_lacks

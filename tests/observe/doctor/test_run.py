@@ -27,11 +27,11 @@ from kvrouter.observe.doctor import examination, fleet_checks, machine, replica_
 from kvrouter.observe.doctor.engine_checks import check_engines
 from kvrouter.observe.doctor.examination import examine
 from kvrouter.observe.doctor.findings import Finding, Report, clean
-from kvrouter.observe.doctor.listening import Listener, Worker
 from kvrouter.observe.doctor.replicas import clients_url, read_series
 from kvrouter.observe.doctor.report import as_json, as_text
 from kvrouter.observe.doctor.settings import DoctorSettings
 from kvrouter.observe.engine import Engine, Engines
+from kvrouter.observe.listening import Listener, Worker
 from kvrouter.observe.replica import Fetched, _skew_s, fetch, open_http
 from kvrouter.worker.engines.metrics import Work, read_work
 from tests.certificates import Authority

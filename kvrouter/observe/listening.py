@@ -11,7 +11,6 @@ it proves a loss.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from kvrouter.bus import Subjects
 from kvrouter.core.wire.heartbeats import (
@@ -33,8 +32,6 @@ MOST_SENDERS = 20_000
 MOST_TEXTS = 100
 _BYTES_A_HASH = 8
 
-Key: TypeAlias = FeedSource
-
 
 @dataclass(slots=True)
 class Feed:
@@ -49,9 +46,6 @@ class Feed:
     """Heartbeats that count fewer frames than have arrived."""
     malformed: str = ""
     stored_blocks: int = 0
-
-    def restart(self, incarnation: int, seq: int) -> None:
-        self.incarnation, self.seq = incarnation, seq
 
 
 @dataclass(slots=True)
@@ -108,7 +102,7 @@ class Listener:
     def __init__(self, subjects: Subjects) -> None:
         self.workers: dict[WorkerId, Worker] = {}
         self.peers: dict[RouterId, Peer] = {}
-        self.feeds: dict[Key, Feed] = {}
+        self.feeds: dict[FeedSource, Feed] = {}
         self.left: set[str] = set()
         """Workers and replicas that published `leave`."""
         self.unreadable: dict[str, str] = {}
@@ -163,9 +157,9 @@ class Listener:
 
     def _count(self, beat: WorkerBeat, worker_id: WorkerId, rank: RankBeat) -> None:
         """Compare a rank's frame number in a heartbeat with the frames before it."""
-        feed = self._feed(KvSource(_pool(beat), worker_id, rank.rank))
+        feed = self._feed(KvSource(PoolId(beat.pool), worker_id, rank.rank))
         if rank.incarnation > feed.incarnation or not feed.incarnation:
-            feed.restart(rank.incarnation, rank.seq)
+            feed.incarnation, feed.seq = rank.incarnation, rank.seq
         elif rank.incarnation == feed.incarnation:
             feed.unsent += rank.seq < feed.seq
             feed.missing += max(0, rank.seq - feed.seq)
@@ -181,12 +175,12 @@ class Listener:
             one.beat = beat
             one.sender.beat(beat.incarnation, beat.interval_ms, now)
 
-    def _feed(self, source: Key) -> Feed:
+    def _feed(self, source: FeedSource) -> Feed:
         if source in self.feeds or len(self.feeds) < 4 * MOST_SENDERS:
             return self.feeds.setdefault(source, Feed())
         return Feed()
 
-    def _frame(self, source: Key, data: bytes) -> None:
+    def _frame(self, source: FeedSource, data: bytes) -> None:
         feed = self._feed(source)
         try:
             frame = decode_frame(data)
@@ -198,7 +192,7 @@ class Listener:
             return
         feed.frames += 1
         if frame.incarnation > feed.incarnation:
-            feed.restart(frame.incarnation, frame.seq)
+            feed.incarnation, feed.seq = frame.incarnation, frame.seq
         elif frame.incarnation < feed.incarnation or frame.seq <= feed.seq:
             feed.repeated += 1
             return
@@ -208,7 +202,3 @@ class Listener:
         feed.stored_blocks += sum(
             len(op.hashes) // _BYTES_A_HASH for op in frame.ops if isinstance(op, Stored)
         )
-
-
-def _pool(beat: WorkerBeat) -> PoolId:
-    return PoolId(beat.pool)
