@@ -22,12 +22,7 @@ from tests.frontend.workers import OK, SSE_HEAD, answer, chunk, says, says_and_s
 
 STALLS = says_and_stalls(SSE_HEAD, chunk(b": wait\n\n"))
 # What a row of /fleet names otherwise than /workers.
-NAMES = {
-    "worker_id": "worker",
-    "requests_in_flight": "requests",
-    "lag": "lag_frames",
-    "last_seq": "seq",
-}
+NAMES = {"worker_id": "worker", "requests_in_flight": "requests", "lag": "lag_frames", "last_seq": "seq"}
 
 SHARED = (
     "pool worker_id rank url engine state eligible problems blocks requests_in_flight running waiting "

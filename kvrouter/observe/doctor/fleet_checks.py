@@ -63,9 +63,7 @@ def _check_agent(worker_id: str, one: Worker, now: float) -> Iterator[Finding]:
         yield Finding("agent.draining", worker_id, "state draining")
     if one.card is None:
         yield Finding(
-            "agent.no_card",
-            worker_id,
-            f"{sender.beats} heartbeats without a card, and no answer to a hello",
+            "agent.no_card", worker_id, f"{sender.beats} heartbeats without a card, and no answer to a hello"
         )
         return
     partial = [rank.rank for rank in one.beat.ranks if rank.partial]

@@ -15,14 +15,7 @@ from kvrouter.observe.verify.comparison import AGENT
 from kvrouter.observe.verify.comparison import Report as Compared
 
 # Counters of a feed that a healthy one does not have, in the order in which one explains the next.
-_FAULTS = (
-    "errors",
-    "contradictions",
-    "digest_mismatches",
-    "malformed",
-    "other_versions",
-    "unsent",
-)
+_FAULTS = ("errors", "contradictions", "digest_mismatches", "malformed", "other_versions", "unsent")
 _FEW_DESCRIPTORS = 0.8
 # Of problems that audits report: agents' and replicas' findings say them already.
 _AUDITED_HERE = ("token ids of", "have one address", "has no KV events", "prefix caching is off")

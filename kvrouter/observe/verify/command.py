@@ -96,12 +96,7 @@ async def _compare(settings: VerifySettings) -> Report:
             )
             opening = Owners.open(settings.bus.nats, settings.bus.namespace, access)
             owners = await stack.enter_async_context(opening)
-        return await compare(
-            settings.replica,
-            timeout_s=settings.timeout_s,
-            access=settings,
-            owners=owners,
-        )
+        return await compare(settings.replica, timeout_s=settings.timeout_s, access=settings, owners=owners)
 
 
 def show(console: Console, report: Report) -> None:

@@ -17,16 +17,7 @@ from kvrouter.core.wire.ids import RouterId, WorkerId
 from kvrouter.core.wire.ops import VERSION, Frame, Stored, encode
 from kvrouter.observe.doctor import examination
 from tests.e2e.fleet import running_fleet
-from tests.observe.doctor.sick import (
-    CLOSED,
-    POOL,
-    answering,
-    codes,
-    engine,
-    replica,
-    seen,
-    sick_namespace,
-)
+from tests.observe.doctor.sick import CLOSED, POOL, answering, codes, engine, replica, seen, sick_namespace
 from tests.observe.doctor.sick import examination as examined
 
 
