@@ -14,21 +14,8 @@ from kvrouter.relay.request import Request
 
 PAGE_PATH = "/"
 FILES_PATH = "/dashboard/"
-_TYPES = {
-    "index.html": "text/html",
-    "page.css": "text/css",
-    "page.js": "text/javascript",
-    "asking.js": "text/javascript",
-    "table.js": "text/javascript",
-    "fleet.js": "text/javascript",
-    "traffic.js": "text/javascript",
-    "decisions.js": "text/javascript",
-    "agreement.js": "text/javascript",
-    "clients.js": "text/javascript",
-    # uPlot 1.6.32, its distributed files as they are; licence: uplot.LICENSE
-    "uplot.css": "text/css",
-    "uplot.js": "text/javascript",
-}
+# By the end of a file's name. uplot.*: uPlot 1.6.32 as it is distributed, with its licence in uplot.LICENSE.
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -40,13 +27,11 @@ _HEADERS = {
 
 class Page:
     def __init__(self) -> None:
-        folder = files("kvrouter.observe.dashboard") / "page"
-        self._answers = {
-            name: Answer(
-                200, (folder / name).read_bytes(), {**_HEADERS, "content-type": f"{kind}; charset=utf-8"}
-            )
-            for name, kind in _TYPES.items()
-        }
+        self._answers: dict[str, Answer] = {}
+        for file in (files("kvrouter.observe.dashboard") / "page").iterdir():
+            if kind := _TYPES.get(file.name.rpartition(".")[2]):
+                headers = {**_HEADERS, "content-type": f"{kind}; charset=utf-8"}
+                self._answers[file.name] = Answer(200, file.read_bytes(), headers)
 
     async def page(self, _request: Request) -> Answer:
         """GET /."""

@@ -78,14 +78,11 @@ def _check_events(
     later = engines.later.get(card.url)
     if not card.publishes_events or later is None or held.get(worker_id) != 0:
         return
-    feeds = [
-        feed
-        for key, feed in listener.feeds.items()
-        if isinstance(key, KvSource) and key.worker_id == worker_id
-    ]
-    running = sum(rank.running or 0 for rank in listener.workers[worker_id].beat.ranks)
-    if sum(feed.stored_blocks for feed in feeds):
+    feeds = listener.feeds.items()
+    own = [feed for key, feed in feeds if isinstance(key, KvSource) and key.worker_id == worker_id]
+    if any(feed.stored_blocks for feed in own):
         return
+    running = sum(rank.running or 0 for rank in listener.workers[worker_id].beat.ranks)
     before = engines.met[card.url].work
     if later.surely_filled(before, running, card.block_size):
         tokens = (later.generated_tokens or 0) - (before.generated_tokens or 0)

@@ -28,7 +28,7 @@ from kvrouter.observe.top.settings import COLUMNS, COMMAND, TopSettings
 from kvrouter.observe.top.view import History, Seen, View, arranged, view
 from kvrouter.settings.read import Loaded, run
 
-_PAGE = 10
+_MOVES = {"up": -1, "k": -1, "down": 1, "j": 1, "page up": -10, "page down": 10}
 _MOST_FILTER = 100
 
 # What terminals send for keys that have no character.
@@ -210,14 +210,8 @@ def _press(choices: Choices, key: str) -> bool:
     match key:
         case "q":
             return True
-        case "up" | "k":
-            choices.selected -= 1
-        case "down" | "j":
-            choices.selected += 1
-        case "page up":
-            choices.selected -= _PAGE
-        case "page down":
-            choices.selected += _PAGE
+        case _ if key in _MOVES:
+            choices.selected += _MOVES[key]
         case "s":
             choices.sort = COLUMNS[(COLUMNS.index(choices.sort) + 1) % len(COLUMNS)]
         case "r":
