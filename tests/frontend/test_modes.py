@@ -126,7 +126,7 @@ async def test_stage_one_by_header(fleet_of: FleetOf) -> None:
 
 
 async def test_one_request_in_another_mode(fleet_of: FleetOf) -> None:
-    """The mode of one request counts its own turns. The engine does not get the object `kvrouter`."""
+    """The mode of one request counts its own turns. The engine does not get the (deprecated) object."""
     async with fleet_of("--router-mode", "kv", scripts=THREE) as fleet:
         body = {**BODY, "kvrouter": {"mode": "round-robin", "temperature": 0.5}}
         workers = [(await fleet.ask(body)).header("x-kvrouter-worker") for _ in range(6)]
@@ -134,6 +134,7 @@ async def test_one_request_in_another_mode(fleet_of: FleetOf) -> None:
         assert workers[:3] == workers[3:]
         assert {"w0", "w1", "w2"} == set(workers[:3])
         assert all(BODY == one.json for worker in fleet.workers for one in worker.requests)
+        assert ["kvrouter"] == [one["object"] for one in fleet.logged("request.deprecated_object")]
 
 
 async def test_object_is_removed_from_every_body(fleet_of: FleetOf) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
 
+import structlog
 from msgspec import UNSET, Struct
 from msgspec.structs import replace
 
@@ -66,6 +67,8 @@ from kvrouter.tokens.prompt import ChatPrompt, TextPrompt
 
 Asked = TypeVar("Asked", bound=openai.CompletionRequest)
 
+log = structlog.get_logger()
+
 # A text with more characters than this for each token of the model's length is not tokenized: its engine will
 # reject it, and tokenizing 30 MB of text would take 40 s.
 _MOST_CHARACTERS_PER_TOKEN = 64
@@ -106,6 +109,7 @@ class Accept:
         self.dialect = dialect
         self.aliases = aliases
         self.kept = KeptResponses()
+        self._has_warned = False  # of the object `kvrouter`, which the release after this one no longer reads
 
     async def work(self, record: Record, api: Api, rights: Rights | None) -> Work:
         """Read what routing needs from a request. Raises KvRouterError. `rights`: its client's; None: all."""
@@ -240,6 +244,9 @@ class Accept:
         names_none = self.dialect.headers.isdisjoint(request.headers)
         if names_none and asked.kvrouter is None and not asked.session_id and asked.nvext is None:
             return NO_OVERRIDES  # most requests
+        if asked.kvrouter is not None and not self._has_warned:
+            self._has_warned = True
+            log.warning("request.deprecated_object", object="kvrouter", use="headers x-kvrouter-…, or nvext")
         nvext = asked.nvext.overrides() if asked.nvext is not None else {}
         ignored = None if may_override else self._count_ignored
         found = read_overrides(
