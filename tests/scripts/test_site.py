@@ -35,7 +35,7 @@ def test_links_to_the_top_folder() -> None:
     """A page below docs/ reaches the pages of the top folder, and keeps links to its neighbours."""
     text = "[a](../../README.md) [b](../engines.md) [c](design.md#wire)"
 
-    found = site.site_links(text, source="docs/concepts/depth.md", page="concepts/depth.md")
+    found = site.site_links(text, source="docs/concepts/decide.md", page="concepts/decide.md")
 
     assert found == "[a](../index.md) [b](../engines.md) [c](design.md#wire)"
 

@@ -1,4 +1,4 @@
-"""`scripts/bench walks`: files that a chat, a KV event and an AddRequest run through, and the pictures."""
+"""`scripts/bench walks`: files that a chat, a KV event and an AddRequest run through, as on the page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvrouter.tokens.tiny import build_tiny_model
-from scripts.kit.bench.walks import LIMITS, Clock, Step, Walk, make_walks, page, picture
+from scripts.kit.bench.walks import HEADING, LIMITS, Clock, Step, Walk, lines, make_walks, section
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.usefixtures("core")
@@ -44,8 +46,8 @@ def test_a_held_clock() -> None:
     assert held_at <= clock.time() <= time.monotonic()
 
 
-def test_a_picture() -> None:
-    """A column for each room, an arrow for each file, a note where another part goes on."""
+def test_a_walk_on_the_page() -> None:
+    """A line for each file, below the part where it is called."""
     walk = Walk(
         "kv event",
         [
@@ -55,15 +57,19 @@ def test_a_picture() -> None:
         ],
     )
 
-    assert picture(walk).splitlines() == [
-        "sequenceDiagram",
-        "    participant r0 as outer",
-        "    participant r1 as outer/inner",
-        "    participant r2 as kvrouter",
-        "    Note over r0: agent",
-        "    r0->>r0: 1. first.py · First.on",
-        "    Note over r1: replica b",
-        "    r0->>r1: 2. second.py · made.take",
-        "    r1->>r2: 3. third.py · #lt;lambda#gt;",
+    assert [" ".join(line.split()) for line in lines(walk)] == [
+        "agent:",
+        "1 outer/first.py First.on",
+        "replica b:",
+        "2 outer/inner/second.py made.take",
+        "3 third.py <lambda>",
     ]
-    assert "## A KV event: 3 files" in page([walk])
+    assert "**A KV event: 3 files.**" in section([walk])
+
+
+def test_the_page_has_the_walks() -> None:
+    """They are its end, from the heading on, so that `--plots` can write them again."""
+    _, heading, end = (ROOT / "docs/concepts/design.md").read_text().partition(HEADING)
+
+    assert heading
+    assert len(LIMITS) == end.count(" files.** ")

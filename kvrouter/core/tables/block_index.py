@@ -6,7 +6,7 @@
 Overlap is exact because publishers keep every tier set prefix-closed after every single hash.
 
 An engine with several KV groups may hold a block and yet be unable to resume behind it. Its agent publishes
-the blocks behind which it can (docs/concepts/depth.md); this set is not prefix-closed. It limits the slot of
+the blocks behind which it can (docs/concepts/design.md); this set is not prefix-closed. It limits the slot of
 the device, so the overlap is the deepest resume point among the blocks held.
 
 With bounds, a chain is refused from the first block without room, never in the middle, so a truncated target

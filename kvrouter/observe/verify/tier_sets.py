@@ -4,7 +4,7 @@
     sets[1]  device ∪ host         only once an op has named its tier
     sets[2]  device ∪ host ∪ disk
 
-and the resume points of an engine with several KV groups (docs/concepts/depth.md).
+and the resume points of an engine with several KV groups (docs/concepts/design.md).
 
 It shares no code with a replica's index, so that a bug there cannot hide itself here.
 """

@@ -1,4 +1,4 @@
-"""The blocks behind which an engine with several KV groups can resume a prompt (docs/concepts/depth.md).
+"""The blocks behind which an engine with several KV groups can resume a prompt (docs/concepts/design.md).
 
     full attention (published)   A─B─C─D─E─F        the engine holds the whole chain,
     sliding window, 2 blocks     · B C · E F        but needs the last two blocks before the place where it

@@ -13,7 +13,7 @@ With EAGLE or MTP vLLM 0.33 names a block by its own tokens and those behind it 
 prompts then (core/wire/hashes.py). Earlier versions, and engines with a connector, drop a block instead.
 
 A model with layers of several kinds has a KV group for each. The blocks of the first group with full
-attention are published. Another group tells where the engine can resume a prompt (docs/concepts/depth.md), if
+attention are published. Another group shows where the engine can resume a prompt (docs/concepts/design.md) if
 its rule is known here and its blocks have the same size.
 
 Three kinds of events are ignored, stores and removals alike, so that references stay in balance:

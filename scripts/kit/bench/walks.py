@@ -64,6 +64,8 @@ from scripts.kit.script import log_directory, new_console, until_signalled
 # was cached is compared with caches that do not exist (ghosts.py); the chat is a stream, whose events
 # relay/events.py reads. Each is one idea, and to put two into one file would only lower the number.
 LIMITS = {"chat": 34, "kv event": 16, "add request": 11}
+# Of the section of the page that `--plots` writes.
+HEADING = "## Walks"
 # Recorded, of each walk.
 ROUNDS = 3
 # With one there would be nothing to choose from.
@@ -93,11 +95,6 @@ class Step:
     part: str
     file: str
     function: str
-
-    @property
-    def room(self) -> str:
-        """The folder it is in, below kvrouter/."""
-        return str(Path(self.file).parent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -488,26 +485,15 @@ def _no_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-def picture(walk: Walk) -> str:
-    """A Mermaid diagram: the rooms as columns, each file in its room, an arrow for each that comes first."""
-    rooms = dict.fromkeys(step.room for step in walk.steps)
-    names = {room: f"r{number}" for number, room in enumerate(rooms)}
-    lines = ["sequenceDiagram"]
-    lines += [f"    participant {name} as {_room_name(room)}" for room, name in names.items()]
-    before, part = names[walk.steps[0].room], ""
+def lines(walk: Walk) -> Iterator[str]:
+    """Each file with its function, below the part of the fleet where it is called."""
+    part = ""
     for number, step in enumerate(walk.steps, 1):
         if step.part != part:
             part = step.part
-            lines.append(f"    Note over {names[step.room]}: {part}")
-        here = names[step.room]
-        function = step.function.replace("<locals>.", "").replace("<", "#lt;").replace(">", "#gt;")
-        lines.append(f"    {before}->>{here}: {number}. {Path(step.file).name} · {function}")
-        before = here
-    return "\n".join(lines)
-
-
-def _room_name(room: str) -> str:
-    return "kvrouter" if room == "." else room
+            yield f"{part}:"
+        function = step.function.replace("<locals>.", "")
+        yield f"  {number:2}  {step.file:36}  {function}"
 
 
 _TITLES = {
@@ -517,18 +503,19 @@ _TITLES = {
 }
 
 
-def page(walks: Sequence[Walk]) -> str:
-    """The page with all pictures."""
+def section(walks: Sequence[Walk]) -> str:
+    """The end of docs/concepts/design.md, from HEADING on."""
     parts = [
-        "# Walks",
-        "Which files one request, one KV event and one booking run through: by room, in the order of the"
-        " first call, each with the longest of its functions that are called. An arrow leads to the file that"
-        " is entered next; it is not a call.\n\n`scripts/bench walks --plots docs/concepts` writes this page;"
-        " `tests/scripts/test_walks.py` limits the number of files.",
+        HEADING,
+        "The files that one request, one KV event and one booking run through, in the order of the first\n"
+        "call, each with the longest of its functions that are called.\n"
+        "`scripts/bench walks --plots docs/concepts` writes this section; `tests/scripts/test_walks.py`\n"
+        "limits the number of files.",
     ]
     for walk in walks:
         title, text = _TITLES[walk.name]
-        parts += [f"## {title}: {len(walk.steps)} files", text, f"```mermaid\n{picture(walk)}\n```"]
+        body = "\n".join(lines(walk))
+        parts.append(f"**{title}: {len(walk.steps)} files.** {text}\n\n```\n{body}\n```")
     return "\n\n".join(parts) + "\n"
 
 
@@ -564,12 +551,12 @@ async def _run(options: Options) -> int:
     console = new_console()
     for walk in walks:
         console.print(f"{walk.name}: {len(walk.steps)} files (limit {LIMITS[walk.name]})", highlight=False)
-        for number, step in enumerate(walk.steps, 1):
-            line = f"  {number:2}  {step.part:9}  {step.file:36}  {step.function}"
+        for line in lines(walk):
             console.print(line, highlight=False, markup=False)
     if options.plots is not None:
-        options.plots.mkdir(parents=True, exist_ok=True)
-        (options.plots / "walks.md").write_text(page(walks))
+        page = options.plots / "design.md"
+        before, _, _ = page.read_text().partition(HEADING)
+        page.write_text(before + section(walks))
     if options.json is not None:
         body = [asdict(walk) | {"count": len(walk.steps), "limit": LIMITS[walk.name]} for walk in walks]
         options.json.write_text(json.dumps(body, indent=2) + "\n")
@@ -580,7 +567,7 @@ def _options(arguments: Sequence[str] | None) -> Options:
     parser = argparse.ArgumentParser(
         prog="scripts/bench walks", description=__doc__.split("\n", maxsplit=1)[0]
     )
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="write the pictures there, as walks.md")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="write the files into DIR/design.md")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the files there, too")
     flags = parser.parse_args(arguments)
     return Options(flags.plots, flags.json)
