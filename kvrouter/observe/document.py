@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -296,29 +297,18 @@ class Routing(Struct, frozen=True):
     refused: dict[str, Any] = {}
 
 
+@dataclass(frozen=True, slots=True)
 class FleetView:
     """Makes snapshots. `readiness` returns the body of /ready; `queue` a pool's queue, as in /workers."""
 
-    def __init__(
-        self,
-        replica: Replica,
-        replica_loop: ReplicaLoop,
-        audit: Audit,
-        metrics: RequestMetrics,
-        traffic: FleetTraffic,
-        *,
-        address: str,
-        readiness: Callable[[], Mapping[str, Any]],
-        queue: Callable[[PoolId], Mapping[str, Any]],
-    ) -> None:
-        self._replica = replica
-        self._loop = replica_loop
-        self._audit = audit
-        self._metrics = metrics
-        self._traffic = traffic
-        self._address = address
-        self.readiness = readiness
-        self._queue = queue
+    replica: Replica
+    loop: ReplicaLoop
+    audit: Audit
+    metrics: RequestMetrics
+    traffic: FleetTraffic
+    address: str
+    readiness: Callable[[], Mapping[str, Any]]
+    queue: Callable[[PoolId], Mapping[str, Any]]
 
     async def view(self, _request: Request) -> Answer:
         """GET /fleet."""
@@ -326,14 +316,14 @@ class FleetView:
 
     async def snapshot(self) -> Fleet:
         """The fleet, as of now: its rows as of moments that are some milliseconds apart."""
-        replica = self._replica
-        problems, rows = self._audit.sentences(), []
+        replica = self.replica
+        problems, rows = self.audit.sentences(), []
         pools = [self._pool(router, problems) for router in replica.routers.values()]
         for number, row in enumerate(self._targets(problems), 1):
             rows.append(row)
             if not number % SLICE:
                 await asyncio.sleep(0)
-        readiness, served = self.readiness(), self._traffic.own()
+        readiness, served = self.readiness(), self.traffic.own()
         return Fleet(
             time=round(time.time(), 3),
             router_id=replica.router_id,
@@ -341,7 +331,7 @@ class FleetView:
             mode=pools[0].mode if pools else None,
             weight=pools[0].weight if pools else None,
             revision=_revision(replica.routing),
-            started_s=round(self._traffic.started_s, 3),
+            started_s=round(self.traffic.started_s, 3),
             status=readiness["status"],
             reasons=readiness.get("reasons", []),
             pools=pools,
@@ -350,7 +340,7 @@ class FleetView:
             traffic=served,
             replicas_lost=replica.counters.replicas_lost,
             workers_lost=replica.counters.workers_lost,
-            fleet_traffic=self._traffic.total(),
+            fleet_traffic=self.traffic.total(),
         )
 
     def _pool(self, router: Router, problems: Mapping[tuple[str, str], list[str]]) -> PoolRow:
@@ -363,7 +353,7 @@ class FleetView:
             targets=sum([worker.card.ranks for worker in pool.workers.values()]),
             eligible=len(pool.targets),
             block_size=pool.block_size,
-            queue=self._queue(pool.id)["waiting"],
+            queue=self.queue(pool.id)["waiting"],
             problems=problems.get((pool.id, ""), []),
             reusable_tokens=router.reuse.prompt_tokens,
             uncached_tokens=router.reuse.uncached(),
@@ -378,7 +368,7 @@ class FleetView:
     def _targets(self, problems: Mapping[tuple[str, str], list[str]]) -> Iterator[TargetRow]:
         # Copies of the tables: members come and go while the rows are made.
         now = asyncio.get_running_loop().time()
-        for router in list(self._replica.routers.values()):
+        for router in list(self.replica.routers.values()):
             pool, records = router.pool, router.predictions.records
             for worker_id, worker in list(pool.workers.items()):
                 texts, record = problems.get((pool.id, worker_id), []), records.get(worker_id)
@@ -387,15 +377,15 @@ class FleetView:
                     yield self._target(pool, worker, target, problems=texts, record=own_record, now=now)
 
     def _replicas(self, served: Traffic) -> list[ReplicaRow]:
-        caches, bookings = self._replica.feeds.heard()
-        heard = {each: bookings.get(each, UNFOLLOWED) for each in sorted(self._replica.peers)}
-        me = self._replica.router_id
+        caches, bookings = self.replica.feeds.heard()
+        heard = {each: bookings.get(each, UNFOLLOWED) for each in sorted(self.replica.peers)}
+        me = self.replica.router_id
         own = ReplicaRow(
             router_id=me,
-            url=self._address,
+            url=self.address,
             is_me=True,
             silent_rounds=0,
-            revision=_revision(self._replica.routing),
+            revision=_revision(self.replica.routing),
             bookings=self._bookings(me),
             hears={router_id: _following(each) for router_id, each in heard.items()},
             caches=_following(caches),
@@ -405,13 +395,13 @@ class FleetView:
         return [own, *(self._peer(router_id, each) for router_id, each in heard.items())]
 
     def _peer(self, router_id: RouterId, heard: Heard) -> ReplicaRow:
-        beat = self._replica.peers[router_id]
+        beat = self.replica.peers[router_id]
         hears, traffic, is_followed = beat.hears, beat.traffic, heard.feeds > 0
         return ReplicaRow(
             router_id=router_id,
             url=beat.address,
             is_me=False,
-            silent_rounds=self._loop.members.silent_rounds(router_id),
+            silent_rounds=self.loop.members.silent_rounds(router_id),
             revision=_revision(beat.routing),
             bookings=self._bookings(router_id),
             lag_frames=heard.lag if is_followed else None,
@@ -433,8 +423,8 @@ class FleetView:
         record: WorkerRecord | None,
         now: float,
     ) -> TargetRow:
-        beat, card, counts = worker.ranks.get(target.rank), worker.card, self._metrics.targets.get(target)
-        reader = self._replica.readers.get(KvSource(pool.id, target.worker_id, target.rank))
+        beat, card, counts = worker.ranks.get(target.rank), worker.card, self.metrics.targets.get(target)
+        reader = self.replica.readers.get(KvSource(pool.id, target.worker_id, target.rank))
         charged_tokens, active_blocks, requests = pool.active.load(target)
         received_at = reader.received_at if reader is not None else None
         return TargetRow(
@@ -472,7 +462,7 @@ class FleetView:
         )
 
     def _bookings(self, router_id: RouterId) -> int:
-        pools = [router.pool for router in self._replica.routers.values()]
+        pools = [router.pool for router in self.replica.routers.values()]
         return sum([pool.active.owners().get(router_id, 0) for pool in pools])
 
 

@@ -60,6 +60,11 @@ class Fetched:
     expires_s: float | None = None
     """Until the end of the server's certificate."""
 
+    @property
+    def reason(self) -> str:
+        """The trouble; of TLS without its remedy, which is for agents."""
+        return self.trouble.partition("; ")[0] if self.is_tls_trouble else self.trouble
+
 
 @contextlib.asynccontextmanager
 async def open_http(tls_ca: Path | None, flag: str) -> AsyncIterator[aiohttp.ClientSession]:
@@ -194,7 +199,7 @@ class ReplicaClient:
     async def _body(self, path: str, timeout_s: float) -> bytes:
         found = await self.fetch(path, MOST_BYTES, timeout_s, follows=True)
         if not found.status:
-            raise ReplicaError(f"{self.url} cannot be reached: {found.trouble}")
+            raise ReplicaError(f"{self.url} cannot be reached: {found.reason}")
         if found.status == 200:
             return found.body
         why = _NO_WORKER if _LISTED in found.body else _WHERE_TO_ASK

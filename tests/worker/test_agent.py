@@ -25,13 +25,13 @@ from kvrouter.worker import agent, pool_choice
 from kvrouter.worker import rank as rank_module
 from kvrouter.worker.agent import serve
 from kvrouter.worker.announcer import TakenOverError
-from kvrouter.worker.blocks.sink import Sink
 from kvrouter.worker.engines.adapter import Batch
 from kvrouter.worker.engines.endpoints import NO_REPLAY
 from kvrouter.worker.engines.http import EngineError
 from kvrouter.worker.engines.vllm import CACHING_OFF, Event, VllmAdapter
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.pool_choice import Rejoining
+from kvrouter.worker.publisher import Sink
 from kvrouter.worker.zmq.sockets import EngineEvents, EventEndpoints
 from tests.worker.closed_sets import ClosedSets
 from tests.worker.fake_engine import EngineServer, EventSockets, pack, store

@@ -99,9 +99,7 @@ class Examination:
             open_http(settings.tls_ca, "--tls-ca") as replica_http,
         ):
             self._engines = Engines(engine_http, engine_key)
-            self._replicas = Replicas(
-                replica_http, key=key, tls_name=settings.tls_name, own_addresses=machine.own_addresses()
-            )
+            self._replicas = Replicas(replica_http, key, settings.tls_name, machine.own_addresses())
             await self._part("NATS and the namespace", self._look_around(engine_key))
             if not self._replicas.met:  # NATS is away
                 await self._part("given replicas", self._meet())
@@ -187,8 +185,7 @@ class Examination:
         )
 
     async def _meet_again(self) -> None:
-        probes = [self._replicas.probe_prompts(one) for one in self._replicas.met.values()]
-        await asyncio.gather(self._meet(), self._engines.look_again(), self._replicas.look_again(), *probes)
+        await asyncio.gather(self._meet(), self._engines.look_again(), self._replicas.look_again())
 
     async def _hear_others(self, bus: Bus) -> None:
         """Which other namespaces there are. It stays empty where NATS denies that subject."""

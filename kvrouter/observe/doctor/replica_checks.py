@@ -38,10 +38,7 @@ def check_replica(one: Replica, listener: Listener) -> Iterator[Finding]:
     """Findings about one replica."""
     about = one.url if one.is_given or not one.router_id else f"{one.url} ({one.router_id})"
     if one.trouble:
-        # of TLS the reason only: the remedy in it is for agents
-        yield Finding(
-            _unreachable(one), about, one.trouble.partition("; ")[0] if one.is_tls_trouble else one.trouble
-        )
+        yield Finding(_unreachable(one), about, one.trouble)
         return
     if one.announced and one.health is not None and one.health.router_id != one.announced:
         seen = f"replica {one.health.router_id} answers, heartbeats name {one.announced}"

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from kvrouter.observe.doctor.findings import clean
-from kvrouter.observe.document import Fleet, Health, Ready, Routing, Workers
+from kvrouter.observe.document import Fleet, Health, PoolState, Ready, Routing, Workers
 from kvrouter.observe.replica import MOST_BYTES, ReplicaClient, ReplicaError, decoded
 
 WORKERS_S = 10.0
@@ -27,12 +27,8 @@ _MOST_COUNT = 2.0**53
 # What a replica answers whose key is needed.
 _NOT_LET_IN = (401, 403)
 AT_ONCE = 8
-_SERIES = (
-    "process_open_fds",
-    "process_max_fds",
-    "kvrouter_workers_lost_total",
-    "kvrouter_replicas_lost_total",
-)
+_LOST = ("kvrouter_workers_lost_total", "kvrouter_replicas_lost_total")
+_SERIES = ("process_open_fds", "process_max_fds", *_LOST)
 _SAMPLE = re.compile(rb"^([a-z_]{1,64})(?:\{[^\n]{0,200}\})? ([0-9.e+]{1,30})\s*$", re.MULTILINE)
 # Chats of these ways are tokenized by the replica itself, so replicas may differ. With the others a probe
 # would ask an engine, and the replica might change its way by the answer.
@@ -97,15 +93,10 @@ def _message(body: bytes) -> str:
 
 
 class Replicas:
-    """Asks replicas over HTTP, each URL twice."""
+    """Asks replicas over HTTP, each URL twice. `own_addresses`: of this machine, to others."""
 
     def __init__(
-        self,
-        http: aiohttp.ClientSession,
-        *,
-        key: str | None,
-        tls_name: str | None,
-        own_addresses: Sequence[str],
+        self, http: aiohttp.ClientSession, key: str | None, tls_name: str | None, own_addresses: Sequence[str]
     ) -> None:
         self.met: dict[str, Replica] = {}
         self._http = http
@@ -125,14 +116,18 @@ class Replicas:
                 await self._look(one, self._client(url, self._key))
 
     async def look_again(self) -> None:
-        """The second look at the feeds of those that answered."""
+        """The second look at those that answered, and how many tokens they count in one chat."""
 
-        async def again(one: Replica) -> None:
+        async def again(one: Replica, pools: Sequence[PoolState]) -> None:
             async with self._turns:
                 client = self._client(one.url, self._key)
-                one.later, one.fleet_later = await self._workers(one, client), await _fleet(client)
+                one.later, one.fleet_later = await _workers(one, client), await _fleet(client)
+                for row in pools[:MOST_MODELS]:
+                    if one.chat_way(row.pool) in LOCAL_WAYS:
+                        await _probe_prompt(one, client, row.model)
 
-        await asyncio.gather(*(again(one) for one in self.met.values() if one.workers is not None))
+        shown = [(one, one.workers.pools) for one in self.met.values() if one.workers is not None]
+        await asyncio.gather(*(again(one, pools) for one, pools in shown))
 
     def _client(self, url: str, key: str | None = None) -> ReplicaClient:
         return ReplicaClient(url, self._http, key, self._tls_name)
@@ -141,7 +136,7 @@ class Replicas:
         fetched = await client.fetch("/health")
         one.skew_s, one.expires_s = fetched.skew_s, fetched.expires_s
         if not fetched.status:
-            one.trouble, one.is_tls_trouble = fetched.trouble, fetched.is_tls_trouble
+            one.trouble, one.is_tls_trouble = fetched.reason, fetched.is_tls_trouble
             return
         if fetched.status in _NOT_LET_IN:
             one.workers_trouble = f"it answers {fetched.status}: {_message(fetched.body)}"
@@ -153,23 +148,13 @@ class Replicas:
             return
         ready = await client.fetch("/ready")
         one.ready, one.ready_status = decoded(ready.body, Ready), ready.status
-        one.workers = await self._workers(one, client)
-        if one.workers is None:
-            return
-        one.fleet = await _fleet(client)
-        one.routing = decoded((await client.fetch("/routing")).body, Routing)
-        query = "&".join(f"name[]={name}" for name in _SERIES)
-        one.series = read_series((await client.fetch(f"/metrics?{query}")).body)
-        await self._look_at_doors(one, one.health)
-
-    async def _workers(self, one: Replica, client: ReplicaClient) -> Workers | None:
-        fetched = await client.fetch("/workers", MOST_BYTES, WORKERS_S)
-        if fetched.status != 200:
-            one.workers_trouble = fetched.trouble or f"/workers answers {fetched.status}"
-            return None
-        workers = decoded(fetched.body, Workers)
-        one.workers_trouble = "" if workers is not None else "/workers is not in this version's format"
-        return workers
+        one.workers = await _workers(one, client)
+        if one.workers is not None:
+            one.fleet = await _fleet(client)
+            one.routing = decoded((await client.fetch("/routing")).body, Routing)
+            query = "&".join(f"name[]={name}" for name in _SERIES)
+            one.series = read_series((await client.fetch(f"/metrics?{query}")).body)
+            await self._look_at_doors(one, one.health)
 
     async def _look_at_doors(self, one: Replica, health: Health) -> None:
         """The clients' port; and whether the operators' routes are open to the network."""
@@ -190,23 +175,19 @@ class Replicas:
 
     def _outer_urls(self, url: str) -> list[str]:
         """Where others may reach this listener: its own address, or this machine's if that is loopback."""
-        host = urlsplit(url).hostname or ""
-        if not is_loopback(host):
+        if not is_loopback(urlsplit(url).hostname or ""):
             return [url]
         return [replaced for address in self._own if (replaced := _with_host(url, address))]
 
-    async def probe_prompts(self, one: Replica) -> None:
-        """How many tokens the replica counts in the probe, by model, where it tokenizes chats itself.
 
-        By dry runs: nothing is sent to an engine.
-        """
-        workers, client = one.workers, self._client(one.url, self._key)
-        for row in workers.pools[:MOST_MODELS] if workers is not None else ():
-            if one.chat_way(row.pool) in LOCAL_WAYS:
-                fetched = await client.fetch("/v1/route", json={**PROBE, "model": row.model})
-                route = decoded(fetched.body, dict[str, Any]) if fetched.status == 200 else None
-                if route is not None and isinstance(isl := route.get("isl"), int):
-                    one.prompts[row.model] = isl
+async def _workers(one: Replica, client: ReplicaClient) -> Workers | None:
+    fetched = await client.fetch("/workers", MOST_BYTES, WORKERS_S)
+    workers = decoded(fetched.body, Workers) if fetched.status == 200 else None
+    if fetched.status != 200:
+        one.workers_trouble = fetched.trouble or f"/workers answers {fetched.status}"
+    else:
+        one.workers_trouble = "" if workers is not None else "/workers is not in this version's format"
+    return workers
 
 
 async def _fleet(client: ReplicaClient) -> Fleet | None:
@@ -214,6 +195,14 @@ async def _fleet(client: ReplicaClient) -> Fleet | None:
         return await client.fleet(WORKERS_S)
     except ReplicaError:
         return None
+
+
+async def _probe_prompt(one: Replica, client: ReplicaClient, model: str) -> None:
+    """By a dry run: nothing is sent to an engine."""
+    fetched = await client.fetch("/v1/route", json={**PROBE, "model": model})
+    route = decoded(fetched.body, dict[str, Any]) if fetched.status == 200 else None
+    if route is not None and isinstance(isl := route.get("isl"), int):
+        one.prompts[model] = isl
 
 
 def read_series(exposition: bytes) -> dict[str, int]:

@@ -30,8 +30,8 @@ from kvrouter.observe.verify.agents import AgentRank, Agents
 from kvrouter.observe.verify.comparison import DIFFERENT, EQUAL, IN_PART, NOT_CHECKED, EngineCheck, FeedKey
 from kvrouter.observe.verify.tier_sets import TierSets
 from kvrouter.worker.blocks.engine_blocks import EngineBlocks
-from kvrouter.worker.blocks.sink import Sink
 from kvrouter.worker.engines.discovery import kind_named
+from kvrouter.worker.publisher import Sink
 from kvrouter.worker.zmq.ordering import Action, Apply, EngineStream, Restarted, Step
 from kvrouter.worker.zmq.sockets import ask_replay
 

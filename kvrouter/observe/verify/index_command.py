@@ -68,20 +68,13 @@ async def diff(
 
     Looks until none is left or the time is up. Raises ReplicaError.
     """
-    end = time.monotonic() + timeout_s
-    only_first, only_second = await _differences(first, second, workers)
-    while (only_first or only_second) and time.monotonic() < end:
+    end, only = time.monotonic() + timeout_s, None
+    while True:
+        one, two = await asyncio.gather(_all_blocks(first, workers), _all_blocks(second, workers))
+        only = (one - two, two - one) if only is None else (only[0] & (one - two), only[1] & (two - one))
+        if not any(only) or time.monotonic() >= end:
+            return only
         await asyncio.sleep(_LOOK_EVERY_S)
-        now = await _differences(first, second, workers)
-        only_first, only_second = only_first & now[0], only_second & now[1]
-    return only_first, only_second
-
-
-async def _differences(
-    first: ReplicaClient, second: ReplicaClient, workers: Sequence[str]
-) -> tuple[set[Block], set[Block]]:
-    one, two = await asyncio.gather(_all_blocks(first, workers), _all_blocks(second, workers))
-    return one - two, two - one
 
 
 async def _all_blocks(replica: ReplicaClient, workers: Sequence[str]) -> set[Block]:

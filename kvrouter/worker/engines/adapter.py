@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from kvrouter.worker.blocks.sink import Sink
+from kvrouter.worker.publisher import Sink
 
 # Reasons are built from texts that the engine sends, so their number needs a limit.
 MAX_REASONS = 32

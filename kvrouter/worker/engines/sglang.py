@@ -30,7 +30,6 @@ from msgspec import Meta, Struct
 
 from kvrouter.core.wire.ops import UNREADABLE
 from kvrouter.core.wire.values import MOST_AMOUNT, Amount, BlockSize, Ranks, Text, TokenId
-from kvrouter.worker.blocks.sink import Sink
 from kvrouter.worker.engines.adapter import Adapter, Batch
 from kvrouter.worker.engines.endpoints import EVENTS_ARE_OFF, endpoint_lacks, read_config
 from kvrouter.worker.engines.facts import EngineFacts
@@ -51,6 +50,7 @@ from kvrouter.worker.engines.vllm import (
     word,
 )
 from kvrouter.worker.options import AgentOptions
+from kvrouter.worker.publisher import Sink
 from kvrouter.worker.zmq.sockets import EventEndpoints
 
 EVENTS_OFF = (

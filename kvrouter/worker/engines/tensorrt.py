@@ -29,12 +29,12 @@ from msgspec import Meta, Struct
 from kvrouter.core.wire.ops import UNREADABLE
 from kvrouter.core.wire.values import MOST_BLOCK_SIZE, Number, TokenId
 from kvrouter.errors import MalformedFrameError
-from kvrouter.worker.blocks.sink import Sink
 from kvrouter.worker.engines.adapter import Adapter, Batch
 from kvrouter.worker.engines.facts import EngineFacts
 from kvrouter.worker.engines.http import EngineError, EngineHttp, Models
 from kvrouter.worker.engines.vllm import word
 from kvrouter.worker.options import AgentOptions
+from kvrouter.worker.publisher import Sink
 from kvrouter.worker.zmq.sockets import EventEndpoints
 
 OWNER = "tensorrt_llm"

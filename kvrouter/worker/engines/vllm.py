@@ -42,7 +42,6 @@ from kvrouter.engine_versions import reaches, since
 from kvrouter.errors import MalformedFrameError
 from kvrouter.worker.blocks.engine_blocks import BlockIds
 from kvrouter.worker.blocks.resume_points import ALL
-from kvrouter.worker.blocks.sink import Sink
 from kvrouter.worker.engines.adapter import Adapter, Batch
 from kvrouter.worker.engines.endpoints import EVENTS_ARE_OFF, endpoint_lacks, read_sources
 from kvrouter.worker.engines.facts import EngineFacts
@@ -56,6 +55,7 @@ from kvrouter.worker.engines.http import (
 )
 from kvrouter.worker.engines.metrics import Scrape
 from kvrouter.worker.options import AgentOptions
+from kvrouter.worker.publisher import Sink
 from kvrouter.worker.zmq.sockets import EventEndpoints
 
 # An EngineHash; vLLM's are 8 or 32 bytes.

@@ -15,7 +15,6 @@ from kvrouter.core.wire.ops import Op
 from kvrouter.errors import MalformedFrameError
 from kvrouter.worker.blocks.engine_blocks import BlockIds, EngineBlocks, EngineHash
 from kvrouter.worker.blocks.resume_points import ALL
-from kvrouter.worker.blocks.sink import Sink
 from kvrouter.worker.engines.adapter import MAX_REASONS, Batch
 from kvrouter.worker.engines.vllm import (
     NO_REMOVALS,
@@ -25,6 +24,7 @@ from kvrouter.worker.engines.vllm import (
     needed_blocks,
     read_extra_keys,
 )
+from kvrouter.worker.publisher import Sink
 
 STORED = {
     "type": "BlockStored",
