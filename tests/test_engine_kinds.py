@@ -1,4 +1,4 @@
-"""Kinds of engines are known in kvrouter/worker/engines and kvrouter/engine_versions.py only: other code asks its adapters, or the card."""
+"""Kinds of engines are known in kvrouter/worker/engines and engine_versions.py: others ask adapters or cards."""
 
 from __future__ import annotations
 

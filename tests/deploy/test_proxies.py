@@ -9,12 +9,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from aiohttp import ClientSession, web
 
 from kvrouter.tokens.tiny import build_tiny_model
 from scripts.kit import deployment, proxies
 from scripts.kit.deployment import Deployment, Plan
 from scripts.kit.fleet import Fleet, wait_until_ok
 from scripts.kit.http_client import Client
+from scripts.kit.ports import free_ports
 from scripts.kit.proxies import HAPROXY, PROXIES, Proxy, with_addresses
 from scripts.kit.replicas import Replica
 from scripts.kit.steady import SteadyLoad
@@ -59,6 +61,31 @@ def test_addresses() -> None:
 
     assert "bind 0.0.0.0:1\n" in text
     assert ["2", "3", "4"] == re.findall(r"server replica-\d 127.0.0.1:(\d+)\n", text)
+
+
+@pytest.mark.parametrize("proxy", PROXIES, ids=lambda proxy: proxy.name)
+async def test_headers(proxy: Proxy, tmp_path: Path) -> None:
+    """A client's own request id and session reach the replica."""
+    binary, (port,) = binary_of(proxy), free_ports(1)
+    seen: dict[str, str] = {}
+
+    async def replica(request: web.Request) -> web.Response:
+        seen.update({name.lower(): value for name, value in request.headers.items()})
+        return web.Response()
+
+    app, client = web.Application(), Client()
+    app.router.add_route("*", "/{path:.*}", replica)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    async with Fleet(tmp_path) as fleet:
+        url = await proxies.start(proxy, binary, fleet, client, [f"http://127.0.0.1:{port}"])
+        sent = {"x-request-id": "mine-1", "x-session-id": "s", "thread-id": "t"}
+        async with ClientSession(headers=sent) as session, session.post(f"{url}/v1/completions", json={}):
+            pass
+    client.close()
+    await runner.cleanup()
+    assert sent.items() <= seen.items()
 
 
 @pytest.mark.skipif(not os.environ.get("KVROUTER_TEST_LONG"), reason="half a minute: KVROUTER_TEST_LONG=1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -31,6 +32,23 @@ def test_the_last_lines_of_a_failure(tmp_path: Path) -> None:
     """A command that fails is named, with its output."""
     with pytest.raises(WheelError, match=r"exit code 3\nbroken"):
         run(sys.executable, "-c", "print('broken'); raise SystemExit(3)", cwd=tmp_path)
+
+
+def test_an_older_build(tmp_path: Path) -> None:
+    """A module that an older checkout has built is not in the next build."""
+    pytest.importorskip("setuptools")
+    old, module = tmp_path / "build" / "lib" / "kvrouter" / "gone.py", tmp_path / "kvrouter" / "kept.py"
+    for file in (old, module):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "kvrouter"\nversion = "1"\n')
+    shutil.copy(ROOT / "setup.py", tmp_path)
+
+    run(sys.executable, "setup.py", "--quiet", "build", cwd=tmp_path)
+
+    assert [Path("kvrouter/kept.py")] == [
+        file.relative_to(tmp_path / "build" / "lib") for file in (tmp_path / "build").rglob("*.py")
+    ]
 
 
 @pytest.mark.skipif(not os.environ.get("KVROUTER_TEST_LONG"), reason="minutes: KVROUTER_TEST_LONG=1")

@@ -19,6 +19,7 @@ from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.deadly_prompts import Deadly
 from kvrouter.core.tables.predictions import Kind, KindEvidence, WorkerRecord
 from kvrouter.core.wire.ids import WorkerId
+from kvrouter.errors import counted
 
 _START_EVENTS = (
     'start vLLM with --enable-prefix-caching --kv-events-config \'{"enable_kv_cache_events": true, '
@@ -114,10 +115,10 @@ def problem_of_prompts(deadly: Sequence[Deadly]) -> Problem | None:
     """Workers of a pool were lost with one request, the last one of those that are refused."""
     if not deadly:
         return None
-    last, more = deadly[-1], f", and {len(deadly) - 1} more requests" if len(deadly) > 1 else ""
+    last, more = deadly[-1], f", and {counted(len(deadly) - 1, 'more request')}" if len(deadly) > 1 else ""
     return Problem(
         "deadly_prompt",
-        f"{len(last.workers)} workers lost on one request ({', '.join(last.workers)}; prompt "
+        f"{counted(len(last.workers), 'worker')} lost on one request ({', '.join(last.workers)}; prompt "
         f"{last.prompt.hex()}{more}): it is refused until --deadly-prompt-ttl-s has passed. Look at the logs "
         "of these engines; DELETE /deadly_prompts/HASH on an admin listener lets it pass",
     )
@@ -247,7 +248,7 @@ def _of_events(
     elif has_events and (bad := _unmatched(record)):
         yield _unmatched_problem(pool, worker, *bad, compared)
     elif has_events and record.inexact.is_raised and (blocks := _always_short(pool, record)):
-        yield Problem("rule", _RULE.format(blocks=_blocks(blocks)))
+        yield Problem("rule", _RULE.format(blocks=counted(blocks, "block")))
     elif record.uncached.is_raised:
         yield Problem(
             "uncached", f"reports 0 cached tokens where blocks were predicted: {_why_uncached(has_events)}"
@@ -256,7 +257,7 @@ def _of_events(
         yield Problem(
             "inexact",
             f"reports other cached tokens than predicted in {record.inexact.bad} of the last "
-            f"{record.inexact.total} requests (last {theirs}, predicted {ours}): "
+            f"{counted(record.inexact.total, 'request')} (last {theirs}, predicted {ours}): "
             f"{_why_inexact(worker, record)}",
         )
 
@@ -266,10 +267,6 @@ def _always_short(pool: Pool, record: WorkerRecord) -> int:
     first, *others = record.misses
     is_one_number = first > 0 and all(miss == first for miss in others) and first % pool.block_size == 0
     return first // pool.block_size if is_one_number and record.last_cached[0] else 0
-
-
-def _blocks(count: int) -> str:
-    return "1 block" if count == 1 else f"{count} blocks"
 
 
 def _why_inexact(worker: Worker, record: WorkerRecord) -> str:

@@ -34,6 +34,7 @@ from kvrouter.core.wire.ops import (
     SentText,
     Stored,
 )
+from kvrouter.errors import counted
 
 # A target that stores more than 1.1 times what its card has room for contradicts itself: a target without a
 # bound could otherwise fill the index.
@@ -189,7 +190,7 @@ class KvSink:
         capacity = self._workers[self._target.worker_id].capacity_blocks
         if not capacity or blocks <= capacity * CAPACITY_SLACK:
             return ""
-        return f"it holds {blocks} blocks, and its card has room for {capacity}"
+        return f"it holds {counted(blocks, 'block')}, and its card has room for {capacity}"
 
 
 class SyncSink:

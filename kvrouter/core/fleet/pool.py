@@ -27,6 +27,7 @@ from kvrouter.core.tables.block_index import BlockIndex, IndexBounds
 from kvrouter.core.tables.bookings import BookedBudget, BookingTable
 from kvrouter.core.wire.heartbeats import Card, WorkerBeat
 from kvrouter.core.wire.ids import PoolId, Target, WorkerId
+from kvrouter.errors import counted
 from kvrouter.settings.declare import Settings, setting
 
 NewIndex: TypeAlias = Callable[[IndexBounds, int], BlockIndex]
@@ -374,7 +375,7 @@ class Pool:
         ahead = worker.card.lookahead
         if ahead == self.lookahead or not self._shows_lookahead(worker):
             return ""
-        return f"look-ahead of {ahead} tokens, pool has {self.lookahead}: no overlap is predicted"
+        return f"look-ahead of {counted(ahead, 'token')}, pool has {self.lookahead}: no overlap is predicted"
 
     def _shows_lookahead(self, worker: Worker) -> bool:
         """Whether its look-ahead is known: an engine that speculates shows it with its first block."""

@@ -23,6 +23,7 @@ from kvrouter.core.fleet.peers import Peers
 from kvrouter.core.fleet.pools import Pools
 from kvrouter.core.wire.ids import PoolId, RouterId, WorkerId
 from kvrouter.core.wire.senders import Feed, KvSource, name
+from kvrouter.errors import counted
 
 # Replicas and agents answer a hello within 50 ms. A slower agent is awaited if a replica names its worker.
 HELLO_S = 0.2
@@ -190,6 +191,6 @@ def behind(readers: Mapping[Feed, FeedReader]) -> Iterator[str]:
     """Sentences about the feeds that are not live: the first NAMED_MOST, and how many more there are."""
     found = [(source, reader) for source, reader in readers.items() if reader.state is not FeedState.LIVE]
     for source, reader in found[:NAMED_MOST]:
-        yield f"{name(source)}: {reader.state.value}, {reader.lag} frames behind"
+        yield f"{name(source)}: {reader.state.value}, {counted(reader.lag, 'frame')} behind"
     if len(found) > NAMED_MOST:
         yield f"{len(found) - NAMED_MOST} other feeds are not live"

@@ -31,7 +31,7 @@ from kvrouter.core.tables.ghosts import Reuse
 from kvrouter.core.tables.predictions import PredictionTable
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import BookingKey, RouterId, Target, WorkerId
-from kvrouter.errors import NoWorkersError
+from kvrouter.errors import NoWorkersError, counted
 
 # Why a target is no candidate for any request for a while.
 AVOIDED = "avoided, as a worker was lost a moment ago"
@@ -326,7 +326,8 @@ def _why_none(
     """Why no target is left. `removed`: by filters."""
     if removed:
         names = ", ".join(dict.fromkeys(removed.values()))
-        return f"all {len(removed)} workers of {pool.model!r} that could serve this were filtered: {names}"
+        whole = counted(len(removed), "worker")
+        return f"filters left none of {whole} of {pool.model!r} that could serve this: {names}"
     if exclude or avoid:
         why = "failed this request" if exclude else f"are {AVOIDED}"
         return f"all workers of {pool.model!r} {why}: {', '.join(map(str, exclude or avoid))}"

@@ -29,7 +29,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from kvrouter.core.routing.policy import Candidate
-from kvrouter.errors import QueueFullError
+from kvrouter.errors import QueueFullError, counted
 from kvrouter.settings.declare import Settings, setting
 
 # One Free wakes the queues of all replicas. Each waits a random time, up to this many seconds per peer, so
@@ -150,9 +150,8 @@ class AdmissionQueue:
     def join(self, now: float, priority: int = 0, lane: str = "") -> Ticket:
         """Queue a request. Raises QueueFullError if `max_waiting` requests wait already."""
         if len(self._waiting) >= self.settings.max_waiting:
-            raise QueueFullError(
-                f"all workers are busy and {len(self._waiting)} requests wait already; try again later"
-            )
+            waiting = counted(len(self._waiting), "request")
+            raise QueueFullError(f"all workers are busy, with {waiting} in the queue; try again later")
         self._last_number += 1
         ticket = Ticket(self._last_number, now, priority, lane)
         self._waiting[ticket.number] = ticket

@@ -311,7 +311,7 @@ def test_worker_of_another_lookahead() -> None:
 
     (problem,) = problems_of(pool, pool.workers[W1], None)
 
-    assert "look-ahead of 1 tokens, pool has 0" in problem.text
+    assert "look-ahead of 1 token, pool has 0" in problem.text
     assert "one version" in problem.text
     assert "--block-size" not in problem.text
 

@@ -203,7 +203,7 @@ def test_lookahead_of_most() -> None:
     for order in permutations(workers):
         pool = new_pool(*order)
         assert 0 == pool.lookahead
-        note = "look-ahead of 1 tokens, pool has 0: no overlap is predicted"
+        note = "look-ahead of 1 token, pool has 0: no overlap is predicted"
         assert note == pool.size_note(pool.workers[W1])
         pool.update(W2, worker_beat(card("w2", ranks=3), state="draining"))
         assert 1 == pool.lookahead

@@ -137,7 +137,7 @@ def test_full_queue(queue: AdmissionQueue) -> None:
     """The fifth request gets a 503 with the reason; when another leaves, one more may wait."""
     tickets = [queue.join(0.0) for _ in range(4)]
 
-    with pytest.raises(QueueFullError, match="4 requests wait") as refused:
+    with pytest.raises(QueueFullError, match="4 requests in the queue") as refused:
         queue.join(0.0)
     assert 503 == refused.value.status
     assert isinstance(refused.value, NoWorkersError)
