@@ -5,6 +5,7 @@ DIR/NAME.nk has a user's seed, for `--nats-nkey`. The rights are those of kvrout
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,11 +33,15 @@ from kvrouter.settings.read import Loaded, run
 SERVER_FILE = "accounts.conf"
 LEAF = "leaf"
 _RESERVED = (FRONTEND, VERIFY, LEAF)
+# The pods of a StatefulSet, as in kvrouter-vllm-0..49.
+_RANGE = re.compile(r"(?P<prefix>(?:.*[^0-9])?)(?P<first>0|[1-9][0-9]{0,5})\.\.(?P<last>0|[1-9][0-9]{0,5})")
+# An id is 220 bytes of accounts.conf, and a secret of Kubernetes has 1 MiB.
+WORKERS_MOST = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """A user that announces these workers: an agent, or a process with several."""
+    """A user that announces these workers: an agent, a process with several, or all agents of a pool."""
 
     name: str
     worker_ids: tuple[WorkerId, ...]
@@ -47,10 +52,24 @@ class Agent:
 
 def _read_agent(text: str) -> Agent:
     name, _, ids = text.partition("=")
-    worker_ids = tuple(WorkerId(part) for part in (ids or name).split("+"))
+    worker_ids = tuple(WorkerId(each) for part in (ids or name).split("+") for each in _ids(part))
+    if len(worker_ids) > WORKERS_MOST:
+        raise ValueError(f"{len(worker_ids):,} workers: at most {WORKERS_MOST:,} for a user")
     for worker_id in worker_ids:
         check_identifier("worker id", worker_id)
     return Agent(_read_name(name), worker_ids)
+
+
+def _ids(text: str) -> Iterator[str]:
+    """The ids of `w0..3`, which are w0, w1, w2, w3; anything else is one id."""
+    found = _RANGE.fullmatch(text)
+    if found is None:
+        yield text
+        return
+    first, last = int(found["first"]), int(found["last"])
+    if not first <= last < first + WORKERS_MOST:
+        raise ValueError(f"{text}: FIRST..LAST, at most {WORKERS_MOST:,} workers")
+    yield from (f"{found['prefix']}{number}" for number in range(first, last + 1))
 
 
 def _read_name(text: str) -> str:
@@ -69,7 +88,8 @@ class AccountsSettings(Settings):
     )
     agent: tuple[Agent, ...] = setting(
         (),
-        "an agent by its worker id; NAME=ID+ID for a process with several workers",
+        "an agent by its worker id; NAME=ID+ID for a process with several workers; NAME=ID0..9 for a pool of "
+        "agents with the worker ids ID0 to ID9",
         metavar="ID|NAME=ID[+ID…]",
         read=_read_agent,
         is_repeated=True,
@@ -92,7 +112,8 @@ COMMAND = Command(
     "nats-accounts",
     AccountsSettings,
     f"Write DIR/{SERVER_FILE} for nats-server, and DIR/NAME.nk for --nats-nkey of each process: an agent\n"
-    "may publish in the name of its own workers only, a tool nothing. Users frontend, verify and leaf are\n"
+    "may publish in the name of its own workers only, a tool nothing. One user may be that of all agents of\n"
+    "a pool: --agent vllm=vllm-0..49. Users frontend, verify and leaf are\n"
     "always made. Seeds that are in DIR already are kept, so run it again with more agents.\n"
     "The same: kvrouter nats accounts.",
 )

@@ -57,8 +57,9 @@ MARKER = f"{ROOT}.answer.kv.w1.asker.end"
 
 @pytest.fixture
 def users(tmp_path: Path) -> Path:
-    """The directory of the seeds of w1, w2 and a tool."""
+    """The directory of the seeds of w1, w2, a pool with w0 and w1, and a tool."""
     words = [str(tmp_path), "--namespace", NS, "--agent", "w1", "--agent", "w2", "--tool", "reader"]
+    words += ["--agent", "pool=w0..1"]
     assert 0 == accounts.main(words)
     return tmp_path
 
@@ -118,9 +119,10 @@ async def wire(server: NatsServer, seed: Path) -> AsyncIterator[Wire]:
         await control.close()
 
 
-async def test_an_agent_publishes_only_its_own(server: NatsServer, users: Path) -> None:
+@pytest.mark.parametrize("user", ["w1", "pool"])
+async def test_an_agent_publishes_only_its_own(server: NatsServer, users: Path, user: str) -> None:
     """Its own subjects arrive and no other; the control shows that the others would arrive."""
-    async with wire(server, users / "w1.nk") as one:
+    async with wire(server, users / f"{user}.nk") as one:
         assert OWN == await one.publish(one.client, *OF_OTHERS, *OWN, marker=MARKER)
         await until(lambda: len(one.refused) == len(OF_OTHERS))
 
@@ -179,6 +181,25 @@ def test_again_with_more_agents(users: Path) -> None:
     assert "w2" not in added
 
 
+@pytest.mark.parametrize(
+    ("agent", "reason"),
+    [
+        ("vllm=vllm-9..0", "FIRST..LAST"),
+        ("vllm=vllm-0..1000", "at most 1,000"),
+        ("vllm=a0..599+b0..599", "1,200 workers: at most 1,000"),
+        ("vllm=vllm-00..9", "worker id 'vllm-00..9'"),
+    ],
+)
+def test_a_range_that_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], agent: str, reason: str
+) -> None:
+    """The message says what a range is; no file is written."""
+    assert 2 == accounts.main([str(tmp_path / "users"), "--agent", agent])
+
+    assert reason in capsys.readouterr().err
+    assert not (tmp_path / "users").exists()
+
+
 def test_a_damaged_seed(users: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is named, and the server's file stays as it is."""
     before = (users / "accounts.conf").read_text()
@@ -190,10 +211,11 @@ def test_a_damaged_seed(users: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert before == (users / "accounts.conf").read_text()
 
 
-async def test_fleet_with_rights(server: NatsServer, users: Path) -> None:
+@pytest.mark.parametrize("user", ["w1", "pool"])
+async def test_fleet_with_rights(server: NatsServer, users: Path, user: str) -> None:
     """Cards, events, bookings and replays pass; another agent's key changes neither card nor index."""
     config = MockerConfig(model_name="tiny", speedup=20.0)
-    options = NatsOptions((server.url,), nkey_file=users / "w1.nk")
+    options = NatsOptions((server.url,), nkey_file=users / f"{user}.nk")
     flags = [*frontend_flags(server.url, NS, None), "--nats-nkey", str(users / "frontend.nk")]
     body = {"model": "tiny", "prompt": list(range(100, 200)), "max_tokens": 2}
     async with contextlib.AsyncExitStack() as stack:

@@ -35,20 +35,23 @@ NS = "guarded"
 SUBJECTS = Subjects(NS)
 W1, R1, POOL = WorkerId("w1"), RouterId("r1"), PoolId("tiny-1")
 LEAF, OTHER_AGENT, TOOL_USER = "leaf", "w2", "reader"
-USERS = {FRONTEND, VERIFY, LEAF, str(W1), OTHER_AGENT, TOOL_USER}
+# All agents of a pool: the workers w0 to w9, and another one's.
+POOLS, OTHER_POOLS = "pools", "others"
+AGENTS = {str(W1), POOLS}
+USERS = {FRONTEND, VERIFY, LEAF, OTHER_AGENT, OTHER_POOLS, TOOL_USER} | AGENTS
 # On an embedded server all agents share a user, see kvrouter/bus/local_users.py; there is no leaf.
 LOCAL_USERS = {FRONTEND, AGENT, VERIFY, TOOL}
 
 # Who may publish on each subject of the worker w1 and the replica r1.
 ROWS: dict[str, tuple[str, set[str]]] = {
     "hello": (SUBJECTS.hello, {FRONTEND, VERIFY, LEAF}),
-    "live_worker": (SUBJECTS.live_worker(W1), {W1, LEAF}),
-    "live_kv": (SUBJECTS.live_kv(POOL, W1, 0), {W1, LEAF}),
+    "live_worker": (SUBJECTS.live_worker(W1), {LEAF} | AGENTS),
+    "live_kv": (SUBJECTS.live_kv(POOL, W1, 0), {LEAF} | AGENTS),
     "live_router": (SUBJECTS.live_router(R1), {FRONTEND, LEAF}),
     "live_sync": (SUBJECTS.live_sync(POOL, R1), {FRONTEND, LEAF}),
     "kv_replay": (SUBJECTS.kv_replay(W1), {FRONTEND, VERIFY, LEAF}),
     "sync_replay": (SUBJECTS.sync_replay(R1), {FRONTEND, LEAF}),
-    "kv_answer": (SUBJECTS.kv_answer(W1, "asker", "1"), {W1, LEAF}),
+    "kv_answer": (SUBJECTS.kv_answer(W1, "asker", "1"), {LEAF} | AGENTS),
     "sync_answer": (SUBJECTS.sync_answer(R1, "asker", "1"), {FRONTEND, LEAF}),
 }
 # Members of Subjects that name no further subject: wildcards to subscribe, and choices among the rows above.
@@ -251,8 +254,9 @@ def with_control(file: Path, new: Callable[..., NatsServer]) -> NatsServer:
 
 @pytest.fixture
 def server(tmp_path: Path, new_nats_server: Callable[..., NatsServer]) -> NatsServer:
-    """With the users of `kvrouter nats accounts`: agents w1 and w2, and a tool."""
+    """With the users of `kvrouter nats accounts`: agents w1 and w2, those of two pools, and a tool."""
     words = ["--namespace", NS, "--agent", W1, "--agent", OTHER_AGENT, "--tool", TOOL_USER]
+    words += ["--agent", f"{POOLS}=w0..9", "--agent", f"{OTHER_POOLS}=w10..19+x1"]
     assert 0 == accounts.main([str(tmp_path), *words])
     assert USERS == {file.stem for file in tmp_path.glob("*.nk")}
     return with_control(tmp_path / "accounts.conf", new_nats_server)

@@ -319,12 +319,22 @@ def test_monitors(name: str) -> None:
         assert all(port["targetPort"] in each for each in opened)
 
 
-def test_an_agent_sees_its_own_seed() -> None:
-    """Its container mounts the file of its pod's user, not the secret."""
-    for owner, container in containers("16-gpus.yaml"):
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_agent_sees_its_own_seed(name: str) -> None:
+    """Its container mounts one file, not the secret: that of its StatefulSet's user."""
+    for owner, container in containers(name):
         if container["name"] == "agent":
             (mount,) = [one for one in container["volumeMounts"] if one["name"] == "users"]
-            assert "$(POD_NAME).nk" == mount["subPathExpr"], owner
+            assert f"{owner}.nk" == mount["subPathExpr"]
+
+
+def test_a_user_for_each_pod() -> None:
+    """By default an agent's user is that of its pod, as in secrets made for earlier versions."""
+    helm()
+    values = values_of("16-gpus.yaml")
+    del values["agent"]["natsUser"]
+
+    assert "subPathExpr: $(POD_NAME).nk" in render(values)
 
 
 def test_defaults_have_a_schema() -> None:
