@@ -11,7 +11,7 @@ import pytest
 
 from kvrouter.settings.commands import command_named
 from kvrouter.settings.read import load
-from scripts.kit.bench.__main__ import _COMMANDS
+from scripts.kit.bench.__main__ import COMMANDS
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -69,4 +69,4 @@ def test_commands_exist(one: str) -> None:
         assert load(command_named(words[0]), words[1:], {}).settings
         return
     assert (ROOT / program).exists()
-    assert set(words[:1]) <= ({*_COMMANDS} if program == "scripts/bench" else set())
+    assert set(words[:1]) <= ({*COMMANDS} if program == "scripts/bench" else set())

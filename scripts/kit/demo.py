@@ -8,26 +8,22 @@ import importlib.util
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
-import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvrouter.core.wire.hashes import prompt_hashes
 from kvrouter.lab.simulate.engines import Arrival
 from kvrouter.lab.simulate.report import Possible
-from kvrouter.tokens.tiny import build_tiny_model
-from scripts.kit import deployment, report
-from scripts.kit.deployment import Deployment, Plan
+from scripts.kit import report
+from scripts.kit.deployment import Deployment, Plan, Stage, open_stage
 from scripts.kit.figures import MachineTime, figures
-from scripts.kit.fleet import Fleet, FleetError
-from scripts.kit.http_client import Client, HttpError
+from scripts.kit.fleet import Fleet
 from scripts.kit.load import LoadRequest, Outcome, run_load
 from scripts.kit.replicas import settled
-from scripts.kit.script import log_directory, new_console, until_signalled
+from scripts.kit.script import ScriptError, new_console, run
 from scripts.kit.workload import MODEL, Chats
 
 MODES = ("round-robin", "least-loaded", "kv")
@@ -43,62 +39,39 @@ NUM_BLOCKS = 2_048
 SPEEDUP = 0.5
 
 
-class FailedError(Exception):
+class FailedError(ScriptError):
     """The demo ran, but its result failed a check."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The command line."""
-
-    requests: int
-    keep: bool
-    json: Path | None
-    html: Path | None
-    svg: Path | None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo and return its exit code."""
-    options = _options(arguments)
-    try:
-        return uvloop.run(until_signalled("demo", _run(options)))
-    except (FailedError, FleetError, HttpError) as error:
-        print(f"demo: failed: {error}", file=sys.stderr)
-        return 1
+    return run("demo", _run(_flags(arguments)))
 
 
-async def _run(options: Options) -> int:
+async def _run(flags: argparse.Namespace) -> int:
     console = new_console()
-    chats = Chats(options.requests, options.requests / REQUESTS_PER_SECOND)
+    chats = Chats(flags.requests, flags.requests / REQUESTS_PER_SECOND)
     requests = chats.drawn()
-    async with AsyncExitStack() as stack:
-        directory = stack.enter_context(log_directory("demo"))
-        client = Client()
-        stack.callback(client.close)
-        fleet = await stack.enter_async_context(Fleet(directory))
+    async with open_stage("demo") as stage:
         console.print(_about(chats), highlight=False)
-        nats_url = await deployment.start_nats(fleet, client)
-        build_tiny_model(directory / "model")
-        stage = Stage(console, fleet, client, nats_url, directory / "model")
         results: list[report.ModeResult] = []
         for mode in MODES:
-            result, deployed = await stage.measure(mode, requests)
+            result, deployed = await _measure(console, stage, mode, requests)
             results.append(result)
             if mode != MODES[-1]:
-                await deployment.stop(fleet, deployed)
-        possible = _possible(requests)
+                await stage.stop(deployed)
+        possible = Possible.of(arrivals(requests), ENGINES * NUM_BLOCKS, block_size=BLOCK_SIZE)
         report.show(console, results, possible)
-        if options.json is not None:
+        if flags.json is not None:
             about = {"workload": asdict(chats), "achievable_rate": possible.endless}
-            report.write_json(options.json, results, about | {"pooled_rate": possible.pooled})
-        if options.html is not None:
-            report.write_html(options.html, results, possible, _about(chats))
-            console.print(f"plots: {options.html}", highlight=False)
-        if options.svg is not None:
-            report.write_svg(options.svg, results)
-        if options.keep:
-            await _keep(console, fleet, deployed)
+            report.write_json(flags.json, results, about | {"pooled_rate": possible.pooled})
+        if flags.html is not None:
+            report.write_html(flags.html, results, possible, _about(chats))
+            console.print(f"plots: {flags.html}", highlight=False)
+        if flags.svg is not None:
+            report.write_svg(flags.svg, results)
+        if flags.keep:
+            await _keep(console, stage.fleet, deployed)
         else:
             console.print(_NEXT, highlight=False, markup=False)
         if report.problems(results):
@@ -106,65 +79,39 @@ async def _run(options: Options) -> int:
         return 0
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """Shared by all modes."""
+async def _measure(
+    console: Console, stage: Stage, mode: str, requests: Sequence[LoadRequest]
+) -> tuple[report.ModeResult, Deployment]:
+    """Deploy with cold caches, send the requests, and read the replicas' final state."""
+    plan = Plan(
+        mode, stage.model_path, engines=ENGINES, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE,
+        speedup=SPEEDUP, namespace=f"demo-{mode}",
+    )  # fmt: skip
+    deployed = await stage.deploy(plan)
+    before = MachineTime.now()
+    outcomes = await _send(console, mode, requests, [replica.url for replica in deployed.replicas])
+    after = MachineTime.now()
+    stage.fleet.check()
+    busy = after.busy_since(before) if before and after else None
+    views = await settled(deployed.replicas)
+    failed = [outcome for outcome in outcomes if outcome.error is not None]
+    times = [one.ttft_s for one in outcomes if one.error is None and one.ttft_s is not None]
+    return report.ModeResult(mode, figures(outcomes), views, busy, failed, times), deployed
 
-    console: Console
-    fleet: Fleet
-    client: Client
-    nats_url: str
-    model_path: Path
-    speedup: float = SPEEDUP
 
-    async def measure(
-        self, mode: str, requests: Sequence[LoadRequest]
-    ) -> tuple[report.ModeResult, Deployment]:
-        """Deploy with cold caches, send the requests, and read the replicas' final state.
-
-        `mode` may have a weight: `kv:1`.
-        """
-        name, _, weight = mode.partition(":")
-        plan = Plan(
-            name,
-            self.model_path,
-            engines=ENGINES,
-            num_blocks=NUM_BLOCKS,
-            block_size=BLOCK_SIZE,
-            speedup=self.speedup,
-            namespace=f"demo-{name}-{weight}",
-            frontend_flags=(f"--kv-overlap-score-weight={weight}",) if weight else (),
+async def _send(
+    console: Console, mode: str, requests: Sequence[LoadRequest], urls: list[str]
+) -> list[Outcome]:
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("answers"), TimeRemainingColumn())
+    with Progress(TextColumn(f"{mode:12}"), *columns, console=console, refresh_per_second=4) as progress:
+        bar = progress.add_task(mode, total=len(requests))
+        return await run_load(
+            requests,
+            urls,
+            request_timeout_s=REQUEST_TIMEOUT_S,
+            time_limit_s=requests[-1].at_s + REQUEST_TIMEOUT_S,
+            on_done=lambda _outcome: progress.advance(bar),
         )
-        deployed = await deployment.deploy(self.fleet, self.client, plan, self.nats_url)
-        before = MachineTime.now()
-        outcomes = await self._send(mode, requests, [replica.url for replica in deployed.replicas])
-        after = MachineTime.now()
-        self.fleet.check()
-        busy = after.busy_since(before) if before and after else None
-        views = await settled(deployed.replicas)
-        failed = [outcome for outcome in outcomes if outcome.error is not None]
-        times = [
-            outcome.ttft_s for outcome in outcomes if outcome.error is None and outcome.ttft_s is not None
-        ]
-        return report.ModeResult(mode, figures(outcomes), views, busy, failed, times), deployed
-
-    async def _send(self, mode: str, requests: Sequence[LoadRequest], urls: list[str]) -> list[Outcome]:
-        columns = (
-            TextColumn(f"{mode:12}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("answers"),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=self.console, refresh_per_second=4) as progress:
-            bar = progress.add_task(mode, total=len(requests))
-            return await run_load(
-                requests,
-                urls,
-                request_timeout_s=REQUEST_TIMEOUT_S,
-                time_limit_s=requests[-1].at_s + REQUEST_TIMEOUT_S,
-                on_done=lambda _outcome: progress.advance(bar),
-            )
 
 
 def arrivals(requests: Sequence[LoadRequest]) -> list[Arrival]:
@@ -174,11 +121,6 @@ def arrivals(requests: Sequence[LoadRequest]) -> list[Arrival]:
         Arrival(request.at_s, prompt_hashes(prompt, BLOCK_SIZE), len(prompt), request.output_tokens or 1)
         for request, prompt in zip(requests, prompts, strict=True)
     ]
-
-
-def _possible(requests: Sequence[LoadRequest]) -> Possible:
-    """What caches that all engines share would have had."""
-    return Possible.of(arrivals(requests), ENGINES * NUM_BLOCKS, block_size=BLOCK_SIZE)
 
 
 def _about(chats: Chats) -> str:
@@ -226,25 +168,21 @@ async def _keep(console: Console, fleet: Fleet, deployed: Deployment) -> None:
     fleet.check()
 
 
-def _options(arguments: Sequence[str] | None) -> Options:
+def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__)
-    parser.add_argument(
-        "--requests",
-        type=int,
-        default=REQUESTS,
-        metavar="N",
-        help=f"number of requests, 2 to {MOST_REQUESTS} (%(default)s)",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write plots to FILE")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="also write one picture to FILE")
-    parser.add_argument("--keep", action="store_true", help="leave the kv fleet running until Ctrl-C")
+    add = parser.add_argument
+    add("--requests", type=int, default=REQUESTS, metavar="N",
+        help=f"number of requests, 2 to {MOST_REQUESTS} (%(default)s)")  # fmt: skip
+    add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    add("--html", type=Path, metavar="FILE", help="also write plots to FILE")
+    add("--svg", type=Path, metavar="FILE", help="also write one picture to FILE")
+    add("--keep", action="store_true", help="leave the kv fleet running until Ctrl-C")
     flags = parser.parse_args(arguments)
     if not 2 <= flags.requests <= MOST_REQUESTS:
         parser.error(f"--requests {flags.requests}: use 2 to {MOST_REQUESTS}; both replicas need one")
     if flags.html is not None and importlib.util.find_spec("plotly") is None:
         parser.error("--html needs Plotly: scripts/setup installs it")
-    return Options(flags.requests, flags.keep, flags.json, flags.html, flags.svg)
+    return flags
 
 
 if __name__ == "__main__":

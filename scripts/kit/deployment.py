@@ -1,18 +1,24 @@
-"""The parts of a kvrouter deployment as processes of a fleet: NATS, mockers, agents, frontends."""
+"""The parts of a kvrouter deployment as processes of a fleet: NATS, mockers, agents, frontends.
+
+open_stage ──> logs, client, NATS, tiny model ──Stage.deploy(Plan)──> engines with agents, replicas
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvrouter.bus.embedded import server_binary
+from kvrouter.tokens.tiny import build_tiny_model
 from scripts.kit.fleet import Fleet, FleetError, Process, wait_until_ok
 from scripts.kit.http_client import Client
 from scripts.kit.ports import free_ports
 from scripts.kit.replicas import Replica
+from scripts.kit.script import log_directory
 
 SETTLE_TIMEOUT_S = 20.0
 
@@ -64,6 +70,44 @@ class Deployment:
     engines: list[Engine]
     frontends: list[Process]
     replicas: list[Replica]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What the fleets of one script share: a directory with logs and the tiny model, a client, NATS."""
+
+    fleet: Fleet
+    client: Client
+    nats_url: str
+
+    @property
+    def directory(self) -> Path:
+        """Of the logs."""
+        return self.fleet.directory
+
+    @property
+    def model_path(self) -> Path:
+        """The tiny model's tokenizer and chat template."""
+        return self.directory / "model"
+
+    async def deploy(self, plan: Plan) -> Deployment:
+        """Start all that is planned; returns when every replica has every engine."""
+        return await deploy(self.fleet, self.client, plan, self.nats_url)
+
+    async def stop(self, deployed: Deployment) -> None:
+        """Stop it; NATS keeps running."""
+        await stop(self.fleet, deployed)
+
+
+@contextlib.asynccontextmanager
+async def open_stage(where: str | Path, *, starts_nats: bool = True) -> AsyncIterator[Stage]:
+    """NATS and the tiny model, in a directory or in a new one for the script of this name."""
+    async with contextlib.AsyncExitStack() as stack:
+        directory = where if isinstance(where, Path) else stack.enter_context(log_directory(where))
+        client = await stack.enter_async_context(Client())
+        fleet = await stack.enter_async_context(Fleet(directory))
+        build_tiny_model(directory / "model")
+        yield Stage(fleet, client, await start_nats(fleet, client) if starts_nats else "")
 
 
 async def start_nats(fleet: Fleet, client: Client) -> str:

@@ -17,13 +17,14 @@ from types import TracebackType
 from typing import Self
 
 from scripts.kit.http_client import Client, HttpError
+from scripts.kit.script import ScriptError
 
 STOP_GRACE_S = 10.0
 _POLL_S = 0.05
 _PR_SET_PDEATHSIG = 1
 
 
-class FleetError(Exception):
+class FleetError(ScriptError):
     """A process did not start, or ended too early; the message contains its last lines."""
 
 

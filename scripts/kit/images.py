@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import aiohttp
 from rich.table import Table
 
-from scripts.kit.script import new_console
+from scripts.kit.script import new_console, table_of
 
 # Small ones of every format and colour mode that is read.
 FILE = Path(__file__).resolve().parents[2] / "tests" / "data" / "images.json"
@@ -130,21 +130,14 @@ async def _run(url: str, admin: str, model: str, block_size: int) -> list[Result
 
 
 def _table(results: Sequence[Result]) -> Table:
-    table = Table(title="prompts with images: tokens predicted and reported")
-    for name in ("request", "sent", "called exact", "cached tokens and length equal", "cached tokens"):
-        table.add_column(name)
+    rows = []
     for kind in dict.fromkeys(one.kind for one in results):
         here = [one for one in results if one.kind == kind]
         exact = [one for one in here if one.media == "exact"]
-        equal = sum(one.is_equal for one in exact)
-        table.add_row(
-            kind,
-            str(len(here)),
-            str(len(exact)),
-            f"{equal} of {len(exact)}",
-            f"{sum(one.cached_tokens for one in here):,}",
-        )
-    return table
+        equal = f"{sum(one.is_equal for one in exact)} of {len(exact)}"
+        rows.append([kind, len(here), len(exact), equal, f"{sum(one.cached_tokens for one in here):,}"])
+    columns = ("request", "sent", "called exact", "cached tokens and length equal", "cached tokens")
+    return table_of("prompts with images: tokens predicted and reported", columns, rows)
 
 
 def _chat(kind: str, *messages: Json) -> Request:

@@ -1,18 +1,22 @@
-"""An open-loop load generator: requests are sent at given times, however slow the answers are.
+"""Load generators: at given times (`run_load`), at a rate until stopped (`SteadyLoad`), a closed loop.
 
-A closed loop would wait for a slow server, and so hide its queues (coordinated omission).
+The first two are open loops: requests are sent however slow the answers are. A closed loop would wait for a
+slow server, and so hide its queues (coordinated omission); it finds the most that a fleet can serve.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-from scripts.kit.http_client import Client, Head, HttpError, RefusedError, request_bytes
+from scripts.kit.http_client import Client, Head, HttpError, RefusedError
+from scripts.kit.script import ScriptError
 
 # not loop.time(): uvloop's clock has a resolution of 1 ms and stands still within one iteration
 _now = time.perf_counter
@@ -55,6 +59,7 @@ class Outcome:
     cached_tokens: int = 0
     output_tokens: int = 0
     worker: str | None = None
+    retry_after: str | None = None
 
 
 async def run_load(
@@ -70,9 +75,12 @@ async def run_load(
     After `time_limit_s` it ends by itself, and unfinished requests are errors.
     """
     outcomes = [Outcome(n, base_urls[n % len(base_urls)]) for n in range(len(requests))]
-    client = Client()
     try:
-        async with asyncio.timeout(time_limit_s), asyncio.TaskGroup() as tasks:
+        async with (
+            Client() as client,
+            asyncio.timeout(time_limit_s),
+            asyncio.TaskGroup() as tasks,
+        ):
             start = _now()
             for request, outcome in zip(requests, outcomes, strict=True):
                 await asyncio.sleep(start + request.at_s - _now())
@@ -82,9 +90,105 @@ async def run_load(
                 tasks.create_task(sending)
     except TimeoutError:
         pass  # the outcomes of unfinished requests are errors already
-    finally:
-        client.close()
     return outcomes
+
+
+async def closed_loop(
+    requests: Iterable[LoadRequest],
+    urls: Sequence[str],
+    *,
+    concurrency: int,
+    seconds: float,
+    timeout_s: float,
+) -> list[Outcome]:
+    """Send requests one after the other, `concurrency` at a time, until none is begun after `seconds`."""
+    outcomes: list[Outcome] = []
+    waiting, ends = iter(requests), _now() + seconds
+
+    async def one_after_the_other(client: Client) -> None:
+        while _now() < ends and (request := next(waiting, None)) is not None:
+            outcomes.append(Outcome(len(outcomes), urls[len(outcomes) % len(urls)]))
+            await send(client, request, outcomes[-1], timeout_s=timeout_s)
+
+    async with Client() as client:
+        await asyncio.gather(*(one_after_the_other(client) for _ in range(concurrency)))
+    return outcomes
+
+
+class SteadyLoad:
+    """An open-loop load. A replica that refuses the connection is skipped, as by a load balancer.
+
+    `outcomes` grows while it runs. Leaving the block, or `stop`, waits for requests in flight.
+    """
+
+    def __init__(
+        self, requests: Sequence[LoadRequest], urls: Sequence[str], *, rate: float, timeout_s: float = 60.0
+    ) -> None:
+        self.outcomes: list[Outcome] = []
+        # Replicas that receive no requests, as a load balancer skips replicas whose /ready is not 200.
+        self.left_out: set[str] = set()
+        self._requests = itertools.cycle(requests)
+        self._numbers = itertools.count()
+        self._urls = urls
+        self._rate = rate
+        self._timeout_s = timeout_s
+        self._client = Client()
+        self._sending: set[asyncio.Task[None]] = set()
+        self._pacer: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._pacer = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            for task in self._sending:
+                task.cancel()
+        await self.stop()
+        await self._client.close()
+
+    @property
+    def in_flight(self) -> list[Outcome]:
+        """Requests that were sent and have not ended."""
+        return [outcome for outcome in self.outcomes if outcome.ended_at_s is None]
+
+    def is_streaming(self, url: str) -> bool:
+        """Whether this replica is in the middle of an answer."""
+        return any(outcome.url == url and outcome.ttft_s is not None for outcome in self.in_flight)
+
+    def send(self, request: LoadRequest, url: str, *others: str) -> Outcome:
+        """Send one more request now; its answer counts like the others."""
+        outcome = Outcome(next(self._numbers), url)
+        self.outcomes.append(outcome)
+        sending = send(self._client, request, outcome, timeout_s=self._timeout_s, other_urls=others)
+        task = asyncio.create_task(sending)
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+        return outcome
+
+    async def stop(self) -> None:
+        """Send no more requests; returns when all are answered or timed out."""
+        if self._pacer is not None:
+            self._pacer.cancel()
+            await asyncio.gather(self._pacer, return_exceptions=True)
+        await asyncio.gather(*self._sending, return_exceptions=True)
+
+    async def _run(self) -> None:
+        start = time.perf_counter()
+        for number, request in enumerate(self._requests):
+            await asyncio.sleep(start + number / self._rate - time.perf_counter())
+            turn = number % len(self._urls)
+            in_turn = (*self._urls[turn:], *self._urls[:turn])
+            self.send(request, *(url for url in in_turn if url not in self.left_out))
+
+
+def check(outcomes: Sequence[Outcome]) -> None:
+    """Raise ScriptError if a request failed."""
+    failed = [outcome.error for outcome in outcomes if outcome.error]
+    if failed:
+        raise ScriptError(f"{len(failed)} requests failed; the first: {failed[0]}")
 
 
 async def send(
@@ -112,10 +216,10 @@ async def send(
 
 async def _send(client: Client, request: LoadRequest, outcome: Outcome, other_urls: Sequence[str]) -> None:
     stream = _Stream(_now, outcome)
-    raw = request_bytes("POST", outcome.url + request.path, request.body, request.headers)
     for next_url in (*other_urls, None):
         try:
-            head = await client.send(outcome.url, raw, stream.feed)
+            url = outcome.url + request.path
+            head = await client.send("POST", url, stream.feed, request.body, request.headers)
         except RefusedError:
             if next_url is None:
                 raise
@@ -148,6 +252,7 @@ class _Stream:
         outcome = self._outcome
         outcome.status = head.status
         outcome.worker = head.headers.get("x-kvrouter-worker")
+        outcome.retry_after = head.headers.get("retry-after")
         outcome.latency_s = self._now() - self._sent_at
         events = list(_events(self._tail))
         for event in events:

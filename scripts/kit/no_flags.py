@@ -10,19 +10,16 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import aiohttp
 from rich.table import Table
 
-from kvrouter.tokens.tiny import build_tiny_model
-from scripts.kit import deployment
-from scripts.kit.fleet import Fleet, FleetError
-from scripts.kit.http_client import Client, HttpError
+from scripts.kit.deployment import Plan, open_stage
+from scripts.kit.http_client import HttpError
 from scripts.kit.replicas import Replica
-from scripts.kit.script import log_directory, new_console, until_signalled
+from scripts.kit.script import new_console, run, table_of
 
 TURNS = 12
 BLOCK_SIZE = 16
@@ -89,24 +86,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """1 if a turn was placed or predicted otherwise."""
     parser = argparse.ArgumentParser(prog="python -m scripts.kit.no_flags", description=__doc__)
     parser.parse_args(arguments)
-    try:
-        return asyncio.run(until_signalled("no_flags", _run()))
-    except (FleetError, HttpError) as error:
-        print(f"no_flags: failed: {error}", file=sys.stderr)
-        return 1
+    return run("no_flags", _run())
 
 
 async def _run() -> int:
-    async with AsyncExitStack() as stack:
-        directory = stack.enter_context(log_directory("no-flags"))
-        client = Client()
-        stack.callback(client.close)
-        fleet = await stack.enter_async_context(Fleet(directory))
-        nats_url = await deployment.start_nats(fleet, client)
-        build_tiny_model(directory / "model")
-        plan = deployment.Plan("kv", directory / "model", engines=2, speedup=20.0, block_size=BLOCK_SIZE)
-        deployed = await deployment.deploy(fleet, client, replace(plan, gives_model=False), nats_url)
-        http = await stack.enter_async_context(aiohttp.ClientSession())
+    async with open_stage("no-flags") as stage, aiohttp.ClientSession() as http:
+        plan = Plan("kv", stage.model_path, engines=2, speedup=20.0, block_size=BLOCK_SIZE, gives_model=False)
+        deployed = await stage.deploy(plan)
         found = {api: await _converse(http, deployed.replicas, api) for api in APIS}
     new_console().print(_table(found))
     wrong = list(_faults(found))
@@ -158,15 +144,13 @@ def _faults(found: dict[str, list[Turn]]) -> Iterator[str]:
 
 
 def _table(found: dict[str, list[Turn]]) -> Table:
-    table = Table(title=f"{TURNS} turns, two replicas in turn, two mockers, no flag about tokens")
-    for name in ("API", "workers used", "exact", "cached tokens reported, by turn"):
-        table.add_column(name)
+    rows = []
     for api, turns in found.items():
         exact = sum(turn.predicted_tokens == turn.cached_tokens for turn in turns)
         cached = " ".join(str(turn.cached_tokens) for turn in turns)
-        workers = len({turn.worker for turn in turns})
-        table.add_row(f"/v1/{api}", str(workers), f"{exact} of {len(turns)}", cached)
-    return table
+        rows.append([f"/v1/{api}", len({turn.worker for turn in turns}), f"{exact} of {len(turns)}", cached])
+    title = f"{TURNS} turns, two replicas in turn, two mockers, no flag about tokens"
+    return table_of(title, ("API", "workers used", "exact", "cached tokens reported, by turn"), rows)
 
 
 if __name__ == "__main__":

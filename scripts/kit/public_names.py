@@ -36,9 +36,7 @@ from kvrouter.bus.subjects import Subjects
 from kvrouter.core.wire import heartbeats, ops
 from kvrouter.observe.verify.comparison import Report
 from kvrouter.settings.commands import MODULES, command_named
-from kvrouter.tokens.tiny import build_tiny_model
-from scripts.kit.deployment import SETTLE_TIMEOUT_S, Deployment, Plan, deploy, start_nats
-from scripts.kit.fleet import Fleet
+from scripts.kit.deployment import SETTLE_TIMEOUT_S, Deployment, Plan, open_stage
 from scripts.kit.http_client import Client
 
 LIBRARIES = ("kvrouter", "kvrouter.compat.dynamo", "kvrouter.compat.ray")
@@ -153,14 +151,12 @@ async def small_fleet(folder: Path) -> AsyncIterator[tuple[Deployment, Client]]:
 
     The engine states its speed, so that decisions compare seconds from the first one on.
     """
-    build_tiny_model(folder / "model")
-    plan = Plan("kv", folder / "model", engines=1, agent_flags={0: ["--prefill-tokens-per-s=8000"]})
-    with contextlib.closing(Client()) as client:
-        async with Fleet(folder) as fleet:
-            deployed = await deploy(fleet, client, plan, await start_nats(fleet, client))
-            await _until_compared(deployed, client)
-            yield deployed, client
-            await asyncio.gather(*(process.kill() for process in fleet.processes.values()))  # at once
+    async with open_stage(folder) as stage:
+        flags = {0: ["--prefill-tokens-per-s=8000"]}
+        deployed = await stage.deploy(Plan("kv", stage.model_path, engines=1, agent_flags=flags))
+        await _until_compared(deployed, stage.client)
+        yield deployed, stage.client
+        await asyncio.gather(*(process.kill() for process in stage.fleet.processes.values()))  # at once
 
 
 async def _until_compared(deployed: Deployment, client: Client) -> None:

@@ -17,9 +17,9 @@ from rich.text import Text
 
 from kvrouter.lab.simulate.report import Cached, Possible, cached_line
 from kvrouter.lab.simulate.report_html import Page, Series, cdf
-from scripts.kit.bench.plot import write_plot
 from scripts.kit.figures import BUSY_LIMIT, Figures
 from scripts.kit.load import Outcome
+from scripts.kit.plot import write_plot
 from scripts.kit.replicas import View, disagreements
 
 LATE_LIMIT_S = 0.25
@@ -248,4 +248,4 @@ def write_svg(path: Path, results: Sequence[ModeResult]) -> None:
         for result in results
         if result.ttft_s
     }
-    write_plot(path, "Time to first token in the demo", "ms", "share of the requests", lines, log_x=True)
+    write_plot(path, "Time to first token in the demo", "ms", "share of the requests", lines)

@@ -14,17 +14,15 @@ import importlib.util
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from kvrouter.tokens.tiny import build_tiny_model
-from scripts.kit import deployment
-from scripts.kit.deployment import Deployment, Plan
+from scripts.kit.deployment import Deployment, Plan, open_stage
 from scripts.kit.fleet import Fleet
 from scripts.kit.http_client import Client
-from scripts.kit.incidents.traffic import Documents
-from scripts.kit.steady import SteadyLoad
+from scripts.kit.load import SteadyLoad
+from scripts.kit.workload import Documents
 
 VIEWS = ("fleet", "traffic", "decisions", "agreement", "prefixes", "clients")
 Scheme = Literal["light", "dark"]
@@ -51,18 +49,11 @@ class Running(NamedTuple):
 @asynccontextmanager
 async def small_fleet(directory: Path, engines: int = _ENGINES) -> AsyncIterator[Running]:
     """Two replicas, some engines, and some chats a second."""
-    build_tiny_model(directory / "model")
-    async with AsyncExitStack() as stack:
-        client = Client()
-        stack.callback(client.close)
-        fleet = await stack.enter_async_context(Fleet(directory))
-        nats_url = await deployment.start_nats(fleet, client)
-        plan = Plan("kv", directory / "model", engines=engines)
-        deployed = await deployment.deploy(fleet, client, plan, nats_url)
+    async with open_stage(directory) as stage:
+        deployed = await stage.deploy(Plan("kv", stage.model_path, engines=engines))
         urls = [replica.url for replica in deployed.replicas]
-        chats = Documents(tokens=300).chats(2000)
-        await stack.enter_async_context(SteadyLoad(chats, urls, rate=_REQUESTS_A_SECOND))
-        yield Running(fleet, client, deployed)
+        async with SteadyLoad(Documents(tokens=300).chats(2000), urls, rate=_REQUESTS_A_SECOND):
+            yield Running(stage.fleet, stage.client, deployed)
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""How a script runs and ends: console, signals, log directory."""
+"""How a script runs and ends: console, signals, errors, log directory."""
 
 from __future__ import annotations
 
@@ -9,21 +9,47 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import uvloop
 from rich.console import Console
+from rich.table import Table
 
 INTERRUPTED = 130
 # Columns if the output is not a terminal: enough for the widest table.
 PIPE_WIDTH = 200
 
 
+class ScriptError(Exception):
+    """Ends a script with exit code 1 and this text."""
+
+
+def run(name: str, script: Coroutine[Any, Any, int], *more_errors: type[Exception]) -> int:
+    """Run a script until its end or a signal; returns its exit code, 1 for one of the errors."""
+    errors: tuple[type[Exception], ...] = (ScriptError, *more_errors)
+    try:
+        return uvloop.run(until_signalled(name, script))
+    except errors as error:
+        print(f"{name}: failed: {error}", file=sys.stderr)
+        return 1
+
+
 def new_console() -> Console:
     """The console of a script; as usual, $COLUMNS overrides its width."""
     is_wide = sys.stdout.isatty() or "COLUMNS" in os.environ
     return Console(width=None if is_wide else PIPE_WIDTH)
+
+
+def table_of(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """A table whose columns are figures, except for the first."""
+    table = Table(title=title, title_justify="left")
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left", no_wrap=not number)
+    for row in rows:
+        table.add_row(*map(str, row))
+    return table
 
 
 async def until_signalled(name: str, script: Coroutine[Any, Any, int]) -> int:

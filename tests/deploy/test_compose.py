@@ -27,9 +27,9 @@ from kvrouter.settings.read import load
 from scripts.kit.deployment import python
 from scripts.kit.fleet import Fleet, wait_until_ok
 from scripts.kit.http_client import Client
+from scripts.kit.load import SteadyLoad
 from scripts.kit.prometheus import RULES
 from scripts.kit.proxies import DEPLOY, HAPROXY
-from scripts.kit.steady import SteadyLoad
 from scripts.kit.workload import load_requests
 
 COMPOSE = DEPLOY / "compose"
@@ -185,4 +185,4 @@ async def test_without_docker(tmp_path: Path) -> None:
         if "prometheus" in fleet.processes:
             shown = await client.get_json(f"http://{hosts.address('prometheus')}:9090/api/v1/targets")
             assert ["up"] * 6 == [target["health"] for target in shown["data"]["activeTargets"]]
-    client.close()
+    await client.close()

@@ -16,10 +16,10 @@ from scripts.kit import deployment, proxies
 from scripts.kit.deployment import Deployment, Plan
 from scripts.kit.fleet import Fleet, wait_until_ok
 from scripts.kit.http_client import Client
+from scripts.kit.load import SteadyLoad
 from scripts.kit.ports import free_ports
 from scripts.kit.proxies import HAPROXY, PROXIES, Proxy, with_addresses
 from scripts.kit.replicas import Replica
-from scripts.kit.steady import SteadyLoad
 from scripts.kit.workload import load_requests
 
 RATE = 20.0
@@ -112,7 +112,7 @@ async def test_all_replicas_are_slow(proxy: Proxy, tmp_path: Path) -> None:
         assert [] == [one.error for one in load.outcomes if one.error]
         assert len(load.outcomes) > 4 * IN_A_ROW
         assert b" 404 " in await ask_from("127.0.0.2", url)
-    client.close()
+    await client.close()
     assert re.search(r"client\W+127\.0\.0\.2\b", first.log.read_text() + second.log.read_text())
 
 
@@ -183,4 +183,4 @@ async def test_replicas_are_replaced(proxy: Proxy, tmp_path: Path) -> None:
             await load.stop()
         assert [] == [one.error for one in load.outcomes if one.error]
         assert len(load.outcomes) > 4 * IN_A_ROW
-    client.close()
+    await client.close()

@@ -1,30 +1,30 @@
-"""The arithmetic of `scripts/bench sync` (the measuring needs a fleet), and `scripts/bench tokens`."""
+"""`scripts/bench`: a short run of each command that needs no fleet, and the arithmetic of those that do."""
 
 from __future__ import annotations
 
-import io
 import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from kvrouter.tokens.tiny import build_tiny_model
-from scripts.kit.bench.__main__ import main
-from scripts.kit.bench.herding import measure
+from kvrouter.core.native import versions
+from kvrouter.core.tables.table import FlatTable
+from kvrouter.lab.simulate import workloads
+from kvrouter.lab.simulate.cells import Cell
+from kvrouter.lab.simulate.traces import CONVERSATION_EXCERPT, read_trace
+from scripts.kit.bench import churn, decisions, instructions, tokens
+from scripts.kit.bench.__main__ import COMMANDS, main
 from scripts.kit.bench.meter import Usage, cpu_ns, usage
-from scripts.kit.bench.newcomer import FAST, Story, table_of, true_tokens_per_s
-from scripts.kit.bench.newcomer import measure as run_story
-from scripts.kit.bench.sync import make_requests
-from scripts.kit.bench.sync_report import Visibility, median_cost, summary, tables
-from scripts.kit.bench.tokens import Bench, measure_all
+from scripts.kit.bench.overload import Seen as Overload
+from scripts.kit.bench.sync import Cost, Visibility, make_requests, tables
 from scripts.kit.bench.visibility import Seen
 from scripts.kit.http_client import Client
+from scripts.kit.load import Outcome
 
 METRICS = """\
 # HELP kvrouter_bus_published_total Messages sent
@@ -63,7 +63,7 @@ async def test_usage(url: str) -> None:
     """Usage has CPU time from /proc and the bus counters; the difference of two is an interval."""
     client = Client()
     used = await usage(client, os.getpid(), url)
-    client.close()
+    await client.close()
 
     assert used.cpu_ns > 0
     assert (3, 630, 10, 4000) == (used.sent, used.sent_bytes, used.received, used.received_bytes)
@@ -76,21 +76,16 @@ def run(requests: int, *cpu_us: float) -> tuple[int, list[Usage]]:
     return requests, [Usage(round(us * 1000 * requests), received_bytes=100 * requests) for us in cpu_us]
 
 
-def test_one_serves() -> None:
+def test_sync_costs() -> None:
     """The first replica serves, the others are peers; each figure is the median of the runs."""
     runs = [run(10, 1000, 100, 300), run(20, 1200, 200, 200), run(10, 5000, 900, 900)]
-    cost = median_cost(runs, replicas=3, spread=False, synced=True)
+    one = Cost.of(runs, replicas=3, spread=False, synced=True)
+    every = Cost.of([run(10, 100, 300)], replicas=2, spread=True, synced=True)
 
-    assert cost.peer is not None
-    assert (1200.0, 200.0) == (cost.serving.cpu_us, cost.peer.cpu_us)
-    assert (10, 100.0) == (cost.requests, cost.peer.received_bytes)
-
-
-def test_all_serve() -> None:
-    """If spread, the figure is the mean over all replicas, and there are no peers."""
-    cost = median_cost([run(10, 100, 300)], replicas=2, spread=True, synced=True)
-
-    assert (200.0, None) == (cost.serving.cpu_us, cost.peer)
+    assert one.peer is not None
+    assert (1_200_000, 200_000) == (one.serving.cpu_ns, one.peer.cpu_ns)
+    assert (200_000, None) == (every.serving.cpu_ns, every.peer)
+    assert [2 + 1, 0] == [table.row_count for table in tables([one, every], [])]
 
 
 def test_visibility() -> None:
@@ -102,22 +97,6 @@ def test_visibility() -> None:
     assert (100, 10.0) == (seen.samples, seen.rate)
 
 
-def test_report() -> None:
-    """All figures are in the tables and in the file."""
-    costs = [
-        median_cost([run(10, 1234, 321)], replicas=2, spread=False, synced=synced) for synced in (True, False)
-    ]
-    seen = [Visibility(2, 60.0, 240, 0.5, 0.75, 1.25, 150.0)]
-    console = Console(file=io.StringIO(), width=200)
-    for table in tables(costs, seen):
-        console.print(table)
-    assert isinstance(console.file, io.StringIO)
-    text = console.file.getvalue()
-
-    assert all(figure in text for figure in ("1,234", "321", "0.50 ms", "1.25 ms", "150"))
-    assert [True, False] == [cost["synced"] for cost in summary(costs, seen)["costs"]]
-
-
 def test_requests_share_nothing() -> None:
     """Prompts share no prefix, and requests ask for a stream, so that the end of prefill is published."""
     requests = make_requests()
@@ -126,74 +105,89 @@ def test_requests_share_nothing() -> None:
     assert b'"stream":true' in requests[0].body
 
 
-# --- newcomer ---
+def test_goodput() -> None:
+    """Complete answers count; the others are counted by status."""
+    good, refused = Outcome(0, "", None, 200, latency_s=1.0), Outcome(1, "", "status 503: {}", 503)
+    seen = Overload([good, good, refused], 2.0)
+
+    assert (1.0, ["x", "1.0", "1.00, 1.00", "1 x 503"]) == (seen.goodput, seen.row("x"))
 
 
-def test_newcomer_row() -> None:
-    """The speed that was learnt is that of the engines, and the new one is used."""
-    story = Story("small", FAST, 80, 130, chats=30, grows_at_s=10, comes_at_s=14, turns_s=24)
-
-    seen = run_story(story, 0)
-
-    assert seen.tokens_per_s == pytest.approx(true_tokens_per_s(FAST), rel=0.1)
-    assert seen.until_first_s < 10
-    assert 0 < seen.share < 1
-    assert 0 < seen.p50_s <= seen.p90_s <= seen.p99_s
-    assert 1 == table_of([story], 1).row_count
+# --- a short run ---
 
 
-# --- herding ---
+def _once(act: Callable[[], object], **_: float) -> float:
+    act()
+    return 1.0
 
 
-def test_herding_row() -> None:
-    """Runs repeat exactly: eight replicas herd on the idle worker until they learn, one replica does not."""
-    row = measure(replicas=8, burst=8, runs=3)
-
-    assert row == measure(replicas=8, burst=8, runs=3)
-    assert (8.0, 8.0) == (row.ties.to_idle, row.ties.fullest)
-    assert row.ideal.to_idle <= row.learnt.to_idle < 4
-    assert row.ideal.fullest <= row.learnt.fullest < 6
-    assert row.ideal == measure(replicas=1, burst=8, runs=3).learnt
-
-
-def test_herding_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Table and file have the same figures."""
-    file = tmp_path / "herding.json"
-    flags = ["--replicas", "2", "--burst", "8", "--runs", "1", "--json", str(file)]
-
-    assert 0 == main(["herding", *flags])
-    assert "idle" in capsys.readouterr().out
-    (row,) = json.loads(file.read_text())["rows"]
-    assert (2, 8) == (row["replicas"], row["burst"])
-    assert row["ties"]["to_idle"] > row["ideal"]["to_idle"]
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small measurements, as figures are not tested; the version in use is restored."""
+    before = versions.in_use()
+    for module in ("scripts.kit.bench.hashes", "scripts.kit.bench.index"):
+        monkeypatch.setattr(f"{module}.microseconds", _once)
+    monkeypatch.setattr(churn, "MOST_ROWS", 3000)
+    monkeypatch.setattr(churn, "PHASE_OPERATIONS", 5000)
+    cell = Cell(workloads.trace(read_trace(CONVERSATION_EXCERPT, 100)), 0.5, load=0.6, workers=2)
+    group = decisions.Group("a few requests", ("kv:8", "round-robin"), [cell])
+    monkeypatch.setattr(decisions, "groups", lambda: {"small": group})
+    monkeypatch.setattr(tokens, "MOST", 1.0)
+    yield
+    versions.choose(before)
 
 
-def test_herding_refuses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    """0 replicas is an error."""
-    with pytest.raises(SystemExit, match="2"):
-        main(["herding", "--replicas", "0"])
-    assert "at least 1" in capsys.readouterr().err
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize(
+    ("command", "figures"),
+    [
+        ("policies --targets 2 --runs 1 --seconds 0.001", "figures"),
+        ("decisions --seeds 1 --jobs 1", "groups"),
+        ("hashes --tokens 64", "us"),
+        ("index --targets 2 5 --blocks 2000", "resident"),
+        ("tokens --runs 2", "results"),
+    ],
+)
+def test_runs(command: str, figures: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A table, and a file with the same figures and the machine."""
+    file = tmp_path / "figures.json"
+
+    assert 0 == main([*command.split(), "--json", str(file)])
+
+    written = json.loads(file.read_text())
+    assert written[figures]
+    assert {"date", "cpu", "kvrouter"} <= written.keys()
+    assert capsys.readouterr().out
 
 
-def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a sub-command the list is printed; an unknown one is an error."""
-    assert 0 == main([])
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("core", versions.CORES)
+def test_churn(core: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The requested number of operations runs, of every kind, with both versions."""
+    if core == versions.NATIVE and versions.why_not_built:
+        pytest.skip(versions.why_not_built)
+
+    assert 0 == main(["churn", "--operations", "20000", "--core", core])
+
     said = capsys.readouterr().out
-    assert "sync " in said
-    assert "policies " in said
-    assert 2 == main(["nothing"])
-    assert "no sub-command 'nothing'" in capsys.readouterr().err
+    assert all(word in said for word in (f"core {core}", "looked up", "removed", "stored", "checks", "rows"))
 
 
-def test_tokens(tmp_path: Path) -> None:
-    """Prompts have the requested length, their known part costs little, and the ids are compared."""
-    build_tiny_model(tmp_path)
-    bench = Bench(tmp_path)
-    results = list(measure_all(bench, runs=2))
+class Forgetful(FlatTable):
+    """A table that does not sweep one of its shards."""
 
-    assert 3 == len(results)
-    assert all(8500 < result.tokens < 9500 and 7500 < result.known_tokens for result in results)
-    assert all(0 < result.ratio < 1 for result in results)
+    def sweep(self, slots: Sequence[int], shard_number: int) -> None:
+        if shard_number != 5:
+            super().sweep(slots, shard_number)
+
+
+@pytest.mark.usefixtures("short")
+def test_wrong_table_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few blocks too many make the history fail."""
+    monkeypatch.setattr(churn, "new_table", Forgetful)
+
+    with pytest.raises(AssertionError):
+        main(["churn", "--operations", "200000", "--core", "python"])
 
 
 def test_tokens_that_cannot_be_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,3 +198,36 @@ def test_tokens_that_cannot_be_cut(tmp_path: Path, capsys: pytest.CaptureFixture
 
     assert 1 == main(["tokens", "--model-path", str(tmp_path)])
     assert "prepend_scheme" in capsys.readouterr().err
+
+
+def test_instructions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A profile's last line has its sum, without idle time; without valgrind it is an error."""
+    assert 63395 == instructions.total("summary: 12\n\nfn=(1)\n15 63395\n\ntotals: 63395\n")
+    one = instructions.cost(100, 50_000, 1_000.0)
+    assert (490.0, 10.0) == (one.instructions, one.idle)
+    assert 1 == instructions.table({"kv": {"short": one}}, {"kv": {"short": one}}).row_count
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    assert 1 == main(["instructions", "--share", "0.001"])
+
+    assert "valgrind is not on PATH: install valgrind" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each command is there, says what it measures, and can write a file."""
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+
+    assert "--json FILE" in capsys.readouterr().out
+
+
+def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a sub-command the list is printed; an unknown one is an error."""
+    assert 0 == main([])
+    said = capsys.readouterr().out
+    assert all(f"  {command} " in said for command in COMMANDS)
+    assert 2 == main(["nothing"])
+    assert "no sub-command 'nothing'" in capsys.readouterr().err

@@ -29,4 +29,4 @@ async def test_starts_and_stops(tmp_path: Path) -> None:
             nats_url = await deployment.start_nats(fleet, client)
             deployed = await deployment.deploy(fleet, client, Plan("kv", tmp_path / "model"), nats_url)
             await deployment.stop(fleet, deployed)
-    client.close()
+    await client.close()

@@ -69,7 +69,7 @@ async def client() -> AsyncIterator[Client]:
     """Closed after the test."""
     client = Client()
     yield client
-    client.close()
+    await client.close()
 
 
 @pytest.fixture

@@ -76,11 +76,11 @@ def test_prompts_end_at_every_place_of_a_block() -> None:
     assert all(0 < len(one) <= MOST_TOKENS for one in past)
 
 
-def test_row_without_dynamo_says_so() -> None:
-    """Its column is not filled with zeros."""
+def test_row() -> None:
+    """Exact, over and under, by all groups and by one."""
     tally = Counter({"requests": 5, "hits": 4, "all groups: exact": 5, "one group: over": 2})
 
-    assert row("plain", tally) == "| plain | 5 (4) | 5 / 0 / 0 | 0 / 2 / 0 | not installed |"
+    assert row("plain", tally) == "| plain | 5 (4) | 5 / 0 / 0 | 0 / 2 / 0 |"
 
 
 def test_unknown_layout_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+
+import pytest
+
+from kvrouter.core.native import versions
+from scripts.kit import sanitize
 from scripts.kit.sanitize import ROOT, TESTS
 
 
 def test_its_tests_exist() -> None:
     """Tests that move are noticed."""
     assert [] == [name for name in TESTS if not (ROOT / name).exists()]
+
+
+@pytest.mark.skipif(not os.environ.get("KVROUTER_TEST_LONG"), reason="it builds, and takes minutes")
+@pytest.mark.skipif(bool(versions.why_not_built) or not shutil.which("gcc"), reason="gcc is needed")
+@pytest.mark.timeout(3600)
+def test_native_modules_under_sanitizers() -> None:
+    """No access out of bounds, use after free, misalignment or overflow."""
+    assert 0 == sanitize.main([])

@@ -10,8 +10,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from scripts.kit.load import LoadRequest
-from scripts.kit.steady import SteadyLoad
+from scripts.kit.load import LoadRequest, SteadyLoad
 
 REQUESTS = [LoadRequest(0.0, b"1"), LoadRequest(0.0, b"2")]
 

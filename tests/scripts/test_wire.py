@@ -45,7 +45,7 @@ async def test_short_requests(fleet: Fleet) -> None:
     """Every request is answered, over as many connections as requests in flight."""
     client = Client()
     _, port = await start_worker(fleet, client)
-    client.close()
+    await client.close()
 
     report = await run_load(Load(port, [body()], concurrency=4, requests=200), fleet.directory)
 
@@ -58,7 +58,7 @@ async def test_streams(fleet: Fleet) -> None:
     """A stream has as many events as it asked for, and they keep their pace."""
     client = Client()
     _, port = await start_worker(fleet, client)
-    client.close()
+    await client.close()
 
     load = Load(port, [body(stream=True, max_tokens=20)], concurrency=3, requests=6, is_stream=True)
     report = await run_load(load, fleet.directory)
@@ -73,7 +73,7 @@ async def test_bodies_in_turn(fleet: Fleet) -> None:
     """Bodies are sent in turn: of 9 requests each of three streams is asked for three times."""
     client = Client()
     _, port = await start_worker(fleet, client)
-    client.close()
+    await client.close()
     bodies = [body(stream=True, max_tokens=count) for count in (1, 2, 6)]
 
     report = await run_load(Load(port, bodies, requests=9, is_stream=True), fleet.directory)
@@ -113,7 +113,7 @@ async def test_time_is_bounded(fleet: Fleet) -> None:
     """A request that has not ended at the limit is an error, and the generator ends."""
     client = Client()
     _, port = await start_worker(fleet, client)
-    client.close()
+    await client.close()
 
     load = Load(port, [body(stream=True, max_tokens=100_000)], requests=1, is_stream=True, limit_s=0.3)
     report = await run_load(load, fleet.directory)

@@ -1,4 +1,4 @@
-"""Chats of gpt-oss. scripts/kit/harmony_chats.py compares random ones with vLLM's."""
+"""Chats of gpt-oss."""
 
 from __future__ import annotations
 

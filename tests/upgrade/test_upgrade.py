@@ -24,8 +24,8 @@ from scripts.kit import deployment
 from scripts.kit.deployment import Deployment, Plan
 from scripts.kit.fleet import Fleet, Process, wait_until_ok
 from scripts.kit.http_client import Client
+from scripts.kit.load import SteadyLoad
 from scripts.kit.ports import free_ports
-from scripts.kit.steady import SteadyLoad
 from scripts.kit.workload import load_requests
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,7 +150,7 @@ async def test_upgrade_and_rollback(previous: Path, tmp_path: Path, first: str) 
             await load.stop()
         assert [] == [one.error for one in load.outcomes if one.error]
         assert len(load.outcomes) > 100
-    client.close()
+    await client.close()
 
 
 async def test_versions_differ(previous: Path, tmp_path: Path) -> None:

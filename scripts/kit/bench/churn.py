@@ -8,12 +8,10 @@ which it holds each chain: that describes a prefix-closed set completely.
 from __future__ import annotations
 
 import argparse
-import itertools
 import random
 import time
 from array import array
 from collections import Counter
-from collections.abc import Sequence
 
 from kvrouter.core.native import versions
 from kvrouter.core.tables.table import new_table
@@ -26,25 +24,23 @@ SLOTS = (1, 3, 70)
 BOOKINGS = 50
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def run(flags: argparse.Namespace) -> int:
     """Run the history; 0 on success. A wrong answer raises AssertionError."""
-    parser = argparse.ArgumentParser(prog="scripts/bench churn", description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--operations", type=int, default=100_000_000, metavar="N", help="number (%(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the history (%(default)s)")
-    parser.add_argument("--core", choices=versions.CORES, help="version of the table (native if it is built)")
-    flags = parser.parse_args(arguments)
     print(f"core {versions.choose(flags.core)}, seed {flags.seed}", flush=True)
-    churn = Churn(flags.seed)
-    began = time.perf_counter()
-    for number in itertools.count(1):
+    churn, began = Churn(flags.seed), time.perf_counter()
+    while churn.operations < flags.operations:
         churn.phase(flags.operations)
+        number = len(churn.sizes) // 2
         if number % 20 == 0 or churn.operations >= flags.operations:
             print(f"{time.perf_counter() - began:,.0f} s: {number} sizes, {churn.summary()}", flush=True)
-        if churn.operations >= flags.operations:
-            return 0
-    return 1
+    return 0
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--operations", type=int, default=100_000_000, metavar="N", help="number (%(default)s)")
+    add("--seed", type=int, default=1, metavar="N", help="seed of the history (%(default)s)")
+    add("--core", choices=versions.CORES, help="version of the table (native if it is built)")
 
 
 class Churn:

@@ -9,13 +9,9 @@ minutes on two cores.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -29,7 +25,7 @@ from kvrouter.lab.simulate.settings import mode_name
 from kvrouter.lab.simulate.step_model import H100, LARGE_STEPS, SHORTEST
 from kvrouter.lab.simulate.traces import CONVERSATION_EXCERPT, read_trace
 from kvrouter.policies import PolicySettings
-from scripts.kit.bench.meter import machine
+from scripts.kit.bench.meter import conclude, machine
 
 KV = ("kv:auto", "kv:1", "kv:8")
 CACHES = (0.25, 0.5, 1.0, 3.0)
@@ -119,17 +115,15 @@ def _siblings(base: Cell) -> list[Cell]:
     return _with_replicas(cells)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def run(flags: argparse.Namespace) -> int:
     """Run the groups; returns the exit code."""
-    known = groups()
-    flags = _parser(known).parse_args(arguments)
-    figures: dict[str, Any] = {"machine": machine(), "seeds": flags.seeds, "groups": {}}
+    known, figures = groups(), {}
     for name in flags.only or known:
         compared = _run(name, known[name], flags)
         print(markdown(known[name].title, compared), flush=True)
-        figures["groups"][name] = [as_json(one, seeds=flags.seeds) for one in compared]
-        if flags.json is not None:  # after each group, so that a run that is stopped leaves its figures
-            flags.json.write_text(json.dumps(figures, indent=2) + "\n")
+        figures[name] = [as_json(one, seeds=flags.seeds) for one in compared]
+        # after each group, so that a run that is stopped leaves its figures
+        conclude(flags, [], machine() | {"seeds": flags.seeds}, groups=figures)
     return 0
 
 
@@ -195,26 +189,10 @@ def _sync(sync: Sync | None) -> str:
     return f"{1000 * sync.delay_s:g} ms{lost}"
 
 
-def _parser(known: dict[str, Group]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="scripts/bench decisions",
-        description=__doc__.split("\n", maxsplit=1)[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--only", action="append", choices=sorted(known), help="a group; repeatable; default: all")
-    add(
-        "--modes",
-        action="append",
-        type=mode_name,
-        metavar="MODE[:WEIGHT]",
-        help="instead of each group's; repeatable",
-    )
-    add("--seeds", type=int, default=3, help="runs of each mode in each cell")
-    add("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
-    add("--json", type=Path, metavar="FILE", help="also write all figures to FILE")
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    add("--only", action="append", choices=sorted(groups()), help="a group; repeatable; default: all")
+    add("--modes", action="append", type=mode_name, metavar="MODE[:WEIGHT]",
+        help="instead of each group's; repeatable")  # fmt: skip
+    add("--seeds", type=int, default=3, help="runs of each mode in each cell (%(default)s)")
+    add("--jobs", type=int, default=os.cpu_count() or 1, help="processes (%(default)s)")

@@ -4,49 +4,36 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
 from array import array
-from collections.abc import Callable, Sequence
-from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
+from collections.abc import Callable
 
 from kvrouter.core.native import versions
 from kvrouter.core.wire.hashes import block_hashes, block_seed, prompt_hashes, sequence_hashes
 from kvrouter.tokens.prefix_hashes import PrefixHashes
 from kvrouter.tokens.prefix_tokens import Beginnings
-from scripts.kit.bench.index_fixtures import BLOCK_SIZE, microseconds
-from scripts.kit.bench.meter import machine
+from scripts.kit.bench.meter import built, conclude, machine, microseconds
+from scripts.kit.script import table_of
+
+BLOCK_SIZE = 16
 
 PROMPTS = 200
 # Tokens of 256 characters, the default length of a part.
 PART_TOKENS = 60
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def run(flags: argparse.Namespace) -> int:
     """Measure; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="scripts/bench hashes", description=__doc__)
-    parser.add_argument("--tokens", type=int, default=9000, metavar="N", help="number (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
-    flags = parser.parse_args(arguments)
-    rows = {name: measure(flags.tokens, name) for name in built()}
-    table = Table(title=f"CPU µs for {flags.tokens:,} tokens, blocks of {BLOCK_SIZE}")
-    table.add_column("from tokens to …")
-    for name in rows:
-        table.add_column(name, justify="right")
-    for what in next(iter(rows.values())):
-        table.add_row(what, *(f"{row[what]:,.1f}" for row in rows.values()))
-    Console().print(table)
-    if flags.json is not None:
-        flags.json.write_text(json.dumps({**machine(), "tokens": flags.tokens, "us": rows}, indent=2) + "\n")
+    cores = {core: measure(flags.tokens, core) for core in built()}
+    rows = [[what, *(f"{us[what]:,.1f}" for us in cores.values())] for what in next(iter(cores.values()))]
+    title = f"CPU µs for {flags.tokens:,} tokens, blocks of {BLOCK_SIZE}"
+    table = table_of(title, ["from tokens to …", *cores], rows)
+    conclude(flags, [table], machine() | {"tokens": flags.tokens}, us=cores)
     return 0
 
 
-def built() -> list[str]:
-    """The versions that are built."""
-    return [name for name in versions.CORES if name == versions.PYTHON or not versions.why_not_built]
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=int, default=9000, metavar="N", help="number (%(default)s)")
 
 
 def measure(tokens: int, core: str) -> dict[str, float]:

@@ -15,12 +15,11 @@ import json
 import random
 import subprocess
 import sys
+from array import array
 from collections.abc import Callable, Sequence
 from itertools import cycle
-from pathlib import Path
 from statistics import median
 
-from rich.console import Console
 from rich.table import Table
 
 from kvrouter.core.fleet.router import Router, RouterRules
@@ -30,18 +29,15 @@ from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.core.wire.hashes import Hashes, hashes_of
 from kvrouter.core.wire.ids import RouterId, Target
 from kvrouter.policies import PolicySettings, new_policy
-from scripts.kit.bench.hashes import built
-from scripts.kit.bench.index_fixtures import (
-    BLOCK_SIZE,
-    BLOCKS,
-    hold_groups,
-    microseconds,
-    new_targets,
-    random_hashes,
-)
-from scripts.kit.bench.meter import machine
+from scripts.kit.bench.meter import built, conclude, machine, microseconds
 from scripts.kit.bench.policies import new_pool
+from scripts.kit.bench.resident import HOLDERS, new_targets, random_hashes
+from scripts.kit.script import table_of
 
+# Heimdall's published load: 230 groups of prompts, 9,000 tokens each …
+GROUPS, BLOCKS, BLOCK_SIZE = 230, 562, 16
+# … of which 8,000 are a system prompt that the group shares.
+SYSTEM_BLOCKS = 500
 # A system prompt of 1,000 tokens.
 SHARED_BLOCKS = 62
 MOST_BLOCKS = {versions.PYTHON: 1_000_000, versions.NATIVE: 100_000_000}
@@ -49,25 +45,19 @@ MOST_BLOCKS = {versions.PYTHON: 1_000_000, versions.NATIVE: 100_000_000}
 Row = dict[str, float | str]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def run(flags: argparse.Namespace) -> int:
     """Measure; returns the exit code."""
-    flags = _flags(arguments)
+    pairs = [(core, count) for core in built() for count in flags.targets]
     figures = {
-        "overlap": [overlap(core, count) for core in built() for count in flags.targets],
-        "overlap with resume points": [
-            overlap(core, count, resumes=True) for core in built() for count in flags.targets
-        ],
-        "ratio with resume points": [ratio(core, count) for core in built() for count in flags.targets],
-        "decision": [decision(core, count) for core in built() for count in flags.targets],
+        "overlap": [overlap(*pair) for pair in pairs],
+        "overlap with resume points": [overlap(*pair, resumes=True) for pair in pairs],
+        "ratio with resume points": [ratio(*pair) for pair in pairs],
+        "decision": [decision(*pair) for pair in pairs],
         "resident": [resident(core, min(flags.blocks, MOST_BLOCKS[core]), 1000) for core in built()],
     }
-    for title, rows in figures.items():
-        show(title, rows)
+    conclude(flags, [table(title, rows) for title, rows in figures.items()], machine(), **figures)
     if versions.why_not_built:
         print(f"no native version: {versions.why_not_built}")
-    about = {**machine(), **figures}
-    if flags.json is not None:
-        flags.json.write_text(json.dumps(about, indent=2) + "\n")
     return 0
 
 
@@ -83,6 +73,17 @@ def overlap(core: str, targets: int, *, resumes: bool = False) -> Row:
     """Look-ups in an index of 230 groups: of prompts held by few targets, and of one whose start all hold."""
     asks = _look_ups(core, targets, resumes=resumes)
     return {"core": core, "targets": targets, **{f"{name}_us": microseconds(ask) for name, ask in asks}}
+
+
+def hold_groups(index: BlockIndex, targets: Sequence[Target], rng: random.Random) -> list[array[int]]:
+    """Every group's prompt: some targets hold its system prompt, one of them the whole."""
+    prompts = [random_hashes(rng, BLOCKS) for _ in range(GROUPS)]
+    for prompt in prompts:
+        whole, *others = rng.sample(targets, min(HOLDERS, len(targets)))
+        index.store(whole, prompt)
+        for target in others:
+            index.store(target, prompt[:SYSTEM_BLOCKS])
+    return prompts
 
 
 def ratio(core: str, targets: int) -> Row:
@@ -151,21 +152,13 @@ def resident(core: str, blocks: int, targets: int) -> Row:
     return row
 
 
-def show(title: str, rows: Sequence[Row]) -> None:
-    """A table: one row for each version and size."""
-    table = Table(title=title)
-    for name in rows[0]:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*(f"{one:,.2f}" if isinstance(one, float) else f"{one}" for one in row.values()))
-    Console(width=200).print(table)
+def table(title: str, rows: Sequence[Row]) -> Table:
+    """One row for each version and size."""
+    shown = [[f"{one:,.2f}" if isinstance(one, float) else one for one in row.values()] for row in rows]
+    return table_of(title, list(rows[0]), shown)
 
 
-def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="scripts/bench index", description=__doc__)
-    parser.add_argument("--targets", type=int, nargs="+", default=[8, 64, 512, 1000], metavar="N")
-    parser.add_argument(
-        "--blocks", type=int, default=4_000_000, metavar="N", help="resident blocks (%(default)s)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
-    return parser.parse_args(arguments)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--targets", type=int, nargs="+", default=[8, 64, 512, 1000], metavar="N")
+    add("--blocks", type=int, default=4_000_000, metavar="N", help="resident blocks (%(default)s)")

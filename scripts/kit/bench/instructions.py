@@ -10,27 +10,24 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import shutil
 import subprocess
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import uvloop
 from rich.table import Table
 
-from scripts.kit.bench.relay import about_machine, checkout
+from scripts.kit.bench.meter import conclude, machine
+from scripts.kit.bench.relay import checkout
 from scripts.kit.bench.wire.rounds import send, warm
 from scripts.kit.bench.wire.routers import Workers
 from scripts.kit.bench.wire.stage import FLAGS, Stage, open_stage
 from scripts.kit.bench.wire.works import Work, after_models, raise_descriptor_limit, standard_works
 from scripts.kit.figures import MachineTime
 from scripts.kit.fleet import FleetError
-from scripts.kit.http_client import HttpError
-from scripts.kit.script import new_console, until_signalled
+from scripts.kit.script import table_of
 
 # The requests of one run. All streams are open at the same time, with an event each 60 ms: a frontend under
 # callgrind can send 2,100 events/s.
@@ -96,20 +93,11 @@ def total(dump: str) -> int:
     raise FleetError("callgrind's profile has no line `totals:`")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+async def run(flags: argparse.Namespace) -> int:
     """Measure; returns the exit code."""
-    try:
-        return uvloop.run(until_signalled("bench", _run(_flags(arguments))))
-    except (FleetError, HttpError) as error:
-        print(f"bench: failed: {error}", file=sys.stderr)
-        return 1
-
-
-async def _run(flags: argparse.Namespace) -> int:
     for program in ("valgrind", "callgrind_control"):
         if shutil.which(program) is None:
             raise FleetError(f"{program} is not on PATH: install valgrind")
-    console = new_console()
     raise_descriptor_limit()
     before = MachineTime.now()
     ours: dict[str, dict[str, Cost]] = {}
@@ -117,16 +105,12 @@ async def _run(flags: argparse.Namespace) -> int:
     async with open_stage() as stage:
         workers = await stage.workers(STREAM_PACE_MS)
         for mode in flags.modes:
-            console.print(f"{mode}: this takes 5 minutes for each frontend", highlight=False)
+            print(f"{mode}: this takes 5 minutes for each frontend", flush=True)
             ours[mode] = await _measure(stage, workers, mode, flags, None)
             if flags.against is not None:
                 others[mode] = await _measure(stage, workers, mode, flags, flags.against)
-    about = about_machine(before) | {"flags": flags.flag, "share": flags.share}
-    console.print(table(ours, others))
-    console.print(json.dumps(about), soft_wrap=True, highlight=False)
-    if flags.json is not None:
-        body = {**about, "this": _as_json(ours), "other": _as_json(others)}
-        flags.json.write_text(json.dumps(body, indent=2) + "\n")
+    about = machine(before) | {"flags": flags.flag, "share": flags.share}
+    conclude(flags, [table(ours, others)], about, this=_as_json(ours), other=_as_json(others))
     return 0
 
 
@@ -163,7 +147,7 @@ async def _measure(
         await asyncio.sleep(LAST_LINES_S)
         instructions, took_s = await callgrind.count(one.group)
         costs[work.name] = cost(report.events or report.requests, instructions, idle / idle_s * took_s)
-    await stage.stop(one.group)
+    await stage.stop_group(one.group)
     return costs
 
 
@@ -174,29 +158,23 @@ def cost(units: int, instructions: int, idle: float) -> Cost:
 
 def table(ours: Costs, others: Costs) -> Table:
     """One row for each mode and work, with the ratio to another checkout if it was measured."""
-    made = Table(title="instructions of a request, or of an event of a stream", title_justify="left")
-    made.add_column("")
-    made.add_column("work")
-    for name in ("number", "instructions", "idle", *(("other", "this / other") if others else ())):
-        made.add_column(name, justify="right")
+    rows = []
     for mode, costs in ours.items():
         for work, one in costs.items():
             figures = [f"{figure:,.0f}" for figure in (one.units, one.instructions, one.idle)]
             if mode in others:
                 other = others[mode][work].instructions
                 figures += [f"{other:,.0f}", f"{one.instructions / other:.3f}"]
-            made.add_row(mode, work, *figures)
-    return made
+            rows.append([mode, work, *figures])
+    columns = ("", "work", "number", "instructions", "idle", *(("other", "this / other") if others else ()))
+    return table_of("instructions of a request, or of an event of a stream", columns, rows)
 
 
 def _as_json(costs: Costs) -> dict[str, dict[str, dict[str, float]]]:
     return {mode: {work: asdict(one) for work, one in row.items()} for mode, row in costs.items()}
 
 
-def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="scripts/bench instructions", description=__doc__.split("\n", maxsplit=1)[0]
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--against", type=checkout, metavar="DIR",
         help="another checkout of kvrouter: its frontends are measured, too")  # fmt: skip
@@ -205,5 +183,3 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--modes", nargs="+", default=list(FLAGS), choices=list(FLAGS), metavar="MODE",
         help="which frontends (all)")  # fmt: skip
     add("--share", type=float, default=1.0, metavar="X", help="share of the usual requests (%(default)g)")
-    add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
-    return parser.parse_args(arguments)

@@ -16,17 +16,14 @@ import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from statistics import median
 
-import uvloop
 from rich.table import Table
 
 from kvrouter.lab.simulate.percentiles import percentiles
-from scripts.kit import deployment
-from scripts.kit.bench.meter import cpu_ns, machine
+from scripts.kit.bench.meter import conclude, cpu_ns, machine
 from scripts.kit.bench.mock_fleet import (
     BLOCK_SIZE,
     MODEL,
@@ -35,13 +32,12 @@ from scripts.kit.bench.mock_fleet import (
     mock_engine,
     prefix_tokens,
 )
+from scripts.kit.deployment import Stage, open_stage
 from scripts.kit.figures import MachineTime
-from scripts.kit.fleet import Fleet, FleetError, Process, wait_until_ok
-from scripts.kit.http_client import Client, HttpError
-from scripts.kit.load import LoadRequest, Outcome
+from scripts.kit.fleet import FleetError, Process, wait_until_ok
+from scripts.kit.load import LoadRequest, Outcome, SteadyLoad, check
 from scripts.kit.ports import free_ports
-from scripts.kit.script import log_directory, new_console, until_signalled
-from scripts.kit.steady import SteadyLoad
+from scripts.kit.script import table_of
 
 PROMPT_TOKENS = 2 * PREFIX_BLOCKS * BLOCK_SIZE
 PROMPTS = 256
@@ -49,21 +45,6 @@ SETTLE_S = 8.0
 # The goals for the lag: its 99th percentile and its maximum.
 P99_S, MAX_S = 0.005, 0.020
 _LAG = "kvrouter_loop_lag_seconds_bucket"
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The command line."""
-
-    workers: int
-    blocks_s: Sequence[float]
-    rate: float
-    runs: int
-    seconds: float
-    burst_ms: float
-    nice: int
-    frontend_flags: Sequence[str]
-    json: Path | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,54 +86,55 @@ class Run:
 class Bench:
     """Shared by all rates."""
 
-    fleet: Fleet
-    client: Client
-    nats_url: str
+    stage: Stage
     engine_url: str
-    options: Options
+    flags: argparse.Namespace
     requests: Sequence[LoadRequest]
 
     async def at(self, blocks_s: float) -> Run:
         """A frontend and a mock fleet at this rate; the median of the runs."""
         namespace = f"lag-{blocks_s:.0f}"
         frontend, url = await self._start_frontend(namespace)
-        mocks = await self.fleet.start(
+        mocks = await self.stage.fleet.start(
             f"mock-{blocks_s:.0f}",
             [
                 *(sys.executable, "-m", "scripts.kit.bench.mock_fleet"),
-                *(f"--nats={self.nats_url}", f"--namespace={namespace}", f"--engine={self.engine_url}"),
-                *(f"--workers={self.options.workers}", f"--blocks-s={blocks_s}"),
-                f"--burst-ms={self.options.burst_ms}",
+                *(f"--nats={self.stage.nats_url}", f"--namespace={namespace}", f"--engine={self.engine_url}"),
+                *(f"--workers={self.flags.workers}", f"--blocks-s={blocks_s}"),
+                f"--burst-ms={self.flags.burst_ms}",
             ],
             env={"PYTHONPATH": str(Path(__file__).parents[3])},
         )
-        await wait_until_ok(self.client, frontend, f"{url}/ready")
+        await wait_until_ok(self.stage.client, frontend, f"{url}/ready")
         await asyncio.sleep(SETTLE_S)
         runs = []
-        async with SteadyLoad(self.requests, [url], rate=self.options.rate) as load:
+        async with SteadyLoad(self.requests, [url], rate=self.flags.rate) as load:
             await asyncio.sleep(2.0)
-            for _ in range(self.options.runs):
+            for _ in range(self.flags.runs):
                 runs.append(await self._run(frontend, url, mocks, load, blocks_s))
-        failed = [outcome.error for outcome in load.outcomes if outcome.error]
-        if failed:
-            raise FleetError(f"{len(failed)} requests failed; the first: {failed[0]}")
-        await self.fleet.stop(mocks.name)
-        await self.fleet.stop(frontend.name)
+        check(load.outcomes)
+        await self.stage.fleet.stop(mocks.name)
+        await self.stage.fleet.stop(frontend.name)
         return Run.median(runs)
 
     async def _start_frontend(self, namespace: str) -> tuple[Process, str]:
         (port,) = free_ports(1)
         url = f"http://127.0.0.1:{port}"
-        process = await self.fleet.start(
+        process = await self.stage.fleet.start(
             f"frontend-{namespace}",
             [
                 *(sys.executable, "-m", "kvrouter.frontend", "--host=127.0.0.1", f"--port={port}"),
-                *("--admin-port=0", f"--nats={self.nats_url}", f"--namespace={namespace}", "--drain-grace=0"),
-                *self.options.frontend_flags,
+                *(
+                    "--admin-port=0",
+                    f"--nats={self.stage.nats_url}",
+                    f"--namespace={namespace}",
+                    "--drain-grace=0",
+                ),
+                *self.flags.frontend_flag,
             ],
         )
-        _prefer(process.pid, self.options.nice)
-        await wait_until_ok(self.client, process, f"{url}/live")
+        _prefer(process.pid, self.flags.nice)
+        await wait_until_ok(self.stage.client, process, f"{url}/live")
         return process, url
 
     async def _run(self, frontend: Process, url: str, mocks: Process, load: SteadyLoad, asked: float) -> Run:
@@ -163,7 +145,7 @@ class Bench:
         before, cpu, start = await self._lags(url), cpu_ns(frontend.pid), time.perf_counter()
         waited = _waited_ns(frontend.pid)
         sent, first = _sent(mocks), len(load.outcomes)
-        await asyncio.sleep(self.options.seconds)
+        await asyncio.sleep(self.flags.seconds)
         after, cpu, seconds = await self._lags(url), cpu_ns(frontend.pid) - cpu, time.perf_counter() - start
         outcomes = load.outcomes[first:]
         sent_blocks_s = _rate(sent, _sent(mocks))
@@ -196,7 +178,7 @@ class Bench:
         return {float(name.split('"')[1]): value for name, value in samples.items() if name.startswith(_LAG)}
 
     async def _samples(self, url: str) -> dict[str, float]:
-        _, body = await self.client.get(url)
+        _, body = await self.stage.client.get(url)
         lines = [line.rpartition(" ") for line in body.decode().splitlines() if not line.startswith("#")]
         return {name: float(value) for name, _, value in lines}
 
@@ -251,79 +233,34 @@ def quantile(buckets: Mapping[float, float], share: float) -> float:
     return float("inf")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+async def run(flags: argparse.Namespace) -> int:
     """Measure; returns the exit code."""
-    options = _options(arguments)
-    try:
-        return uvloop.run(until_signalled("bench", _measure(options)))
-    except (FleetError, HttpError) as error:
-        print(f"bench: failed: {error}", file=sys.stderr)
-        return 1
-
-
-async def _measure(options: Options) -> int:
-    console = new_console()
-    async with AsyncExitStack() as stack:
-        directory = stack.enter_context(log_directory("bench"))
-        client = Client()
-        stack.callback(client.close)
-        fleet = await stack.enter_async_context(Fleet(directory))
-        nats_url = await deployment.start_nats(fleet, client)
-        engine_url = await stack.enter_async_context(mock_engine(PROMPT_TOKENS))
-        bench = Bench(fleet, client, nats_url, engine_url, options, make_requests())
-        before, runs = MachineTime.now(), []
-        for blocks_s in options.blocks_s:
-            console.print(f"{blocks_s:,.0f} blocks/s", highlight=False)
+    before, runs = MachineTime.now(), []
+    async with open_stage("bench") as stage, mock_engine(PROMPT_TOKENS) as engine_url:
+        bench = Bench(stage, engine_url, flags, make_requests())
+        for blocks_s in flags.blocks_s:
+            print(f"{blocks_s:,.0f} blocks/s", flush=True)
             runs.append(await bench.at(blocks_s))
-        after = MachineTime.now()
-    console.print(table(runs))
-    about = machine() | {"workers": options.workers, "rate": options.rate, "runs": options.runs}
-    about |= {
-        "seconds": options.seconds,
-        "prompt_tokens": PROMPT_TOKENS,
-        "burst_ms": options.burst_ms,
-        "nice": options.nice,
-    }
-    if before and after:
-        about["machine_busy"] = round(after.busy_since(before), 3)
-    console.print(json.dumps(about), soft_wrap=True, highlight=False)
-    if options.json is not None:
-        options.json.write_text(json.dumps({**about, "lag": [asdict(run) for run in runs]}, indent=2) + "\n")
+    known = ("workers", "rate", "runs", "seconds", "burst_ms", "nice")
+    about = machine(before) | {name: getattr(flags, name) for name in known}
+    about |= {"prompt_tokens": PROMPT_TOKENS}
+    conclude(flags, [table(runs)], about, lag=[asdict(run) for run in runs])
     return 0
 
 
 def table(runs: Sequence[Run]) -> Table:
     """One row a rate."""
-    shown = Table(title="loop lag while events come", title_justify="left")
-    for name in ("blocks/s asked", "sent", "applied", "requests/s", "lag p50", "p99", "max", "over 5 ms"):
-        shown.add_column(name, justify="right")
-    for name in (
-        "TTFT p50",
-        "p99",
-        "frontend cores",
-        "no core",
-        "longest gc",
-        "in inbox",
-        "since",
+    columns = (
+        *("blocks/s asked", "sent", "applied", "requests/s", "lag p50", "p99", "max", "over 5 ms"),
+        *("TTFT p50", "p99", "frontend cores", "no core", "longest gc", "in inbox", "since"),
         "feeds not live",
-    ):
-        shown.add_column(name, justify="right")
-    for run in runs:
-        shown.add_row(
-            *(f"{value:,.0f}" for value in (run.asked_blocks_s, run.sent_blocks_s, run.applied_blocks_s)),
-            f"{run.requests_s:.0f}",
-            *(f"{value:.2f} ms" for value in (run.p50_ms, run.p99_ms)),
-            f"≤ {run.max_ms:g} ms",
-            f"{100 * run.over_5_ms:.2f} %",
-            *(f"{value:.1f} ms" for value in (run.ttft_p50_ms, run.ttft_p99_ms)),
-            f"{run.frontend_cpu:.2f}",
-            f"{100 * run.frontend_waited:.0f} %",
-            f"{run.gc_longest_ms:.1f} ms",
-            f"{run.inbox_messages:,.0f}",
-            f"{run.inbox_age_ms:.0f} ms",
-            f"{run.recoveries:,.0f}",
-        )
-    return shown
+    )
+    formats = (
+        *("{:,.0f}", "{:,.0f}", "{:,.0f}", "{:.0f}", "{:.2f} ms", "{:.2f} ms", "≤ {:g} ms", "{:.2%}"),
+        *("{:.1f} ms", "{:.1f} ms", "{:.2f}", "{:.0%}", "{:.1f} ms", "{:,.0f}", "{:.0f} ms", "{:,.0f}"),
+    )
+    rows = [[each.format(one) for each, one in zip(formats, astuple(run), strict=True)] for run in runs]
+    return table_of("loop lag while events come", columns, rows)
 
 
 def make_requests() -> list[LoadRequest]:
@@ -342,34 +279,15 @@ def make_requests() -> list[LoadRequest]:
     return requests
 
 
-def _options(arguments: Sequence[str] | None) -> Options:
-    parser = argparse.ArgumentParser(prog="scripts/bench lag", description=__doc__.split("\n", maxsplit=1)[0])
+def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--workers", type=int, default=1000, metavar="N", help="number (%(default)s)")
-    default = [0.0, 50_000.0, 200_000.0]
-    add(
-        "--blocks-s",
-        type=float,
-        nargs="+",
-        default=default,
-        metavar="N",
-        help="rates of events (0 50000 200000)",
-    )
+    add("--blocks-s", type=float, nargs="+", default=[0.0, 50_000.0, 200_000.0], metavar="N",
+        help="rates of events (0 50000 200000)")  # fmt: skip
     add("--rate", type=float, default=200.0, metavar="N", help="requests/s (%(default)g)")
     add("--runs", type=int, default=3, metavar="N", help="number of runs; figures are medians (%(default)s)")
     add("--seconds", type=float, default=10.0, metavar="S", help="seconds of one run (%(default)g)")
     add("--burst-ms", type=float, default=10.0, metavar="MS", help="interval between bursts (%(default)g)")
     add("--nice", type=int, default=0, metavar="N", help="the frontend's niceness (0); below 0 only as root")
-    add(
-        "--frontend-flag",
-        action="append",
-        default=[],
-        metavar="FLAG",
-        help="flag for the frontend; repeatable",
-    )
-    add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
-    flags = parser.parse_args(arguments)
-    return Options(
-        flags.workers, flags.blocks_s, flags.rate, flags.runs, flags.seconds, flags.burst_ms,
-        flags.nice, flags.frontend_flag, flags.json,
-    )  # fmt: skip
+    add("--frontend-flag", action="append", default=[], metavar="FLAG",
+        help="flag for the frontend; repeatable")  # fmt: skip

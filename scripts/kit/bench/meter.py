@@ -1,22 +1,30 @@
-"""What benches measure with: CPU time, memory and messages of processes, instructions of a call.
+"""What benches measure with: CPU time, memory and messages of processes, time and instructions of a call.
 
 CPU time and memory are read from /proc, messages and bytes from a process's own /metrics.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
+import json
 import platform
+import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, ParamSpec
 
+from rich.table import Table
+
+from kvrouter.core.native import versions
 from kvrouter.version import __version__
+from scripts.kit.figures import MachineTime
 from scripts.kit.http_client import Client
+from scripts.kit.script import new_console
 
 P = ParamSpec("P")
 
@@ -110,13 +118,50 @@ def instructions(act: Callable[P, object], *args: P.args, **kwargs: P.kwargs) ->
     return count
 
 
-def machine() -> dict[str, object]:
-    """Where and when something was measured, for a bench's JSON."""
+def machine(since: MachineTime | None = None) -> dict[str, object]:
+    """Where and when something was measured, and how busy the machine was `since` then."""
     cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    now = MachineTime.now()
     return {
         "date": time.strftime("%Y-%m-%d"),
         "cpu": cpus[0].partition(":")[2].strip() if cpus else platform.processor(),
         "cores": len(cpus),
+        "kernel": platform.release().partition("-")[0],
         "python": platform.python_version(),
         "kvrouter": __version__,
+        **({"machine_busy": round(now.busy_since(since), 3)} if now and since else {}),
     }
+
+
+def conclude(
+    flags: argparse.Namespace, tables: Iterable[Table], about: Mapping[str, object], **figures: object
+) -> None:
+    """Print the tables and what they are of; write the figures to the file of --json."""
+    console = new_console()
+    for table in tables:
+        console.print(table)
+    console.print(json.dumps(about), soft_wrap=True, highlight=False)
+    if flags.json is not None:
+        flags.json.write_text(json.dumps({**about, **figures}, indent=2) + "\n")
+
+
+def microseconds(act: Callable[[], object], *, runs: int = 7, seconds: float = 0.1) -> float:
+    """CPU time of one call: the median of some runs, each of many calls."""
+    act()
+    began, calls = time.process_time(), 0
+    while time.process_time() - began < seconds / 10:
+        act()
+        calls += 1
+    return statistics.median(_run(act, max(1, calls * 10)) for _ in range(runs))
+
+
+def _run(act: Callable[[], object], calls: int) -> float:
+    began = time.process_time()
+    for _ in range(calls):
+        act()
+    return (time.process_time() - began) / calls * 1e6
+
+
+def built() -> list[str]:
+    """The versions of the tables that are built."""
+    return [name for name in versions.CORES if name == versions.PYTHON or not versions.why_not_built]

@@ -10,17 +10,14 @@ has it, so a place for a copy is searched each time.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
 from kvrouter.core.fleet.pool import Pool, PoolSettings
@@ -35,7 +32,8 @@ from kvrouter.core.wire.ids import BookingKey, PoolId, RouterId, Target, WorkerI
 from kvrouter.core.wire.ops import VERSION
 from kvrouter.lab.simulate.cells import policy_of
 from kvrouter.policies import POLICIES, PolicySettings
-from scripts.kit.bench.meter import machine
+from scripts.kit.bench.meter import conclude, machine
+from scripts.kit.script import table_of
 
 # 9,000 tokens: Heimdall's published prompt.
 BLOCK_SIZE, BLOCKS = 16, 562
@@ -51,66 +49,39 @@ KNOWN = Speed(samples=100)
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """The command line."""
-
-    targets: Sequence[int]
-    blocks: int
-    modes: Sequence[str]
-    runs: int
-    seconds: float
-    json: Path | None
-
-
-@dataclass(frozen=True, slots=True)
 class Figure:
     """One mode at one size; CPU microseconds for one decision, median and extremes of the runs."""
 
     mode: str
     targets: int
-    microseconds: float
+    us: float
     least: float
     most: float
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def run(flags: argparse.Namespace) -> int:
     """Measure; returns the exit code."""
-    options = _options(arguments)
-    figures = [figure for count in options.targets for figure in measure(count, options)]
-    console = Console()
-    console.print(table(figures, options))
-    about = machine() | {"blocks": options.blocks, "runs": options.runs, "seconds": options.seconds}
-    console.print(json.dumps(about), soft_wrap=True, highlight=False)
-    if options.json is not None:
-        rows = [
-            {
-                "mode": one.mode,
-                "targets": one.targets,
-                "us": one.microseconds,
-                "least": one.least,
-                "most": one.most,
-            }
-            for one in figures
-        ]
-        options.json.write_text(json.dumps({**about, "figures": rows}, indent=2) + "\n")
+    figures = [figure for count in flags.targets for figure in measure(count, flags)]
+    about = machine() | {"blocks": flags.blocks, "runs": flags.runs, "seconds": flags.seconds}
+    conclude(flags, [table(figures, flags)], about, figures=[asdict(one) for one in figures])
     return 0
 
 
-def measure(count: int, options: Options) -> list[Figure]:
+def measure(count: int, flags: argparse.Namespace) -> list[Figure]:
     """Every mode with this number of targets, the shared part first."""
     rng = random.Random(count)
-    chain = [rng.getrandbits(64) for _ in range(options.blocks)]
+    chain = [rng.getrandbits(64) for _ in range(flags.blocks)]
     pool = new_pool(count, chain, rng)
     asked = new_request(pool, chain)
-    figures = [figure("candidates", count, lambda: pool.candidates(asked), options)]
-    for mode in options.modes:
+    figures = [figure("candidates", count, lambda: pool.candidates(asked), flags)]
+    for mode in flags.modes:
         policy = policy_of("kv:auto" if mode == HOT else mode, PolicySettings())
         selection = Selection(policy, new_filters(FilterSettings()))
         tables = new_tables(pool, asked, rng)
         for _ in range(HOT_REQUESTS if mode == HOT else 0):
             tables.shares.count(*pool.candidates(asked).held_of(asked))
         act = partial(decide, selection, pool, shown(asked, selection), tables, rng)
-        figures.append(figure(mode, count, act, options))
+        figures.append(figure(mode, count, act, flags))
     return figures
 
 
@@ -175,10 +146,10 @@ def new_tables(pool: Pool, asked: RouteRequest, rng: random.Random) -> RoutingTa
     return tables
 
 
-def figure(mode: str, targets: int, act: Callable[[], object], options: Options) -> Figure:
+def figure(mode: str, targets: int, act: Callable[[], object], flags: argparse.Namespace) -> Figure:
     """The median of the runs, each of the requested length."""
     act()
-    runs = sorted(_microseconds(act, options.seconds) for _ in range(options.runs))
+    runs = sorted(_microseconds(act, flags.seconds) for _ in range(flags.runs))
     return Figure(mode, targets, statistics.median(runs), runs[0], runs[-1])
 
 
@@ -191,39 +162,22 @@ def _microseconds(act: Callable[[], object], seconds: float) -> float:
     return (now - began) / calls * 1e6
 
 
-def table(figures: Sequence[Figure], options: Options) -> Table:
+def table(figures: Sequence[Figure], flags: argparse.Namespace) -> Table:
     """One row a mode, one column a size."""
-    made = Table(title=f"CPU µs per decision, {options.blocks} blocks")
-    made.add_column("mode")
-    for count in options.targets:
-        made.add_column(f"{count} targets", justify="right")
-    for mode in dict.fromkeys(one.mode for one in figures):
-        row = [one.microseconds for one in figures if one.mode == mode]
-        made.add_row(mode, *(f"{value:,.1f}" for value in row))
-    return made
+    modes = dict.fromkeys(one.mode for one in figures)
+    rows = [[mode, *(f"{one.us:,.1f}" for one in figures if one.mode == mode)] for mode in modes]
+    columns = ["mode", *(f"{count} targets" for count in flags.targets)]
+    return table_of(f"CPU µs per decision, {flags.blocks} blocks", columns, rows)
 
 
 def _text(number: int) -> str:
     return "".join(random.Random(number).choices("abcdefghij ", k=CHARACTERS))
 
 
-def _options(arguments: Sequence[str] | None) -> Options:
-    parser = argparse.ArgumentParser(
-        prog="scripts/bench policies", description=__doc__.split("\n", maxsplit=1)[0]
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--targets", type=int, nargs="+", default=[8, 64, 512], metavar="N", help="targets (8 64 512)")
     add("--blocks", type=int, default=BLOCKS, metavar="N", help="blocks of the prompt (%(default)s)")
-    add(
-        "--modes",
-        nargs="+",
-        default=MODES,
-        choices=MODES,
-        metavar="MODE",
-        help="router modes (all)",
-    )
+    add("--modes", nargs="+", default=MODES, choices=MODES, metavar="MODE", help="router modes (all)")
     add("--runs", type=int, default=5, metavar="N", help="number of runs; figures are medians (%(default)s)")
     add("--seconds", type=float, default=0.2, metavar="S", help="seconds of one run (%(default)g)")
-    add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
-    flags = parser.parse_args(arguments)
-    return Options(flags.targets, flags.blocks, flags.modes, flags.runs, flags.seconds, flags.json)

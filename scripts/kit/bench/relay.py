@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import platform
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-import uvloop
-from rich.console import Console
-
-from scripts.kit.bench.meter import machine
+from scripts.kit.bench.meter import conclude, machine
 from scripts.kit.bench.wire import growth, tables
 from scripts.kit.bench.wire.growth import Growth
 from scripts.kit.bench.wire.rounds import Contender, Results, run_rounds, warm
@@ -30,125 +25,68 @@ from scripts.kit.bench.wire.targets import OURS
 from scripts.kit.bench.wire.works import Work, after_models, raise_descriptor_limit, standard_works
 from scripts.kit.figures import MachineTime
 from scripts.kit.fleet import FleetError
-from scripts.kit.http_client import HttpError
-from scripts.kit.script import new_console, until_signalled
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The command line."""
-
-    runs: int
-    share: float
-    streams: Sequence[int]
-    growth_runs: int
-    window_s: float
-    against: Path | None
-    flag: Sequence[str]
-    nginx: Path | None
-    plots: Path | None
-    json: Path | None
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+async def run(flags: argparse.Namespace) -> int:
     """Measure; returns the exit code."""
-    options = _options(arguments)
-    try:
-        return uvloop.run(until_signalled("bench", _run(options)))
-    except (FleetError, HttpError) as error:
-        print(f"bench: failed: {error}", file=sys.stderr)
-        return 1
-
-
-async def _run(options: Options) -> int:
-    console = new_console()
-    descriptors = raise_descriptor_limit()
-    works = standard_works(options.share)
+    descriptors, before = raise_descriptor_limit(), MachineTime.now()
+    works = standard_works(flags.share)
     works.insert(1, after_models(works[0]))
-    before = MachineTime.now()
     async with open_stage() as stage:
-        results = await _relay(stage, works, options, console)
-        grown, failures = await _growth(stage, options, descriptors, console)
-    about = about_machine(before) | {"runs": options.runs, "share": options.share}
-    names = tables.names(results)
-    for work in works:
-        console.print(work_table(work, names, results))
-    if grown:
-        console.print(growth.growth_table(grown))
-    console.print(tools_line(works, results), highlight=False)
-    console.print(json.dumps(about), soft_wrap=True, highlight=False)
-    if options.plots is not None and grown:
-        growth.write_plots(options.plots, grown)
-    if options.json is not None:
-        body = {
-            **about,
-            "results": tables.as_json(results),
-            "growth": growth.as_json(grown),
-            "failures": failures,
-        }
-        options.json.write_text(json.dumps(body, indent=2) + "\n")
+        results = await _relay(stage, works, flags)
+        grown, failures = await _growth(stage, flags, descriptors)
+    shown = [work_table(work, tables.names(results), results) for work in works]
+    shown += [growth.growth_table(grown)] if grown else []
+    about = machine(before) | {"runs": flags.runs, "share": flags.share}
+    figures = {"results": tables.as_json(results), "growth": [asdict(one) for one in grown]}
+    conclude(flags, shown, about, **figures, failures=failures)
+    print(tools_line(works, results))
     for failure in failures:
         print(f"bench: failed: {failure}", file=sys.stderr)
     return 1 if failures else 0
 
 
-async def _relay(stage: Stage, works: Sequence[Work], options: Options, console: Console) -> Results:
+async def _relay(stage: Stage, works: Sequence[Work], flags: argparse.Namespace) -> Results:
     workers = await stage.workers(pace_ms=5)
-    ours = await stage.both_modes(workers, options.against, options.flag)
+    ours = await stage.both_modes(workers, flags.against, flags.flag)
     contenders = [*ours, direct(workers)]
     await warm(contenders, works, stage.directory)
-    results = await run_rounds(contenders, lambda: works, options.runs, stage.directory, sayer(console))
+    results = await run_rounds(contenders, lambda: works, flags.runs, stage.directory)
     for each in ours:
-        await stage.stop(each.group)
+        await stage.stop_group(each.group)
     return results
 
 
 async def _growth(
-    stage: Stage, options: Options, descriptors: int, console: Console
+    stage: Stage, flags: argparse.Namespace, descriptors: int
 ) -> tuple[list[Growth], list[str]]:
     """The measurements, and the programs that could not open all streams."""
     found, failures = [], []
-    for streams in growth.possible_streams(options.streams, descriptors):
+    for streams in growth.possible_streams(flags.streams, descriptors):
         workers = await stage.workers(growth.pace_ms(streams), growth.WORKERS)
-        for number, start in itertools.product(range(options.growth_runs), _routers(stage, workers, options)):
+        for number, start in itertools.product(range(flags.growth_runs), _routers(stage, workers, flags)):
             one = await start()
-            console.print(f"{streams:,} streams, run {number + 1}, {one.name}", highlight=False)
+            print(f"{streams:,} streams, run {number + 1}, {one.name}", flush=True)
             try:
                 found.append(
-                    await growth.grow(one, streams, window_s=options.window_s, directory=stage.directory)
+                    await growth.grow(one, streams, window_s=flags.window_s, directory=stage.directory)
                 )
             except FleetError as error:
                 failures.append(str(error))
-            await stage.stop(one.group)
+            await stage.stop_group(one.group)
     return growth.medians(found), failures
 
 
-def _routers(stage: Stage, workers: Workers, options: Options) -> list[Callable[[], Awaitable[Contender]]]:
+def _routers(
+    stage: Stage, workers: Workers, flags: argparse.Namespace
+) -> list[Callable[[], Awaitable[Contender]]]:
     """The programs to measure: a frontend, another checkout's, and nginx, which shows the kernel's part."""
     starts: list[Callable[[], Awaitable[Contender]]] = [partial(stage.ours, OURS, workers)]
-    if options.against is not None:
-        starts.append(partial(stage.ours, OURS, workers, options.against))
-    if program := find_nginx(options.nginx):
+    if flags.against is not None:
+        starts.append(partial(stage.ours, OURS, workers, flags.against))
+    if program := find_nginx(flags.nginx):
         starts.append(partial(stage.nginx, workers, program))
     return starts
-
-
-def sayer(console: Console, prefix: str = "") -> Callable[[str], None]:
-    """Prints the progress of a long measurement."""
-
-    def say(text: str) -> None:
-        console.print(prefix + text, highlight=False)
-
-    return say
-
-
-def about_machine(before: MachineTime | None) -> dict[str, object]:
-    """The machine, the date, and the CPU load since the start."""
-    about = machine()
-    after = MachineTime.now()
-    if before and after:
-        about["machine_busy"] = round(after.busy_since(before), 3)
-    return about | {"kernel": platform.release().partition("-")[0]}
 
 
 def add_measuring_flags(parser: argparse.ArgumentParser) -> None:
@@ -162,7 +100,6 @@ def add_measuring_flags(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="share of the usual requests of a run (%(default)g)",
     )
-    add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     add("--against", type=checkout, metavar="DIR",
         help="another checkout of kvrouter: its frontends are measured in the same rounds")  # fmt: skip
     add("--nginx", type=Path, metavar="PATH", help="the program (default: the one on PATH)")
@@ -176,10 +113,7 @@ def checkout(name: str) -> Path:
     return path
 
 
-def _options(arguments: Sequence[str] | None) -> Options:
-    parser = argparse.ArgumentParser(
-        prog="scripts/bench relay", description=__doc__.split("\n", maxsplit=1)[0]
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
     add_measuring_flags(parser)
     add = parser.add_argument
     add("--flag", action="append", default=[], metavar="FLAG",
@@ -188,5 +122,3 @@ def _options(arguments: Sequence[str] | None) -> Options:
         help="numbers of open streams; none: skip the growth (10 100 1000 3000 9000)")  # fmt: skip
     add("--growth-runs", type=int, default=1, metavar="N", help="runs for each number (%(default)s)")
     add("--window-s", type=float, default=5.0, metavar="S", help="seconds of a measurement (%(default)g)")
-    add("--plots", type=Path, metavar="DIR", help="directory for SVG plots of the growth")
-    return Options(**vars(parser.parse_args(arguments)))

@@ -14,14 +14,11 @@ import cProfile
 import json
 import pstats
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest import mock
-
-import uvloop
-from rich.table import Table
 
 import kvrouter
 from kvrouter.frontend.operators.rights import AdminKey, Rights, open_gate
@@ -34,11 +31,11 @@ from kvrouter.relay.request import ArrivingBytes
 from kvrouter.relay.routes import Routes
 from kvrouter.relay.upstream import Upstream, WorkerConnection
 from kvrouter.telemetry.logs import set_up_logs
-from scripts.kit.bench.meter import machine
+from scripts.kit.bench.meter import conclude, machine
 from scripts.kit.bench.wire.routers import Workers
 from scripts.kit.bench.wire.stage import FLAGS, Stage, namespace, open_stage
 from scripts.kit.bench.wire.works import SHORT_BODIES, conversations
-from scripts.kit.script import new_console, until_signalled
+from scripts.kit.script import table_of
 
 CONCURRENCY = 32
 WARM_REQUESTS = 2_000
@@ -113,35 +110,9 @@ class FakeTransport(asyncio.Transport):
         """Do nothing: there is no socket to close."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+async def run(flags: argparse.Namespace) -> int:
     """Measure; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="scripts/bench request", description=__doc__)
-    parser.add_argument(
-        "--runs",
-        type=int,
-        default=5,
-        metavar="N",
-        help="number of runs; figures are medians (%(default)s)",
-    )
-    parser.add_argument(
-        "--requests", type=int, default=20_000, metavar="N", help="requests per run (%(default)s)"
-    )
-    parser.add_argument(
-        "--flag",
-        action="append",
-        default=[],
-        metavar="FLAG",
-        help="one more flag of the frontends, as in --flag=--access-log=all; logs go to stderr then, in JSON",
-    )
-    parser.add_argument("--profile", action="store_true", help="also show the functions that take the time")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
-    flags = parser.parse_args(arguments)
     set_up_logs("info" if flags.flag else "error", "json")
-    return uvloop.run(until_signalled("bench", _run(flags)))
-
-
-async def _run(flags: argparse.Namespace) -> int:
-    console = new_console()
     figures: dict[str, dict[str, float]] = {}
     async with open_stage() as stage:
         workers = await stage.workers(pace_ms=5)
@@ -153,20 +124,21 @@ async def _run(flags: argparse.Namespace) -> int:
             if profile is not None:
                 profile.sort_stats("tottime").print_stats(PROFILE_LINES)
                 figures[name] |= {part: us["short"] * share for part, share in shares(profile).items()}
-    table = Table(
-        title="CPU µs of our own code: a short request, a stream of 2 events, one event more, a chat"
-    )
-    table.add_column("")
     parts = list(dict.fromkeys(part for row in figures.values() for part in row))
-    for part in parts:
-        table.add_column(part, justify="right")
-    for name, row in figures.items():
-        table.add_row(name, *(f"{row.get(part, 0.0):.1f}" for part in parts))
-    console.print(table)
-    console.print(json.dumps(machine()), soft_wrap=True, highlight=False)
-    if flags.json is not None:
-        flags.json.write_text(json.dumps({**machine(), "us": figures}, indent=2) + "\n")
+    rows = [[name, *(f"{row.get(part, 0.0):.1f}" for part in parts)] for name, row in figures.items()]
+    title = "CPU µs of our own code: a short request, a stream of 2 events, one event more, a chat"
+    conclude(flags, [table_of(title, ["", *parts], rows)], machine(), us=figures)
     return 0
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--runs", type=int, default=5, metavar="N", help="number of runs; figures are medians (%(default)s)")
+    add("--requests", type=int, default=20_000, metavar="N", help="requests per run (%(default)s)")
+    add("--flag", action="append", default=[], metavar="FLAG",
+        help="one more flag of the frontends, as in --flag=--access-log=all; logs go to stderr then, in JSON",
+    )  # fmt: skip
+    add("--profile", action="store_true", help="also show the functions that take the time")
 
 
 async def _measure(

@@ -13,17 +13,29 @@ import json
 import random
 import statistics
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvrouter.core.native import versions
 from kvrouter.core.tables.block_index import BlockIndex
-from kvrouter.core.wire.ids import Target
-from scripts.kit.bench.index_fixtures import HOLDERS, new_targets, random_hashes
+from kvrouter.core.wire.ids import Target, WorkerId
 
 CHAIN_BLOCKS, EVENT_BLOCKS, LOAD_BLOCKS = 512, 8, 64
 ROUND_EVENTS, ROUNDS = 1000, 40
 PAGE_BYTES = 4096
+# Targets that hold something of a chain or prompt.
+HOLDERS = 4
+
+
+def new_targets(count: int) -> list[Target]:
+    """Workers of one rank each."""
+    return [Target(WorkerId(f"w{number:04d}")) for number in range(count)]
+
+
+def random_hashes(rng: random.Random, count: int) -> array[int]:
+    """Random 64-bit numbers, which are distributed like sequence hashes."""
+    return array("Q", rng.randbytes(8 * count))
 
 
 class Growing:

@@ -1,6 +1,4 @@
-"""Cost of tokenizing a prompt whose beginning is known, and of asking an engine for the ids.
-
-The first is compared with `encode_batch_fast` on the whole; the second (token_ways.py) with this process.
+"""Cost of tokenizing a prompt whose beginning is known, next to `encode_batch_fast` on the whole.
 
 In one process, in turn: the whole prompt with `encode_batch_fast`, with an empty cache, and with a cache
 that has its beginning. Every prompt ends differently. The ids are compared.
@@ -9,15 +7,12 @@ that has its beginning. Every prompt ends differently. The ids are compared.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import pydoc_data.topics
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -28,15 +23,12 @@ from rich.table import Table
 from kvrouter.tokens.prefix_tokens import PrefixStore, PrefixTokens
 from kvrouter.tokens.splits import find_splits
 from kvrouter.tokens.tiny import build_tiny_model
-from scripts.kit.bench.meter import machine
-from scripts.kit.bench.token_ways import measure_ways, table_of
-from scripts.kit.script import log_directory, new_console
+from scripts.kit.bench.meter import conclude, machine
+from scripts.kit.script import log_directory, table_of
 
 # Limit of the cost of a prompt with 8,000 of 9,000 tokens known, as a share of the whole.
 MOST = 1 / 5
 TURNS = 16
-# Of each chat that this process or an engine tokenizes.
-WAY_TOKENS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +117,10 @@ def _turn(text: str) -> str:
     return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def run(flags: argparse.Namespace) -> int:
     """Measure; 1 if a prompt costs more than MOST."""
-    flags = _flags(arguments)
-    with ExitStack() as stack:
-        directory = flags.model_path or stack.enter_context(log_directory("bench")) / "model"
+    with log_directory("bench") as made:
+        directory = flags.model_path or made / "model"
         if flags.model_path is None:
             build_tiny_model(directory)
         bench = Bench(directory)
@@ -137,16 +128,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"bench: the cache is off for {directory}: {bench.splits.reason}", file=sys.stderr)
             return 1
         results = list(measure_all(bench, flags.runs))
-        texts = [bench.text(WAY_TOKENS) for _ in range(32)]
-        ways = measure_ways(directory, texts, max(8, flags.runs * 4))
-    new_console().print(_table(results))
-    new_console().print(table_of(ways, WAY_TOKENS))
     about = machine() | {"runs": flags.runs, "tokenizers": tokenizers.__version__}
-    print(json.dumps(about | {"system": platform.system()}))
-    if flags.json is not None:
-        rows = [{**asdict(result), "ratio": result.ratio} for result in results]
-        found = {**about, "results": rows, "ways": [asdict(way) for way in ways]}
-        flags.json.write_text(json.dumps(found, indent=2) + "\n")
+    rows = [{**asdict(result), "ratio": result.ratio} for result in results]
+    conclude(flags, [_table(results)], about, results=rows)
     slow = [result.prompt for result in results if result.ratio > MOST]
     if slow:
         print(f"bench: more than {MOST:g} of the whole: {', '.join(slow)}", file=sys.stderr)
@@ -154,23 +138,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _table(results: Sequence[Result]) -> Table:
-    table = Table(title="tokenizing a prompt whose beginning is known, medians")
-    table.add_column("prompt")
-    for name in ("tokens", "known", "whole, ms", "cache cold, ms", "cache warm, ms", "warm / whole"):
-        table.add_column(name, justify="right")
+    rows = []
     for each in results:
         times = [f"{ms:.2f}" for ms in (each.whole_ms, each.cold_ms, each.warm_ms)]
-        table.add_row(each.prompt, f"{each.tokens:,}", f"{each.known_tokens:,}", *times, f"{each.ratio:.3f}")
-    return table
+        rows.append([each.prompt, f"{each.tokens:,}", f"{each.known_tokens:,}", *times, f"{each.ratio:.3f}"])
+    columns = ("prompt", "tokens", "known", "whole, ms", "cache cold, ms", "cache warm, ms", "warm / whole")
+    return table_of("tokenizing a prompt whose beginning is known, medians", columns, rows)
 
 
-def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="scripts/bench tokens", description=__doc__.split("\n", maxsplit=1)[0]
-    )
-    parser.add_argument("--runs", type=int, default=100, metavar="N", help="prompts of each kind (100)")
-    parser.add_argument(
-        "--model-path", type=Path, metavar="DIR", help="model directory; default: the tiny model"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
-    return parser.parse_args(arguments)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--runs", type=int, default=100, metavar="N", help="prompts of each kind (%(default)s)")
+    add("--model-path", type=Path, metavar="DIR", help="model directory; default: the tiny model")

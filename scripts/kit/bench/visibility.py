@@ -162,12 +162,9 @@ def _router(replica: Replica) -> Router:
 def main(arguments: Sequence[str] | None = None) -> int:
     """One child."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--nats", required=True)
-    parser.add_argument("--number", type=int, required=True)
-    parser.add_argument("--replicas", type=int, required=True)
-    parser.add_argument("--rate", type=float, required=True)
-    parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--file", type=Path, required=True)
+    kinds = {"nats": str, "number": int, "replicas": int, "rate": float, "seconds": float, "file": Path}
+    for name, kind in kinds.items():
+        parser.add_argument(f"--{name}", type=kind, required=True)
     uvloop.run(_child(parser.parse_args(arguments)))
     return 0
 

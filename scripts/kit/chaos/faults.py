@@ -10,20 +10,21 @@ import contextlib
 import json
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvrouter.tokens.tiny import VOCABULARY_SIZE
 from kvrouter.worker.options import worker_id_of
 from scripts.kit.chaos.cluster import busiest
+from scripts.kit.chaos.incidents import INCIDENTS, play
 from scripts.kit.chaos.judge import Damage, Excuse
 from scripts.kit.chaos.stage import Stage
 from scripts.kit.fleet import wait_until_ok
 from scripts.kit.http_client import HttpError
-from scripts.kit.load import LoadRequest, Outcome
-from scripts.kit.steady import SteadyLoad
+from scripts.kit.load import LoadRequest, Outcome, SteadyLoad
 from scripts.kit.workload import MODEL
 
 STOPPED_S = 10.0
@@ -68,6 +69,8 @@ class Row:
     engine: int | None = None
     # Whether the engine's agent must publish all of its blocks afterwards.
     loses_nothing: bool = False
+    # A fault of incidents.py: a real Prometheus must raise these while it lasts.
+    alerts: Sequence[str] = ()
 
 
 async def kill_replica(stage: Stage, load: SteadyLoad) -> Damage:
@@ -323,4 +326,8 @@ ROWS = (
         on_cluster=True,
     ),
     Row("leaf-cut", f"a NATS leaf node without its cluster for {CUT_S:g} s", cut_leaf, on_cluster=True),
+    *(
+        Row(name, what, partial(play, lasting, alerts), on_cluster=True, alerts=alerts)
+        for name, what, lasting, alerts in INCIDENTS
+    ),
 )

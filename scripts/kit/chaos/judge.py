@@ -11,6 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from scripts.kit.load import Outcome
+from scripts.kit.script import table_of
 
 CLEAN_LIMIT_S = 30.0
 _SHOWN_FAILURES = 20
@@ -127,21 +128,17 @@ def judge(outcomes: Sequence[Outcome], excuses: Sequence[Excuse]) -> tuple[dict[
 
 def table(results: Sequence[RowResult]) -> Table:
     """The table of all results."""
-    shown = Table("fault", "requests", "failed", "clean after", "phantoms", "longest TTFT", "promise")
+    rows: list[Sequence[object]] = []
     for result in results:
         if result.skipped:
-            shown.add_row(result.what, "–", "–", "–", "–", "–", f"[yellow]skipped[/]: {result.skipped}")
+            rows.append([result.what, *5 * ["–"], f"[yellow]skipped[/]: {result.skipped}"])
             continue
-        shown.add_row(
-            result.what,
-            str(result.requests),
-            _failed(result),
-            "never" if result.clean_after_s is None else f"{result.clean_after_s:.1f} s",
-            str(result.leftovers.total),
-            f"{result.worst_ttft_s:.1f} s",
-            "[green]kept[/]" if result.holds else "[bold red]broken[/]",
-        )
-    return shown
+        clean = "never" if result.clean_after_s is None else f"{result.clean_after_s:.1f} s"
+        promise = "[green]kept[/]" if result.holds else "[bold red]broken[/]"
+        figures = (_failed(result), clean, result.leftovers.total, f"{result.worst_ttft_s:.1f} s", promise)
+        rows.append([result.what, result.requests, *figures])
+    columns = ("fault", "requests", "failed", "clean after", "phantoms", "longest TTFT", "promise")
+    return table_of("", columns, rows)
 
 
 def _failed(result: RowResult) -> str:

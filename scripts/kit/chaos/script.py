@@ -1,7 +1,8 @@
 """Faults against real processes under load: failures, time until replicas agree again, leftovers.
 
 Three replicas, four simulated engines with their agents, one nats-server, and requests at a fixed
-rate. One fault after the other, all on the same fleet.
+rate. One fault after the other, all on the same fleet. --alerts: instead, faults that a real Prometheus must
+notice, on a fleet of five engines and a NATS cluster; failed requests are then no failure of the run.
 """
 
 from __future__ import annotations
@@ -14,18 +15,16 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
-import uvloop
 from rich.console import Console
 
 from kvrouter.lab.simulate.traces import TraceError
 from kvrouter.observe.verify import VerifyError, compare
 from kvrouter.version import __version__
 from scripts.kit import proxies
+from scripts.kit.chaos import incidents
 from scripts.kit.chaos.faults import (
     KEPT,
     KEPT_REPLAY_BUFFER,
@@ -38,11 +37,9 @@ from scripts.kit.chaos.faults import (
 from scripts.kit.chaos.judge import RowResult, judge, table
 from scripts.kit.chaos.stage import Stage, open_stage
 from scripts.kit.deployment import Plan
-from scripts.kit.fleet import Fleet, FleetError
-from scripts.kit.http_client import HttpError
-from scripts.kit.load import LoadRequest
-from scripts.kit.script import log_directory, new_console, until_signalled
-from scripts.kit.steady import SteadyLoad
+from scripts.kit.load import LoadRequest, SteadyLoad
+from scripts.kit.prometheus import has_prometheus
+from scripts.kit.script import ScriptError, new_console, run
 from scripts.kit.workload import load_requests
 
 NAMESPACE = "chaos"
@@ -55,17 +52,11 @@ NUM_BLOCKS = 4096
 NO_HAPROXY = f"HAProxy is not installed: {proxies.HAPROXY.how_to_get} (only this row needs it)"
 
 
-class BrokenPromiseError(Exception):
+NO_PROMETHEUS = "Prometheus is not installed: apt-get install prometheus (only rows with alerts need it)"
+
+
+class BrokenPromiseError(ScriptError):
     """The run is complete, but a row of its table failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The command line."""
-
-    rate: float
-    only: Sequence[str]
-    json: Path | None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,20 +66,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR)
         # only errors: faults stop NATS, and every reconnection would be logged
     )
-    try:
-        return uvloop.run(until_signalled("chaos", _run(options)))
-    except (BrokenPromiseError, FleetError, HttpError, TraceError, VerifyError) as error:
-        print(f"chaos: failed: {error}", file=sys.stderr)
-        return 1
+    return run("chaos", _run(options), TraceError, VerifyError)
 
 
-async def _run(options: Options) -> int:
+async def _run(options: argparse.Namespace) -> int:
     console = new_console()
     started = time.monotonic()
-    rows = [row for row in ROWS if not options.only or row.name in options.only]
+    rows = [row for row in ROWS if row.name in options.only]
+    if not rows:
+        rows = [row for row in ROWS if bool(row.alerts) == options.alerts]
     results = []
-    for on_cluster, of_stage in itertools.groupby(rows, lambda row: row.on_cluster):
-        results += await _run_stage(console, list(of_stage), options.rate, on_cluster=on_cluster)
+    for (on_cluster, has_alerts), same in itertools.groupby(
+        rows, lambda row: (row.on_cluster, bool(row.alerts))
+    ):
+        if has_alerts:
+            results += await _run_watched(console, list(same))
+        else:
+            results += await _run_stage(console, list(same), options.rate, on_cluster=on_cluster)
     _show(console, results, options, time.monotonic() - started)
     if not all(result.holds for result in results):
         raise BrokenPromiseError("a row failed, see above")
@@ -99,14 +93,41 @@ async def _run_stage(
     console: Console, rows: Sequence[Row], rate: float, *, on_cluster: bool
 ) -> list[RowResult]:
     """The rows of one fleet."""
-    async with AsyncExitStack() as stack:
-        directory = stack.enter_context(log_directory("chaos"))
-        fleet = await stack.enter_async_context(Fleet(directory))
-        nats = "three NATS servers with a leaf node" if on_cluster else "NATS"
-        console.print(f"starting {nats}, {ENGINES} engines with their agents, and {REPLICAS} replicas")
-        stage = await open_stage(stack, fleet, _plan(directory), on_cluster=on_cluster)
+    nats = "three NATS servers with a leaf node" if on_cluster else "NATS"
+    console.print(f"starting {nats}, {ENGINES} engines with their agents, and {REPLICAS} replicas")
+    async with open_stage("chaos", _plan, on_cluster=on_cluster) as stage:
         requests = load_requests(700, output_divisor=OUTPUT_DIVISOR)
         return [await _run_row(console, stage, row, requests, rate) for row in rows]
+
+
+async def _run_watched(console: Console, rows: Sequence[Row]) -> list[RowResult]:
+    """The rows with alerts, on a fleet of their own."""
+    if not has_prometheus():
+        return [RowResult(row.name, row.what, skipped=NO_PROMETHEUS) for row in rows]
+    results = []
+    async with open_stage("chaos", incidents.plan_of, on_cluster=True) as bare:
+        stage = await incidents.watched(bare)
+        assert stage.prometheus is not None
+        rate = incidents.REQUESTS_PER_SECOND
+        async with SteadyLoad(incidents.requests(), stage.urls, rate=rate) as load:
+            firing = await incidents.healthy(stage.prometheus)
+            results.append(_watched_result("healthy", "no fault", problems=[*firing.values()]))
+            for row in rows:
+                console.print(f"[bold]{row.name}[/]: {row.what}", highlight=False)
+                damage = await row.fault(stage, load)
+                for text in damage.notes:
+                    console.print(f"  {text}", highlight=False)
+                results.append(_watched_result(row.name, row.what, damage.notes, damage.problems))
+            if len(rows) == len(incidents.INCIDENTS):  # some expressions have series in one incident only
+                empty = await incidents.without_series(stage.prometheus)
+                results.append(_watched_result("series", "every expression had one", problems=empty))
+    return results
+
+
+def _watched_result(
+    name: str, what: str, notes: Sequence[str] = (), problems: Sequence[str] = ()
+) -> RowResult:
+    return RowResult(name, what, clean_after_s=0.0, notes=notes, problems=problems)
 
 
 def _plan(directory: Path) -> Plan:
@@ -174,7 +195,9 @@ async def _run_row(
     return result
 
 
-def _show(console: Console, results: Sequence[RowResult], options: Options, seconds: float) -> None:
+def _show(
+    console: Console, results: Sequence[RowResult], options: argparse.Namespace, seconds: float
+) -> None:
     console.print(table(results))
     for result in results:
         for reason in [] if result.skipped else result.reasons():
@@ -191,18 +214,21 @@ def _show(console: Console, results: Sequence[RowResult], options: Options, seco
         options.json.write_text(json.dumps(body, indent=2) + "\n")
 
 
-def _options(arguments: Sequence[str] | None) -> Options:
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__.split("\n", maxsplit=1)[0])
     names = [row.name for row in ROWS]
     parser.add_argument(
         "--only", action="append", default=[], choices=names, help="run only this row; repeatable"
+    )
+    parser.add_argument(
+        "--alerts", action="store_true", help="the rows that a Prometheus must notice; 12 min"
     )
     parser.add_argument("--rate", type=float, default=RATE, metavar="N", help="requests/s (%(default)g)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
     flags = parser.parse_args(arguments)
     if not 0 < flags.rate <= 1000:
         parser.error(f"--rate {flags.rate:g}: use more than 0 and at most 1000 requests/s")
-    return Options(flags.rate, flags.only, flags.json)
+    return flags
 
 
 if __name__ == "__main__":

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvrouter.bus import NatsOptions, Subjects
 from kvrouter.bus.rights import VERIFY
 from kvrouter.config import open_bus
 from kvrouter.observe.verify import VerifyError, compare
 from kvrouter.observe.verify.agents import Requests
-from kvrouter.tokens.tiny import build_tiny_model
 from kvrouter.worker.options import worker_id_of
 from scripts.kit import deployment
 from scripts.kit.chaos.cluster import Link, start_cluster
@@ -23,6 +24,7 @@ from scripts.kit.chaos.truth import EngineWatch, agent_blocks, phantom_blocks, w
 from scripts.kit.deployment import Deployment, Plan
 from scripts.kit.fleet import Fleet, Process
 from scripts.kit.http_client import Client, HttpError
+from scripts.kit.prometheus import Prometheus
 from scripts.kit.replicas import disagreements, settled
 
 # Replicas must stay equal for this time, two heartbeats: by then a lost last frame is noticed.
@@ -46,6 +48,7 @@ class Stage:
     watches: Mapping[str, EngineWatch]
     # Between the leaf node and the cluster, where there are these.
     link: Link | None = None
+    prometheus: Prometheus | None = None
 
     @property
     def urls(self) -> list[str]:
@@ -153,25 +156,26 @@ class Stage:
         return f"the index names {target['blocks']} of the engine's {held} blocks{partial}"
 
 
-async def open_stage(stack: AsyncExitStack, fleet: Fleet, plan: Plan, *, on_cluster: bool = False) -> Stage:
-    """Start NATS and everything in `plan`, and watch each engine's KV events.
+@contextlib.asynccontextmanager
+async def open_stage(
+    name: str, plan_of: Callable[[Path], Plan], *, on_cluster: bool = False
+) -> AsyncIterator[Stage]:
+    """Start NATS and everything that is planned for its directory, and watch each engine's KV events.
 
     `on_cluster`: three servers and a leaf node, with accounts, instead of one server.
     """
-    client = Client()
-    stack.callback(client.close)
-    build_tiny_model(plan.model_path)
-    link = None
-    if on_cluster:
-        link = await stack.enter_async_context(Link.open())
-        plan, options = await start_cluster(fleet, client, plan, link)
-    else:
-        options = NatsOptions((await deployment.start_nats(fleet, client),))
-    deployed = await deployment.deploy(fleet, client, plan, options.servers[0])
-    watches = {
-        engine.url: await stack.enter_async_context(watching(engine.kv_events)) for engine in deployed.engines
-    }
-    bus = await stack.enter_async_context(open_bus(options, name=plan.namespace, user=VERIFY))
-    requests = Requests(bus, Subjects(plan.namespace))
-    await requests.begin()
-    return Stage(fleet, client, plan, deployed, requests, watches, link)
+    async with AsyncExitStack() as stack:
+        common = await stack.enter_async_context(deployment.open_stage(name, starts_nats=not on_cluster))
+        plan, link, options = plan_of(common.directory), None, NatsOptions((common.nats_url,))
+        if on_cluster:
+            link = await stack.enter_async_context(Link.open())
+            plan, options = await start_cluster(common.fleet, common.client, plan, link)
+        deployed = await deployment.deploy(common.fleet, common.client, plan, options.servers[0])
+        watches = {
+            engine.url: await stack.enter_async_context(watching(engine.kv_events))
+            for engine in deployed.engines
+        }
+        bus = await stack.enter_async_context(open_bus(options, name=plan.namespace, user=VERIFY))
+        requests = Requests(bus, Subjects(plan.namespace))
+        await requests.begin()
+        yield Stage(common.fleet, common.client, plan, deployed, requests, watches, link)

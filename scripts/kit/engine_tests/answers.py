@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from scripts.kit.engine_tests.workload import Request
-from scripts.kit.http_client import Client, Head, HttpError, request_bytes
+from scripts.kit.http_client import Client, Head, HttpError
 
 Json: TypeAlias = dict[str, Any]
 
@@ -63,7 +63,7 @@ async def ask(client: Client, base_url: str, request: Request) -> Answer:
     """Send one request and wait for the whole answer. Raises HttpError without one."""
     url = base_url + request.path
     body = bytearray()
-    head = await client.send(url, request_bytes("POST", url, request.encoded()), body.extend)
+    head = await client.send("POST", url, body.extend, request.encoded())
     if head.status != 200:
         return Answer(head.status, head.headers, body.decode(errors="replace"))
     events = _events(bytes(body)) if request.is_stream else [json.loads(body)]

@@ -5,14 +5,12 @@
 
 Prompts grow from a few roots, from former prompts with their answers, and from their beginnings: they end in
 every place relative to a block, and a small cache evicts. `one group` is what the blocks of the first group
-with full attention would predict alone. `Dynamo` is the tree of Dynamo's router (`_core.RadixTree`) after the
-events of that group, if DIR/dynamo has it (`pip install --target DIR/dynamo --no-deps ai-dynamo-runtime`).
+with full attention would predict alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import random
@@ -38,13 +36,7 @@ from kvrouter.core.wire.ids import Target, WorkerId
 from kvrouter.core.wire.ops import Cleared, NotResumable, Op, Removed, Resumable, Stored
 from kvrouter.tokens.tiny import build_tiny_model
 from kvrouter.worker.engines.metrics import read_metrics
-from kvrouter.worker.engines.vllm import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    VllmAdapter,
-    decode_batch,
-)
+from kvrouter.worker.engines.vllm import VllmAdapter
 from kvrouter.worker.publisher import KvPublisher
 from scripts.kit.engine_tests.adapters import RANK, write_adapter
 from scripts.kit.engine_tests.engines import ENVIRONMENT, START_TIMEOUT_S, find_program
@@ -173,69 +165,6 @@ def prompts(rng: random.Random, past: Sequence[Sequence[int]], block_size: int) 
         if rng.random() < 0.7:
             base += new(rng.choice(tails))
         yield base[:MOST_TOKENS]
-
-
-class Dynamo:
-    """The tree of Dynamo's router, given the events of one group; it has names for adapters and salts too."""
-
-    def __init__(self, directory: Path) -> None:
-        """Raises ImportError: `directory` does not have it."""
-        os.environ.setdefault("DYN_LOG", "error")  # it warns of each event that it refuses
-        sys.path.insert(0, str(directory))
-        self._core: Any = importlib.import_module("dynamo._core")
-        self._tree = self._core.RadixTree()
-        self._events = 0
-        self._salts: dict[int, str | None] = {}
-
-    def depth(self, tokens: Sequence[int], block_size: int, lora: str, salt: str) -> int:
-        """Blocks that it predicts, with the cap before the last token."""
-        found = self._tree.find_matches(self._names(tokens, block_size, lora, salt)).scores
-        return min(max(found.values(), default=0), max(0, len(tokens) - 1) // block_size)
-
-    def apply(self, payload: bytes) -> None:
-        """Events of the engine; those that it refuses, because a parent is unknown to it, are lost."""
-        for event in decode_batch(payload).events:
-            if getattr(event, "group_idx", 0) not in {0, None}:
-                continue
-            self._events += 1
-            body = {"event_id": self._events, "data": self._data(event), "dp_rank": 0}
-            with suppress(RuntimeError):
-                self._tree.apply_event(1, json.dumps(body).encode())
-
-    def _names(self, tokens: Sequence[int], block_size: int, lora: str, salt: str) -> list[int]:
-        more = {"lora_name": lora or None, "cache_namespace": salt or None}
-        names: list[int] = self._core.compute_block_hash_for_seq(list(tokens), block_size, **more)
-        return names
-
-    def _data(self, event: object) -> object:
-        if isinstance(event, BlockStored):
-            hashes = [_u64(one) for one in event.block_hashes]
-            parent = None if event.parent_block_hash is None else _u64(event.parent_block_hash)
-            salt = self._salt(event) if parent is None else self._salts.get(parent)
-            self._salts.update(dict.fromkeys(hashes, salt))
-            names = self._names(event.token_ids, event.block_size, event.lora_name or "", salt or "")
-            blocks = [
-                {"block_hash": one, "tokens_hash": name, "mm_extra_info": None}
-                for one, name in zip(hashes, names, strict=False)
-            ]
-            return {"stored": {"parent_hash": parent, "blocks": blocks}}
-        if isinstance(event, BlockRemoved):
-            return {"removed": {"block_hashes": [_u64(one) for one in event.block_hashes]}}
-        assert isinstance(event, AllBlocksCleared)
-        return "cleared"
-
-    def _salt(self, event: BlockStored) -> str | None:
-        keys = (event.extra_keys or [None])[0] or ()
-        found = [key for key in keys if isinstance(key, str) and key != event.lora_name]
-        return found[-1] if found else None
-
-
-def _u64(engine_hash: int | bytes) -> int:
-    return (
-        int.from_bytes(engine_hash[-8:], "big")
-        if isinstance(engine_hash, bytes)
-        else engine_hash & (1 << 64) - 1
-    )
 
 
 @dataclass(slots=True)
@@ -383,14 +312,13 @@ class Events:
         self._context.destroy(linger=0)
 
 
-def measure(engine: Engine, requests: int, seed: int, dynamo: Path) -> Counter[str]:
+def measure(engine: Engine, requests: int, seed: int) -> Counter[str]:
     """Ask one engine, and count. Raises RuntimeError."""
     layout, rng = engine.layout, random.Random(seed)
     engine.start()
     with urllib.request.urlopen(f"{engine.url}/metrics", timeout=30) as answer:
         one_less = read_metrics(answer.read().decode()).speculates
     found = [Prediction(layout.block_size, one_less=one_less) for _ in range(layout.ranks)]
-    trees = _trees(dynamo, layout.ranks)
     past: list[list[int]] = []
     wanted = prompts(rng, past, layout.block_size)
     events = Events(engine.events)
@@ -400,7 +328,6 @@ def measure(engine: Engine, requests: int, seed: int, dynamo: Path) -> Counter[s
             engine.stop(kill=True)
             engine.start()
             events = Events(engine.events)
-            trees = _trees(dynamo, layout.ranks)
             for one in found:
                 one.forget()
         rank = number % layout.ranks
@@ -410,32 +337,19 @@ def measure(engine: Engine, requests: int, seed: int, dynamo: Path) -> Counter[s
         body |= {"model": lora or "tiny"} | ({"cache_salt": salt} if salt else {})
         cached_tokens, output = ask(engine.url, body, rank)
         found[rank].compare(tokens, cached_tokens, lora, salt)
-        for tree in trees[rank : rank + 1]:
-            found[rank].count("Dynamo", tree.depth(tokens, layout.block_size, lora, salt), cached_tokens)
         past.append([*tokens, *output][:MOST_TOKENS])
         for place, payload in events.read():
             found[place].apply(payload)
-            for tree in trees[place : place + 1]:
-                tree.apply(payload)
     events.close()
     return sum((one.tally for one in found), Counter())
-
-
-def _trees(directory: Path, count: int) -> list[Dynamo]:
-    try:
-        return [Dynamo(directory) for _ in range(count)]
-    except ImportError:
-        return []
 
 
 def row(name: str, tally: Mapping[str, int]) -> str:
     """A row of the table in docs/results.md."""
     cells = [
         " / ".join(str(tally.get(f"{who}: {how}", 0)) for how in ("exact", "over", "under"))
-        for who in ("all groups", "one group", "Dynamo")
+        for who in ("all groups", "one group")
     ]
-    if not any(key.startswith("Dynamo") for key in tally):
-        cells[-1] = "not installed"
     return f"| {name} | {tally['requests']} ({tally['hits']}) | {' | '.join(cells)} |"
 
 
@@ -450,16 +364,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := sorted({*flags.names} - {*LAYOUTS}):
         parser.error(f"no layout {unknown[0]!r}: use {', '.join(LAYOUTS)}")
     vllm, exact = find_program("vllm", flags.directory), True
-    print("| layout | requests (with hits) | kvrouter: exact / over / under | one group | Dynamo |")
-    print("|---|---|---|---|---|", flush=True)
+    print("| layout | requests (with hits) | kvrouter: exact / over / under | one group |")
+    print("|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory(prefix="kvrouter-layouts-") as directory:
         build_models(Path(directory))
         for name in flags.names or LAYOUTS:
             engine = Engine(vllm, Path(directory), LAYOUTS[name], Path(directory) / "engine.log")
             try:
-                tally = measure(engine, flags.requests, flags.seed, flags.directory / "dynamo")
+                tally = measure(engine, flags.requests, flags.seed)
             except (RuntimeError, OSError) as error:
-                print(f"| {name} | failed: {error} | | | |\n", *_last_lines(engine.log), flush=True)
+                print(f"| {name} | failed: {error} | | |\n", *_last_lines(engine.log), flush=True)
                 exact = False
                 continue
             finally:

@@ -2,22 +2,20 @@
 
     DIR/venv/bin/python scripts/kit/engine_tests/lookahead.py tests/data/vllm_0.33_lookahead.json
 
-with the Python of an environment that has vLLM 0.33, which needs no engine and no GPU for this.
+with the Python of an environment that has vLLM 0.33, which needs no engine and no GPU for this. The file's
+prompts part from an earlier one at, before and behind the ends of blocks; they stay.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-import random
 import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 BLOCK = 16
-LOOKAHEADS = (0, 1, 3)
-PROMPTS = 40
 
 
 def record(lookahead: int, prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -58,38 +56,19 @@ def record(lookahead: int, prompts: list[dict[str, Any]]) -> list[dict[str, Any]
         manager.free(asked)
         batch = KVEventBatch(ts=float(number), events=manager.take_events(), data_parallel_rank=0)
         events = base64.b64encode(msgspec.msgpack.encode(batch)).decode()
-        steps.append({**prompt, "cached": cached, "events": events})
+        given = {name: value for name, value in prompt.items() if value is not None}
+        steps.append({**given, "cached": cached, "events": events})
     return steps
 
 
-def made(seed: int) -> list[dict[str, Any]]:
-    """Prompts that part from an earlier one at, before and behind the ends of blocks."""
-    dice = random.Random(seed)
-
-    def words(count: int) -> list[int]:
-        return [dice.randrange(5, 9999) for _ in range(count)]
-
-    first = words(101)
-    found: list[dict[str, Any]] = [
-        {"tokens": tokens}
-        for tokens in (first, first, first[:96], first[:97], first[:56] + words(30), first[:48] + words(30))
-    ]
-    while len(found) < PROMPTS:
-        before: list[int] = dice.choice(found)["tokens"]
-        end = len(before) // BLOCK * BLOCK
-        cuts = [
-            dice.randrange(len(before) + 1),
-            end,
-            end + dice.randrange(5),
-            dice.randrange(end + 1) // BLOCK * BLOCK,
-        ]
-        tokens = before[: dice.choice(cuts)] + words(dice.choice([0, 1, 2, 3, 17, 40]))
-        if tokens:
-            found.append({"tokens": tokens, **({"salt": "s"} if dice.random() < 0.1 else {})})
-    return found
-
-
 if __name__ == "__main__":
-    histories = {str(one): record(one, made(one)) for one in LOOKAHEADS}
-    recorded = {"source": f"vllm {version('vllm')}", "block_size": BLOCK, "histories": histories}
-    Path(sys.argv[1]).write_text(json.dumps(recorded, separators=(",", ":")) + "\n", "utf-8")
+    file = Path(sys.argv[1])
+    recorded = json.loads(file.read_text("utf-8"))
+    histories = {
+        lookahead: record(
+            int(lookahead), [{"tokens": step["tokens"], "salt": step.get("salt")} for step in steps]
+        )
+        for lookahead, steps in recorded["histories"].items()
+    }
+    recorded |= {"source": f"vllm {version('vllm')}", "histories": histories}
+    file.write_text(json.dumps(recorded, separators=(",", ":")) + "\n", "utf-8")

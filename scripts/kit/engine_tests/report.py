@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from scripts.kit.engine_tests.answers import Sample
+from scripts.kit.script import table_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +65,17 @@ def table(report: Report) -> list[Table | str]:
 
 
 def _by(samples: Sequence[Sample], attribute: str) -> Table:
-    view = Table(
-        attribute, "requests", "with a hit", "cached tokens", "of prompt tokens", "exact", "over", "under"
-    )
-    for column in view.columns[1:]:
-        column.justify = "right"
+    rows = []
     for value in dict.fromkeys(getattr(sample, attribute) for sample in samples):
         some = [sample for sample in samples if getattr(sample, attribute) == value]
-        view.add_row(
-            str(value),
-            str(len(some)),
-            str(sum(sample.cached_tokens > 0 for sample in some)),
-            str(sum(sample.cached_tokens for sample in some)),
-            str(sum(sample.prompt_tokens for sample in some)),
-            str(sum(sample.is_exact for sample in some)),
-            str(sum(sample.predicted_tokens > sample.cached_tokens for sample in some)),
-            str(sum(sample.predicted_tokens < sample.cached_tokens for sample in some)),
+        sums = (
+            sum(sample.cached_tokens > 0 for sample in some),
+            sum(sample.cached_tokens for sample in some),
+            sum(sample.prompt_tokens for sample in some),
+            sum(sample.is_exact for sample in some),
+            sum(sample.predicted_tokens > sample.cached_tokens for sample in some),
+            sum(sample.predicted_tokens < sample.cached_tokens for sample in some),
         )
-    return view
+        rows.append([value, len(some), *sums])
+    columns = ("requests", "with a hit", "cached tokens", "of prompt tokens", "exact", "over", "under")
+    return table_of("", (attribute, *columns), rows)

@@ -11,22 +11,19 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
-import uvloop
 from rich.console import Console
 
+from scripts.kit.deployment import open_stage
 from scripts.kit.engine_tests.answers import Sample, ask
 from scripts.kit.engine_tests.engines import BLOCK_SIZE, Kind, counting_evictions, find_program
 from scripts.kit.engine_tests.report import Report, table
 from scripts.kit.engine_tests.stage import ENGINES, Stage, prepare, set_up
 from scripts.kit.engine_tests.workload import Request, Workload
-from scripts.kit.fleet import Fleet, FleetError
-from scripts.kit.http_client import Client, HttpError
-from scripts.kit.script import log_directory, new_console, until_signalled
+from scripts.kit.script import ScriptError, new_console, run
 
 # Per engine. All kinds and groups need more than 1,000, so both engines evict.
 NUM_BLOCKS = 160
@@ -35,24 +32,8 @@ DOWN_REQUESTS = 10
 _FEWEST_REQUESTS = 3 * DOWN_REQUESTS
 
 
-class WrongPredictionsError(Exception):
+class WrongPredictionsError(ScriptError):
     """The run is complete, but too many predictions were wrong."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The command line."""
-
-    directory: Path
-    kind: Kind
-    requests: int
-    seed: int
-    json: Path | None
-
-    @property
-    def name(self) -> str:
-        """The script's."""
-        return f"test-{self.kind}"
 
 
 @dataclass(slots=True)
@@ -82,25 +63,18 @@ class Trial:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the test; exit code 0 only if at least 99 % of the predictions were exact."""
     options = _options(arguments)
-    try:
-        return uvloop.run(until_signalled(options.name, _run(options)))
-    except (FleetError, HttpError, WrongPredictionsError) as error:
-        print(f"{options.name}: failed: {error}", file=sys.stderr)
-        return 1
+    return run(f"test-{options.kind}", _run(options))
 
 
-async def _run(options: Options) -> int:
+async def _run(options: argparse.Namespace) -> int:
     console = new_console()
     program = find_program(options.kind, options.directory)
     started = time.monotonic()
-    async with AsyncExitStack() as stack:
-        fleet = await stack.enter_async_context(Fleet(stack.enter_context(log_directory(options.name))))
-        client = Client()
-        stack.callback(client.close)
-        test = prepare(fleet.directory, options.kind, program, NUM_BLOCKS)
+    async with open_stage(f"test-{options.kind}", starts_nats=False) as common:
+        test = prepare(common.directory, options.kind, program, NUM_BLOCKS)
         size = f"{NUM_BLOCKS} blocks of {BLOCK_SIZE} tokens"
         console.print(f"starting {ENGINES} {options.kind} engines, {size} each")
-        stage = await set_up(fleet, client, test)
+        stage = await set_up(common.fleet, common.client, test)
         console.print(
             stage.serve.log.read_text(errors="replace"), markup=False, highlight=False, soft_wrap=True
         )
@@ -142,7 +116,7 @@ async def _versions(stage: Stage, kind: Kind) -> dict[str, str]:
     return {kind: found["version"], "python": sys.version.split()[0]}
 
 
-def _options(arguments: Sequence[str] | None) -> Options:
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/test-vllm (or test-sglang)", description=__doc__)
     parser.add_argument(
         "directory", type=Path, metavar="DIR", help="made by --build DIR: it has the engine (docs/engines.md)"
@@ -151,7 +125,7 @@ def _options(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--requests", type=int, default=420, help="number of requests (default: 420)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the workload (default: 1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
-    options = Options(**vars(parser.parse_args(arguments)))
+    options = parser.parse_args(arguments)
     if options.requests < _FEWEST_REQUESTS:
         parser.error(f"--requests {options.requests}: at least {_FEWEST_REQUESTS} are needed")
     return options

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvrouter.tokens.tiny import build_tiny_model
 from scripts.kit.engine_tests.adapters import write_adapter
 from scripts.kit.engine_tests.engines import Engine, EngineTest, Kind, start_engine, wait_until_up
 from scripts.kit.fleet import Fleet, FleetError, Process, wait_until_ok
@@ -90,9 +89,8 @@ class Stage:
 
 
 def prepare(directory: Path, kind: Kind, program: Path, num_blocks: int) -> EngineTest:
-    """Write a model and, for vLLM, two adapters into `directory`."""
+    """Complete the tiny model in `directory`, and write two adapters for vLLM."""
     model = directory / "model"
-    build_tiny_model(model)
     (model / "chat_template.jinja").write_text(_CHAT_TEMPLATE, "utf-8")
     adapters = {name: directory / name for name in (("lora-a", "lora-b") if kind == "vllm" else ())}
     for seed, path in enumerate(adapters.values()):

@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import json
 import random
-import re
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -30,14 +29,15 @@ from rich.table import Table
 from kvrouter.bus import Subjects
 from kvrouter.core.wire.ids import PoolId, WorkerId
 from kvrouter.core.wire.senders import KvSource, RouterSource, Source, SyncSource, WorkerSource
+from scripts.kit.bench.meter import resident_bytes
 from scripts.kit.chaos.judge import Damage
 from scripts.kit.chaos.stage import Stage, open_stage
 from scripts.kit.deployment import Plan
-from scripts.kit.fleet import Fleet, Process
+from scripts.kit.fleet import Process
 from scripts.kit.fuzz.forged import Forger, Real
 from scripts.kit.fuzz.mutate import Mutator
-from scripts.kit.script import log_directory, new_console
-from scripts.kit.steady import SteadyLoad
+from scripts.kit.load import SteadyLoad
+from scripts.kit.script import new_console, table_of
 from scripts.kit.workload import load_requests
 
 NAMESPACE = "fuzz"
@@ -146,7 +146,7 @@ class Memory:
         """Record the current memory; a repeated moment keeps the maximum."""
         column = self.columns.setdefault(moment, {})
         for process in processes:
-            resident = _resident_mib(process.pid)
+            resident = resident_bytes(process.pid) / 2**20
             column[process.name] = max(resident, column.get(process.name, 0.0))
 
     def grown_mib(self) -> float:
@@ -156,27 +156,16 @@ class Memory:
 
     def table(self) -> Table:
         """A row for each process."""
-        table = Table("MiB resident", *self.columns, title="memory")
-        for name in dict.fromkeys(name for column in self.columns.values() for name in column):
-            table.add_row(name, *(f"{column.get(name, 0):.0f}" for column in self.columns.values()))
-        return table
-
-
-def _resident_mib(pid: int) -> float:
-    """0 if the process has ended."""
-    try:
-        found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
-    except OSError:
-        return 0.0
-    return int(found[1]) / 1024 if found else 0.0
+        names = dict.fromkeys(name for column in self.columns.values() for name in column)
+        rows = [[name, *(f"{one.get(name, 0):.0f}" for one in self.columns.values())] for name in names]
+        return table_of("memory", ["MiB resident", *self.columns], rows)
 
 
 async def run(messages: int, rate: float, seed: int, flags: Sequence[str]) -> int:
     """The whole run; 0 if all checks passed."""
     console = new_console()
     async with AsyncExitStack() as stack:
-        fleet = await stack.enter_async_context(Fleet(stack.enter_context(log_directory("fuzz"))))
-        stage = await open_stage(stack, fleet, _plan(fleet.directory, flags))
+        stage = await stack.enter_async_context(open_stage("fuzz", lambda directory: _plan(directory, flags)))
         client = await nats.connect(stage.deployed.nats_url, no_echo=True, pending_size=64 * 2**20)
         stack.push_async_callback(client.close)
         attacker = Attacker(client, seed, await _real(stage))

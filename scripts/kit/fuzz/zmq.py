@@ -15,9 +15,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-import uvloop
 from rich.console import Console
-from rich.table import Table
 
 from kvrouter.bus import Subjects
 from kvrouter.bus.rights import VERIFY
@@ -30,7 +28,7 @@ from scripts.kit.deployment import start_nats
 from scripts.kit.fleet import Fleet, FleetError, Process
 from scripts.kit.fuzz.engine import ServedEngine
 from scripts.kit.http_client import Client
-from scripts.kit.script import log_directory, new_console, until_signalled
+from scripts.kit.script import log_directory, new_console, run, table_of
 
 ROUNDS = 10
 HONEST_ONE_IN = 50
@@ -122,7 +120,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def main(flags: argparse.Namespace) -> int:
     """Run it; exit code 0 if all checks passed."""
-    return uvloop.run(until_signalled("fuzz", _run(flags.frames, flags.seed, new_console())))
+    return run("fuzz", _run(flags.frames, flags.seed, new_console()))
 
 
 async def _run(frames: int, seed: int, console: Console) -> int:
@@ -136,7 +134,7 @@ async def _run(frames: int, seed: int, console: Console) -> int:
 @contextlib.asynccontextmanager
 async def _scene(fleet: Fleet, seed: int) -> AsyncIterator[Scene]:
     async with contextlib.AsyncExitStack() as stack:
-        nats_url = await start_nats(fleet, Client())
+        nats_url = await start_nats(fleet, await stack.enter_async_context(Client()))
         vllm = await stack.enter_async_context(ServedEngine.open("vllm", seed))
         sglang = await stack.enter_async_context(ServedEngine.open("sglang", seed + 1))
         engines = fleet.directory / "engines.toml"
@@ -160,13 +158,12 @@ async def _scene(fleet: Fleet, seed: int) -> AsyncIterator[Scene]:
 
 
 def _report(rounds: Sequence[Round], log: str, console: Console) -> int:
-    table = Table("round", "frames", "sent in", "equal after", "resident")
-    for number, one in enumerate(rounds, 1):
-        mib = one.resident_bytes / 2**20
-        table.add_row(
-            str(number), f"{one.frames:,}", f"{one.sent_s:.1f} s", f"{one.equal_s:.1f} s", f"{mib:.0f} MiB"
-        )
-    console.print(table)
+    rows = [
+        [number, f"{one.frames:,}", f"{one.sent_s:.1f} s", f"{one.equal_s:.1f} s",
+         f"{one.resident_bytes / 2**20:.0f} MiB"]
+        for number, one in enumerate(rounds, 1)
+    ]  # fmt: skip
+    console.print(table_of("", ("round", "frames", "sent in", "equal after", "resident"), rows))
     faults = [word for word in ("Traceback", "engine.events_failed", "worker.failed") if word in log]
     grown = rounds[-1].resident_bytes - rounds[0].resident_bytes
     if grown > MORE_BYTES:

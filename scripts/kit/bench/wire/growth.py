@@ -12,19 +12,18 @@ import asyncio
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from rich.table import Table
 
 from scripts.kit.bench.meter import group_cpu_ns, resident_bytes
-from scripts.kit.bench.plot import write_plot
 from scripts.kit.bench.wire.load import Load, Report, run_load
 from scripts.kit.bench.wire.rounds import Contender
 from scripts.kit.bench.wire.works import MODEL
 from scripts.kit.fleet import FleetError
+from scripts.kit.script import table_of
 
 EVENTS_PER_S = 4000
 # Each worker has its own steps, so events arrive in bursts of a fortieth of the streams.
@@ -131,30 +130,10 @@ def medians(found: Sequence[Growth]) -> list[Growth]:
 
 def growth_table(rows: Sequence[Growth]) -> Table:
     """A row for each router and number of streams."""
-    table = Table(title=f"open streams, {EVENTS_PER_S:,} events/s in all", title_justify="left")
-    table.add_column("", no_wrap=True)
-    for column in ("streams", "CPU µs / event", "KB / stream", "resident", "gap p99 / pace"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(
-            row.name, f"{row.streams:,}", f"{row.cpu_us_per_event:.1f}", f"{row.kb_per_stream:.1f}",
-            f"{row.resident_mb:.0f} MB", f"{row.gap_p99_ms / row.pace_ms:.2f}",
-        )  # fmt: skip
-    return table
-
-
-def write_plots(directory: Path, rows: Sequence[Growth]) -> None:
-    """`streams-cpu.svg` and `streams-memory.svg`."""
-    names = dict.fromkeys(row.name for row in rows)
-    cpu = {name: [(row.streams, row.cpu_us_per_event) for row in rows if row.name == name] for name in names}
-    memory = {name: [(row.streams, row.resident_mb) for row in rows if row.name == name] for name in names}
-    label = "open streams (log)"
-    write_plot(
-        directory / "streams-cpu.svg", f"CPU per streamed event, {EVENTS_PER_S:,} events/s in all", label,
-        "CPU µs per event", cpu, log_x=True,
-    )  # fmt: skip
-    write_plot(directory / "streams-memory.svg", "Resident memory", label, "MB", memory, log_x=True)
-
-
-def as_json(rows: Sequence[Growth]) -> list[dict[str, Any]]:
-    return [asdict(row) for row in rows]
+    columns = ("", "streams", "CPU µs / event", "KB / stream", "resident", "gap p99 / pace")
+    shown = [
+        [row.name, f"{row.streams:,}", f"{row.cpu_us_per_event:.1f}", f"{row.kb_per_stream:.1f}",
+         f"{row.resident_mb:.0f} MB", f"{row.gap_p99_ms / row.pace_ms:.2f}"]
+        for row in rows
+    ]  # fmt: skip
+    return table_of(f"open streams, {EVENTS_PER_S:,} events/s in all", columns, shown)

@@ -68,7 +68,6 @@ async def run_rounds(
     make_works: Callable[[], Sequence[Work]],
     runs: int,
     directory: Path,
-    say: Callable[[str], None],
 ) -> Results:
     """Measure. Each round calls `make_works`; each work has another order, by chance.
 
@@ -78,7 +77,7 @@ async def run_rounds(
     seen: dict[tuple[str, str], list[Run]] = {}
     chance = Random()
     for number in range(runs):
-        say(f"round {number + 1} of {runs}")
+        print(f"round {number + 1} of {runs}", flush=True)
         for work in make_works():
             order = chance.sample(contenders, len(contenders))
             found = {one.name: await measure(work, one, directory) for one in order}

@@ -4,37 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
-from kvrouter.tokens.tiny import build_tiny_model
 from scripts.kit import deployment
 from scripts.kit.bench.wire import routers
 from scripts.kit.bench.wire.rounds import Contender, other
 from scripts.kit.bench.wire.routers import Router, Workers
 from scripts.kit.bench.wire.targets import DIRECT, OURS, OURS_KV
-from scripts.kit.fleet import Fleet
-from scripts.kit.http_client import Client
-from scripts.kit.script import log_directory
 
 FLAGS = {OURS: ("--router-mode=round-robin",), OURS_KV: ("--router-mode=kv",)}
 WORKERS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
+class Stage(deployment.Stage):
     """The processes of a measurement, and how to start more."""
-
-    fleet: Fleet
-    client: Client
-    nats_url: str
-    directory: Path
-
-    @property
-    def model_path(self) -> Path:
-        """The tiny model's tokenizer and chat template."""
-        return self.directory / "model"
 
     async def workers(self, pace_ms: float, count: int = WORKERS) -> Workers:
         """Start fake workers with this pace, announced in their own namespace."""
@@ -86,7 +69,7 @@ class Stage:
         """Start an nginx in front of these workers."""
         return contender(await routers.start_nginx(self.fleet, program, workers))
 
-    async def stop(self, group: int) -> None:
+    async def stop_group(self, group: int) -> None:
         """End the process that leads this group."""
         (name,) = [name for name, process in self.fleet.processes.items() if process.pid == group]
         await self.fleet.stop(name)
@@ -110,11 +93,5 @@ def contender(router: Router) -> Contender:
 @contextlib.asynccontextmanager
 async def open_stage() -> AsyncIterator[Stage]:
     """Start NATS and make the tokenizer. All processes started on the stage end with it."""
-    async with AsyncExitStack() as stack:
-        directory = stack.enter_context(log_directory("bench"))
-        client = Client()
-        stack.callback(client.close)
-        fleet = await stack.enter_async_context(Fleet(directory))
-        nats_url = await deployment.start_nats(fleet, client)
-        build_tiny_model(directory / "model")
-        yield Stage(fleet, client, nats_url, directory)
+    async with deployment.open_stage("bench") as common:
+        yield Stage(common.fleet, common.client, common.nats_url)

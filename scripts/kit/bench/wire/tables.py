@@ -11,6 +11,7 @@ from rich.table import Table
 from scripts.kit.bench.wire.rounds import Ratio, Results
 from scripts.kit.bench.wire.targets import DIRECT
 from scripts.kit.bench.wire.works import Run, Work
+from scripts.kit.script import table_of
 
 CHAT_TITLE = "chat: 4,000 tokens, 3,600 of them shared, 64 streamed"
 
@@ -23,21 +24,16 @@ def names(results: Results) -> list[str]:
 
 def work_table(work: Work, rows: Sequence[str], results: Results) -> Table:
     """The figures of one work, a row for each contender."""
-    table = Table(title=work.title, title_justify="left")
-    table.add_column("", no_wrap=True)
-    columns = _columns(work)
     ratios = {
         name: _ratio(results.ratios[work.name, name]) for name in rows if (work.name, name) in results.ratios
     }
-    for column in [*columns, *(["CPU / other"] if ratios else [])]:
-        table.add_column(column, justify="right")
+    shown = []
     for name in rows:
         run = results.get(work.name, name)
         if run is not None:
             figures = _figures(work, run, results.get(work.name, DIRECT))
-            figures += [ratios.get(name, "")] if ratios else []
-            table.add_row(name, *figures, style="dim" if name == DIRECT else None)
-    return table
+            shown.append([name, *figures, *([ratios.get(name, "")] if ratios else [])])
+    return table_of(work.title, ["", *_columns(work), *(["CPU / other"] if ratios else [])], shown)
 
 
 def _ratio(ratio: Ratio) -> str:
@@ -79,17 +75,13 @@ def _ms(value: float) -> str:
 
 def chat_table(results: Results) -> Table:
     """The figures of chats. CPU is that of the frontend's process."""
-    table = Table(title=CHAT_TITLE, title_justify="left")
-    table.add_column("", no_wrap=True)
-    for column in ("CPU ms / request", "TTFT p50", "gap p50", "requests/s"):
-        table.add_column(column, justify="right")
-    for (work, name), run in results.medians.items():
-        if work == "chat":
-            table.add_row(
-                name, f"{run.cpu_us_per_request / 1e3:.2f}", _ms(run.ttft_p50_ms), _ms(run.gap_p50_ms),
-                f"{run.requests_per_s:,.0f}",
-            )  # fmt: skip
-    return table
+    rows = [
+        [name, f"{run.cpu_us_per_request / 1e3:.2f}", _ms(run.ttft_p50_ms), _ms(run.gap_p50_ms),
+         f"{run.requests_per_s:,.0f}"]
+        for (work, name), run in results.medians.items()
+        if work == "chat"
+    ]  # fmt: skip
+    return table_of(CHAT_TITLE, ("", "CPU ms / request", "TTFT p50", "gap p50", "requests/s"), rows)
 
 
 def tools_line(works: Sequence[Work], results: Results) -> str:

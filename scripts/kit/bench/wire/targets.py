@@ -10,6 +10,7 @@ from rich.table import Table
 
 from scripts.kit.bench.wire.rounds import Results
 from scripts.kit.bench.wire.works import Run
+from scripts.kit.script import table_of
 
 OURS, OURS_KV = "kvrouter round-robin", "kvrouter kv"
 DIRECT = "direct"  # the generator and the fake workers, without a router
@@ -99,17 +100,13 @@ def _added(results: Results) -> Iterator[Target]:
 
 def target_table(rows: Sequence[Target]) -> Table:
     """Target, ours, the peer's, ratio, met or not."""
-    table = Table(title="targets", title_justify="left")
-    for name in ("work", "figure", "target"):
-        table.add_column(name, no_wrap=True)
-    for name in ("ours", "peer's", "ratio", "met"):
-        table.add_column(name, justify="right", no_wrap=True)
+    shown = []
     for row in rows:
-        theirs = "" if not row.peer else "missing" if row.theirs is None else f"{row.theirs:.2f}"
+        theirs = "missing" if row.theirs is None else f"{row.theirs:.2f}"
         met = {True: "[green]yes[/]", False: "[red]no[/]", None: "unknown"}[row.is_met]
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-        table.add_row(row.work, _TITLES[row.figure], row.target, f"{row.ours:.2f}", theirs, ratio, met)
-    return table
+        shown.append([row.work, _TITLES[row.figure], row.target, f"{row.ours:.2f}", theirs, ratio, met])
+    return table_of("targets", ("work", "figure", "target", "ours", "peer's", "ratio", "met"), shown)
 
 
 _TITLES = {

@@ -1,24 +1,26 @@
-"""Two replicas and their engines in virtual time, at steady load, for `scripts/bench long`.
+"""A booking costs the same after a long run: two replicas and their engines in virtual time, at steady load.
 
     prompts that share beginnings ──> route ──> first byte ──> end        at one replica, then at the other
                                         │           │
                                       frames      engines: an LRU of blocks
 
-Only calls of the core are measured, including the peer's and the timers'. Sockets, tokens and the
-engines' own work are not.
+Only calls of the core are measured, including the peer's and the timers', in bytecode instructions.
 """
 
 from __future__ import annotations
 
 import heapq
+import os
 import random
-import time
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import ParamSpec, Protocol, TypeVar
+from statistics import fmean
+from typing import ParamSpec, TypeVar
+
+import pytest
 
 from kvrouter.core.fleet.pool import Pool, PoolSettings
 from kvrouter.core.fleet.router import Router, RouterRules
@@ -31,7 +33,7 @@ from kvrouter.core.tables.text_index import TRIM_CHARS, TextIndex, TextIndexSett
 from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat
 from kvrouter.core.wire.ids import BookingKey, PoolId, RouterId, Target, WorkerId
 from kvrouter.core.wire.ops import VERSION, decode_frame
-from kvrouter.policies import PolicySettings, new_policy
+from kvrouter.policies import POLICIES, PolicySettings, new_policy
 from scripts.kit.bench.meter import instructions
 
 P = ParamSpec("P")
@@ -50,47 +52,22 @@ TEXTS = ("texts", "texts, evicted")
 class Load:
     """The load and the limits of tables. Blocks of 16 tokens, times in virtual seconds."""
 
-    targets: int = 8
+    targets: int = 2
     # Bookings a second, over both replicas.
-    rate: int = 100
-    groups: int = 64
-    shared_blocks: int = 192
+    rate: int = 10
+    groups: int = 2
+    shared_blocks: int = 12
     # Blocks of a first turn. One booking in four is a later turn, which adds this many to the last one's.
-    own_blocks: int = 64
-    turns: int = 4
-    ttl_s: float = 120.0
-    capacity_blocks: int = 50_000
-    eviction_chars: int = 400_000
-    eviction_s: float = 10.0
-    warm_up_s: int = 300
-    seconds: int = 600
+    own_blocks: int = 4
+    turns: int = 2
+    ttl_s: float = 5.0
+    capacity_blocks: int = 150
+    eviction_chars: int = 8000
+    eviction_s: float = 1.0
 
 
-class Meter(Protocol):
-    """Calls the core and adds up the cost."""
-
-    cost: float
-
-    def __call__(self, act: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """The call's answer."""
-        ...
-
-
-class CpuMeter:
-    """Microseconds of this thread's CPU time."""
-
-    cost = 0.0
-
-    def __call__(self, act: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """The call's answer."""
-        began = time.thread_time_ns()
-        answer = act(*args, **kwargs)
-        self.cost += (time.thread_time_ns() - began) / 1000
-        return answer
-
-
-class InstructionMeter:
-    """Bytecode instructions. Counting is slow: `is_on` False leaves it out."""
+class Meter:
+    """Calls the core, and adds up bytecode instructions while it is on: counting is slow."""
 
     cost = 0.0
     is_on = True
@@ -143,9 +120,9 @@ class Turn:
 class World:
     """One mode with one index."""
 
-    def __init__(self, mode: str, index: str, load: Load, meter: Meter) -> None:
+    def __init__(self, mode: str, index: str, load: Load) -> None:
         self.load = load
-        self.meter = meter
+        self.meter = Meter()
         self._index = index
         self._rng = random.Random(f"{mode} {index}")
         self._second = 0
@@ -316,3 +293,36 @@ class World:
         return TextIndexSettings(
             1, self._index == "texts, evicted", most, most * 9 // 10, self.load.eviction_s
         )
+
+
+MOST_RATIO = 1.3
+# Seconds of a sample: forty bookings.
+SAMPLE_S = 4
+
+
+def all_cases() -> list[tuple[str, str]]:
+    """Every mode, with every index that it uses."""
+    kinds: dict[str, tuple[str, ...]] = dict.fromkeys(POLICIES, ("none",))
+    kinds |= dict.fromkeys(MODES_OF_BLOCKS, INDEXES) | {"prefix-affinity": TEXTS}
+    return [(mode, index) for mode, indexes in kinds.items() for index in indexes]
+
+
+CASES = all_cases()
+if not os.environ.get("KVROUTER_TEST_LONG"):  # every mode once, every index once
+    CASES = [case for case in CASES if case[0] == "kv" or not case[1].startswith("assumed")]
+
+
+@pytest.mark.parametrize("case", CASES, ids=", ".join)
+def test_a_booking_costs_the_same_after_a_long_time(case: tuple[str, str]) -> None:
+    """With full tables, later bookings cost the same as the first ones, and memory is bounded."""
+    world = World(*case, Load())
+    samples = [range(20, 20 + SAMPLE_S), range(41, 41 + SAMPLE_S)]
+    costs: dict[int, float] = {}
+    for second in range(45):
+        world.meter.is_on = any(second in sample for sample in samples)
+        costs[second] = world.run_second()
+
+    first, last = (fmean(costs[second] for second in sample) for sample in samples)
+    assert last <= MOST_RATIO * first
+    memory = world.memory()
+    assert 0 < memory.entries <= memory.bound

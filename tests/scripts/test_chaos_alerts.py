@@ -1,4 +1,4 @@
-"""Incidents on a real fleet. The whole run is long: KVROUTER_TEST_LONG=1, with Prometheus installed."""
+"""Rows of `scripts/chaos` that Prometheus must notice. The whole run is long: KVROUTER_TEST_LONG=1."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from scripts.kit.incidents.__main__ import main
-from scripts.kit.incidents.evidence import DOCTOR_FLAGS, QUERIES, client_recipe
-from scripts.kit.incidents.faults import INCIDENTS
-from scripts.kit.incidents.traffic import Documents, of_two_teams
+from scripts.kit.chaos.faults import ROWS
+from scripts.kit.chaos.script import main
 from scripts.kit.prometheus import RULES, alerts_of
+from scripts.kit.workload import Documents, of_two_teams
+
+RUNBOOK = Path(__file__).resolve().parents[2] / "docs" / "runbook.md"
 
 
-def test_each_alert_has_an_incident() -> None:
+def test_each_alert_has_a_row() -> None:
     """And each expected alert is a rule."""
-    expected = {name for incident in INCIDENTS for name in incident.alerts}
-
-    assert set(alerts_of(RULES.read_text())) == expected
+    assert set(alerts_of(RULES.read_text())) == {name for row in ROWS for name in row.alerts}
 
 
 def test_documents() -> None:
@@ -46,11 +45,6 @@ def test_two_teams() -> None:
     assert {"10.0.2.7", "10.0.2.8", "10.0.2.9"} == set(clients[1::2])
 
 
-def test_evidence_is_of_incidents() -> None:
-    """Queries and flags are listed by names that there are."""
-    assert (QUERIES.keys() | DOCTOR_FLAGS.keys()) <= {incident.name for incident in INCIDENTS}
-
-
 @pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
 def test_recipe_by_client(tmp_path: Path) -> None:
     """The runbook's line groups the last lines of all logs by client; other lines do not count."""
@@ -66,7 +60,9 @@ def test_recipe_by_client(tmp_path: Path) -> None:
             {**served, "client": "10.0.2.7", "duration_s": 5.0, "cached_tokens": 0},
         )
     )
-    recipe = client_recipe().replace("LINES", "3").replace("FILES", f"'{first}' '{second}'")
+    section = RUNBOOK.read_text().partition("\n## Which client?\n")[2].partition("\n## ")[0]
+    lines = [line[4:] for line in section.splitlines() if line.startswith("    ")]
+    recipe = "\n".join(lines).replace("LINES", "3").replace("FILES", f"'{first}' '{second}'")
 
     found = subprocess.run(["sh", "-c", recipe], capture_output=True, text=True, check=True)
 
@@ -87,4 +83,4 @@ def _lines(*lines: dict[str, object] | str) -> str:
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed")
 def test_alerts_fire_and_end() -> None:
     """No alert fires in the healthy fleet; each fault makes its alerts fire, and they end with it."""
-    assert 0 == main([])
+    assert 0 == main(["--alerts"])

@@ -1,1 +1,0 @@
-"""Incidents on a real fleet: a fault, the alerts it raises, and what each tool then shows."""
