@@ -130,11 +130,12 @@ def table(results: Sequence[RowResult]) -> Table:
     """The table of all results."""
     rows: list[Sequence[object]] = []
     for result in results:
-        if result.skipped:
-            rows.append([result.what, *5 * ["–"], f"[yellow]skipped[/]: {result.skipped}"])
+        promise = "[green]kept[/]" if result.holds else "[bold red]broken[/]"
+        if not result.requests:  # skipped, or judged by its alerts
+            skipped = f"[yellow]skipped[/]: {result.skipped}"
+            rows.append([result.what, *5 * ["–"], skipped if result.skipped else promise])
             continue
         clean = "never" if result.clean_after_s is None else f"{result.clean_after_s:.1f} s"
-        promise = "[green]kept[/]" if result.holds else "[bold red]broken[/]"
         figures = (_failed(result), clean, result.leftovers.total, f"{result.worst_ttft_s:.1f} s", promise)
         rows.append([result.what, result.requests, *figures])
     columns = ("fault", "requests", "failed", "clean after", "phantoms", "longest TTFT", "promise")
