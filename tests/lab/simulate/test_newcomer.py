@@ -1,4 +1,4 @@
-"""Chats of which nearly everything is cached, and an engine without a cache (`scripts/bench newcomer`)."""
+"""Chats of which nearly everything is cached, and an engine without a cache."""
 
 from __future__ import annotations
 
