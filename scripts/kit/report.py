@@ -15,8 +15,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from kvrouter.lab.page import Chart, Page, Series, cdf
 from kvrouter.lab.simulate.report import Cached, Possible, cached_line
-from kvrouter.lab.simulate.report_html import Page, Series, cdf
 from scripts.kit.figures import BUSY_LIMIT, Figures
 from scripts.kit.load import Outcome
 from scripts.kit.plot import write_plot
@@ -230,10 +230,10 @@ def write_html(path: Path, results: Sequence[ModeResult], possible: Possible, ab
     bounds = ["one pooled cache", "one endless cache"]
     shares = [result.cached.real for result in results] + [possible.pooled, possible.endless]
     page.chart(
-        "Prompt tokens from caches", [Series("share", modes + bounds, shares, "bars")], x="", y="share"
+        Chart("Prompt tokens from caches", [Series("share", modes + bounds, shares, "bars")], "", "share")
     )
     curves = [cdf(result.mode, [1000 * second for second in result.ttft_s]) for result in results]
-    page.chart("Time to first token", curves, x="ms", y="share of the requests", log_x=True)
+    page.chart(Chart("Time to first token", curves, "ms", "share of the requests", log_x=True))
     page.write(path)
 
 

@@ -15,7 +15,7 @@ from kvrouter.core.wire.ids import Target
 from kvrouter.errors import ConfigError
 from kvrouter.lab.simulate import generated, workloads
 from kvrouter.lab.simulate.cells import Cell
-from kvrouter.lab.simulate.fleet import Fleet, Run, reference_kind
+from kvrouter.lab.simulate.fleet import Fleet, Run
 from kvrouter.lab.simulate.placement import Replicas
 from kvrouter.lab.simulate.step_model import REFERENCE
 from kvrouter.policies import CUSTOM, PolicySettings
@@ -77,7 +77,8 @@ def served(
     cell = Cell(workload, cache=0.5, load=0.7, workers=workers, leaving=leaving)
     fleet = Fleet(
         lambda agenda: Replicas(agenda, [policy], Always()),
-        reference_kind(REFERENCE, cell.capacity_blocks),
+        REFERENCE,
+        cell.capacity_blocks,
         [1.0] * workers,
     )
     return fleet.run(cell.arrivals(0))

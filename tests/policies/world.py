@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from kvrouter.core.fleet.router import Router
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy
-from kvrouter.lab.mocker.engine import EngineConfig
 from kvrouter.lab.simulate.engines import Arrival
-from kvrouter.lab.simulate.fleet import Fleet, mocker_kind
+from kvrouter.lab.simulate.fleet import Fleet
 from kvrouter.lab.simulate.placement import Replicas
+from kvrouter.lab.simulate.step_model import H100
 
 BLOCK = 16
-ENGINE = EngineConfig(num_blocks=20_000, max_num_seqs=64)
+ENGINE, ROOM_BLOCKS = replace(H100, block_size=BLOCK), 20_000
 
 
 def arrival(at: float, segments: Sequence[tuple[int, int]], output_tokens: int = 32) -> Arrival:
@@ -41,7 +42,8 @@ def fleet(
     chance = random.Random(1)
     return Fleet(
         lambda agenda: Replicas(agenda, [policy], chance),
-        mocker_kind(ENGINE),
+        ENGINE,
+        ROOM_BLOCKS,
         [1.0] * workers,
         joins=joins,
         labels=labels,

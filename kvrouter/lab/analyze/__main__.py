@@ -11,10 +11,10 @@ from kvrouter.errors import ConfigError, KvRouterError
 from kvrouter.lab.analyze.analysis import Analysis, FleetSize, analyze
 from kvrouter.lab.analyze.guide import advice_of
 from kvrouter.lab.analyze.live import Live, read_live
-from kvrouter.lab.analyze.report import show, write_html, write_json
+from kvrouter.lab.analyze.report import as_json, sections
 from kvrouter.lab.analyze.settings import COMMAND, AnalyzeSettings
+from kvrouter.lab.report import Report
 from kvrouter.lab.simulate.progress import shown_progress
-from kvrouter.lab.simulate.report_html import Page
 from kvrouter.lab.simulate.traces import trace_requests, write_trace
 from kvrouter.settings.read import Loaded, run
 
@@ -29,19 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(loaded: Loaded[AnalyzeSettings]) -> int:
     settings = loaded.settings
-    # before the work, so that a missing library does not waste it
-    page = Page("What a trace holds for a router") if settings.html is not None else None
+    report = Report("What a trace holds for a router", settings.json, settings.html)
     try:
         found = _analysis(settings)
     except KvRouterError as error:
         raise ConfigError(str(error)) from None
     advice = advice_of(found)
-    # files first: nothing is printed if one cannot be written
-    if settings.json is not None:
-        write_json(settings.json, found, advice)
-    if page is not None and settings.html is not None:
-        write_html(page, settings.html, found, advice)
-    show(found, advice)
+    report.deliver(sections(found, advice), as_json(found, advice))
     return 0
 
 

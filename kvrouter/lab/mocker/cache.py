@@ -115,7 +115,6 @@ class Chain:
         *,
         lora_name: str | None = None,
         salt: str | None = None,
-        hashes: list[int] | None = None,
         media: Sequence[MediaSpan] = (),
         lookahead: int = 0,
     ) -> None:
@@ -128,7 +127,7 @@ class Chain:
         self._key = lora_key(lora_name)
         # Per block up to the last image: the id of each image in it, and where that begins.
         self._images = images_by_block(media, block_size)
-        self.hashes = hashes if hashes is not None else []
+        self.hashes: list[int] = []
         self.blocks: list[int] = []
         # Leading blocks that the cache knows by their hash.
         self.stored_blocks = 0

@@ -124,8 +124,6 @@ class EngineRequest(msgspec.Struct, frozen=True):
     salt: str | None = None
     # vLLM's `kv_cache_report_mode: full`: announce reused blocks from the root on.
     report_full: bool = False
-    # Hashes of the prompt's full blocks, if the caller has them (a trace) and the tokens are arbitrary.
-    hashes: tuple[int, ...] | None = None
     # The images whose placeholders the prompt has.
     media: Sequence[MediaSpan] = ()
 
@@ -179,7 +177,6 @@ class _Sequence:
             config.block_size,
             lora_name=request.lora_name,
             salt=request.salt,
-            hashes=None if request.hashes is None else list(request.hashes),
             media=request.media,
             lookahead=config.lookahead,
         )

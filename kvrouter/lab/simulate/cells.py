@@ -18,7 +18,7 @@ from kvrouter.core.routing.policy import AUTO
 from kvrouter.errors import ConfigError
 from kvrouter.lab.simulate.agenda import Agenda
 from kvrouter.lab.simulate.engines import Arrival
-from kvrouter.lab.simulate.fleet import Fleet, NewPlacer, Run, reference_kind
+from kvrouter.lab.simulate.fleet import Fleet, NewPlacer, Run
 from kvrouter.lab.simulate.measures import Measures, Slo, measure
 from kvrouter.lab.simulate.placement import Frontend, Oracle, Placer, Replicas, Sync
 from kvrouter.lab.simulate.step_model import FIRST_COME, REFERENCE, StepModel
@@ -136,8 +136,8 @@ class Cell:
     def _fleet(self, new_placer: NewPlacer) -> Fleet:
         speeds = [self.speeds[number % len(self.speeds)] for number in range(self.workers)]
         joins = {f"w{self.workers + number}": at for number, at in enumerate(self.joins, start=1)}
-        kind = reference_kind(self.model, self.capacity_blocks)
-        return Fleet(new_placer, kind, speeds, joins=joins, fails=dict(self.fails))
+        fails = dict(self.fails)
+        return Fleet(new_placer, self.model, self.capacity_blocks, speeds, joins=joins, fails=fails)
 
 
 @cache

@@ -18,11 +18,10 @@ from typing import TypeAlias
 
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import Target, WorkerId
-from kvrouter.lab.mocker.engine import EngineConfig
 from kvrouter.lab.simulate.agenda import Agenda
-from kvrouter.lab.simulate.engines import Arrival, Listener, MockerEngine, SimulatedEngine
+from kvrouter.lab.simulate.engines import Arrival
 from kvrouter.lab.simulate.percentiles import Percentiles, percentiles
-from kvrouter.lab.simulate.placement import Placer, card_of
+from kvrouter.lab.simulate.placement import Placer
 from kvrouter.lab.simulate.reference_engine import ReferenceEngine
 from kvrouter.lab.simulate.step_model import StepModel
 
@@ -114,38 +113,18 @@ class Run:
         return sum(self.held) / self.prompt_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class EngineKind:
-    """One kind of engine: its card, and how to make one of a relative speed."""
-
-    card: Card
-    make: Callable[[Listener, float], SimulatedEngine]
-
-
-def mocker_kind(config: EngineConfig) -> EngineKind:
-    """The mocker's engines; `speed` is in the config."""
-    card = _card(config.block_size, config.num_blocks, config.max_num_batched_tokens, config.max_num_seqs)
-    return EngineKind(card, lambda listener, _speed: MockerEngine(config, listener))
-
-
-def reference_kind(model: StepModel, capacity_blocks: int) -> EngineKind:
-    """Engines of a step model."""
-    card = _card(model.block_size, capacity_blocks, model.step_tokens, model.max_num_seqs)
-    return EngineKind(
-        card, lambda listener, speed: ReferenceEngine(model.at_speed(speed), capacity_blocks, listener)
-    )
-
-
-def _card(block_size: int, blocks: int, step_tokens: int, max_num_seqs: int) -> Card:
+def card_of(worker_id: str, model: StepModel, capacity_blocks: int, labels: Mapping[str, str]) -> Card:
+    """What a worker states about its engine."""
     return Card(
-        worker_id="w",
-        url="",
+        worker_id=worker_id,
+        url=f"http://{worker_id}:9000",
         model="simulated",
-        block_size=block_size,
-        tiers={"device": blocks},
-        max_model_len=blocks * block_size,
-        max_batched_tokens=step_tokens,
-        max_sequences=max_num_seqs,
+        block_size=model.block_size,
+        tiers={"device": capacity_blocks},
+        max_model_len=capacity_blocks * model.block_size,
+        max_batched_tokens=model.step_tokens,
+        max_sequences=model.max_num_seqs,
+        labels=dict(labels),
     )
 
 
@@ -174,14 +153,16 @@ class _Sounding:
 class Fleet:
     """Engines and one placer, for one run.
 
-    `speeds` are the relative speeds of the engines, one each. `joins` maps workers that join later to the
-    time, `fails` those that fail, `labels` maps workers to the labels on their cards.
+    Every engine has `capacity_blocks`; `speeds` are the relative speeds of the engines, one each. `joins`
+    maps workers that join later to the time, `fails` those that fail, `labels` maps workers to the labels on
+    their cards.
     """
 
     def __init__(
         self,
         new_placer: NewPlacer,
-        kind: EngineKind,
+        model: StepModel,
+        capacity_blocks: int,
         speeds: Sequence[float],
         *,
         joins: Mapping[str, float] | None = None,
@@ -189,10 +170,10 @@ class Fleet:
         labels: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
         self._labels = labels or {}
-        self._kind = kind
+        self._model, self._capacity_blocks = model, capacity_blocks
         self._agenda = Agenda()
         self.placer = new_placer(self._agenda)
-        self.engines: dict[Target, SimulatedEngine] = {}
+        self.engines: dict[Target, ReferenceEngine] = {}
         self.record = Run(())
         self._flights: dict[int, Target] = {}
         self._depths: Counter[Target] = Counter()
@@ -271,10 +252,11 @@ class Fleet:
 
     def _join(self, name: str, speed: float, _now: float = 0.0) -> None:
         target = Target(WorkerId(name))
-        engine = self._kind.make(_Sounding(self, target), speed)
+        model, blocks = self._model.at_speed(speed), self._capacity_blocks
+        engine = ReferenceEngine(model, blocks, _Sounding(self, target))
         self.engines[target] = engine
         self.record.deepest[target.worker_id] = 0
-        self.placer.join(target, engine, card_of(name, self._kind.card, self._labels.get(name, {})))
+        self.placer.join(target, engine, card_of(name, model, blocks, self._labels.get(name, {})))
 
     def _fail(self, target: Target, now: float) -> None:
         """The engine is gone. Requests without a token are sent elsewhere, the others have failed."""
@@ -344,12 +326,12 @@ class Fleet:
         engine.abort(number, now)
         self._await(engine, before)
 
-    def _await(self, engine: SimulatedEngine, before: float) -> None:
+    def _await(self, engine: ReferenceEngine, before: float) -> None:
         """Have the engine advance when it is due, if that is new."""
         if engine.due not in {before, math.inf}:
             self._agenda.at(engine.due, partial(self._advance, engine))
 
-    def _advance(self, engine: SimulatedEngine, now: float) -> None:
+    def _advance(self, engine: ReferenceEngine, now: float) -> None:
         if now != engine.due:
             return  # its run was cut: the earlier entry has advanced it; or it has failed
         engine.advance(now)

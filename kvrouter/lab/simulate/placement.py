@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, NamedTuple, Protocol
 
-from msgspec.structs import replace
-
 from kvrouter.core.feeds.sinks import SyncSink
 from kvrouter.core.fleet.pool import Pool, PoolSettings
 from kvrouter.core.fleet.router import Router, RouterRules
@@ -21,10 +19,10 @@ from kvrouter.core.routing.filters import FilterSettings, new_filters
 from kvrouter.core.routing.policy import Prompt, RouteRequest
 from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat
-from kvrouter.core.wire.ids import BookingKey, PoolId, RouterId, Target, WorkerId
+from kvrouter.core.wire.ids import BookingKey, PoolId, RouterId, Target
 from kvrouter.core.wire.ops import VERSION, Op, decode_frame
 from kvrouter.lab.simulate.agenda import Agenda
-from kvrouter.lab.simulate.engines import Arrival, SimulatedEngine
+from kvrouter.lab.simulate.engines import Arrival
 from kvrouter.lab.simulate.reference_engine import ReferenceEngine
 
 _POOL = PoolId("simulated")
@@ -45,7 +43,7 @@ class Placer(Protocol):
         """Seconds between two calls of `refresh`; 0: never."""
         ...
 
-    def join(self, target: Target, engine: SimulatedEngine, card: Card) -> None: ...
+    def join(self, target: Target, engine: ReferenceEngine, card: Card) -> None: ...
     def place(self, number: int, arrival: Arrival, now: float) -> Placement | None:
         """Choose; None: the request waits, and is placed again when `next_waiting` names it."""
 
@@ -61,7 +59,7 @@ class Placer(Protocol):
     def left(self, target: Target) -> None:
         """An engine has failed. Its requests have ended before."""
 
-    def report(self, engines: Mapping[Target, SimulatedEngine]) -> None:
+    def report(self, engines: Mapping[Target, ReferenceEngine]) -> None:
         """The engines report their load."""
 
     def refresh(self) -> None: ...
@@ -157,7 +155,7 @@ class Replicas:
     def refresh_s(self) -> float:
         return self._replicas[0].router.selection.policy.refresh_s
 
-    def join(self, target: Target, engine: SimulatedEngine, card: Card) -> None:
+    def join(self, target: Target, engine: ReferenceEngine, card: Card) -> None:
         for replica in self._replicas:
             replica.router.pool.update(target.worker_id, _beat(_load(engine), card))
 
@@ -207,7 +205,7 @@ class Replicas:
         else:
             act(self._agenda.now)
 
-    def report(self, engines: Mapping[Target, SimulatedEngine]) -> None:
+    def report(self, engines: Mapping[Target, ReferenceEngine]) -> None:
         for target, engine in engines.items():
             beat = _beat(_load(engine))
             for replica in self._replicas:
@@ -280,8 +278,7 @@ class Oracle:
         self._chance = chance
         self._engines: dict[Target, ReferenceEngine] = {}
 
-    def join(self, target: Target, engine: SimulatedEngine, _card: Card) -> None:
-        assert isinstance(engine, ReferenceEngine), "only this engine predicts"
+    def join(self, target: Target, engine: ReferenceEngine, _card: Card) -> None:
         self._engines[target] = engine
 
     def place(self, _number: int, arrival: Arrival, now: float) -> Placement:
@@ -301,7 +298,7 @@ class Oracle:
     def ended(self, number: int, now: float, output_tokens: int | None) -> None: ...
     def stored(self, target: Target, hashes: Sequence[int]) -> None: ...
     def removed(self, target: Target, hashes: Sequence[int]) -> None: ...
-    def report(self, engines: Mapping[Target, SimulatedEngine]) -> None: ...
+    def report(self, engines: Mapping[Target, ReferenceEngine]) -> None: ...
     def refresh(self) -> None: ...
 
 
@@ -310,12 +307,7 @@ def _apply(sink: SyncSink, ops: Sequence[Op], now: float) -> None:
         sink.apply(op, now)
 
 
-def card_of(worker_id: str, card: Card, labels: Mapping[str, str]) -> Card:
-    """A worker's card after a pattern."""
-    return replace(card, worker_id=worker_id, url=f"http://{worker_id}:9000", labels=dict(labels))
-
-
-def _load(engine: SimulatedEngine) -> RankBeat:
+def _load(engine: ReferenceEngine) -> RankBeat:
     return RankBeat(
         0, 100, 0, running=engine.num_running, waiting=engine.num_waiting, kv_usage=engine.kv_usage
     )
@@ -323,8 +315,3 @@ def _load(engine: SimulatedEngine) -> RankBeat:
 
 def _beat(rank: RankBeat, card: Card | None = None) -> WorkerBeat:
     return WorkerBeat(VERSION, 100, "up", _POOL, [rank], 1, card)
-
-
-def worker(number: int) -> WorkerId:
-    """The name of the `number`th engine, from 1; ordered by name as by number."""
-    return WorkerId(f"w{number}")

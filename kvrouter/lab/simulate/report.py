@@ -1,35 +1,26 @@
-"""Runs of several modes side by side, as a table and as JSON."""
+"""What is shown of compared modes: a section for each cell, and plots over the loads of a workload."""
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
-
 from kvrouter.errors import counted
+from kvrouter.lab.page import Chart, Series
+from kvrouter.lab.report import Section
+from kvrouter.lab.simulate.cells import Cell
 from kvrouter.lab.simulate.compare import Compared, Row
 from kvrouter.lab.simulate.engines import Arrival
-from kvrouter.lab.simulate.fleet import Run
-from kvrouter.lab.simulate.percentiles import Percentiles
 from kvrouter.lab.simulate.workloads import achievable
+from kvrouter.settings.declare import number
 
-COLUMNS: dict[str, Callable[[Run], str]] = {
-    "cached": lambda run: f"{run.hit_rate:.1%}",
-    "TTFT p50/p90/p99 ms": lambda run: _ms(run.ttft),
-    "latency p50/p90/p99 ms": lambda run: _ms(run.latency),
-    "per worker": lambda run: f"{min(_by_worker(run).values()):,}–{max(_by_worker(run).values()):,}",
-    "in flight": lambda run: f"{max(run.deepest.values()):,}",
-}
-
-# rich takes 80 columns for a pipe, and would cut off the figures.
-_PIPE_WIDTH = 120
+TITLE = "Simulated routing"
+MODELLED = (
+    "Modelled: the queue, batch and cache of every engine, the router's real code, and the delays of bookings"
+    " and KV events. Not modelled: networks, HTTP, tokenizers, preemption, and the router's own time. So"
+    " differences between modes are real, and absolute times are those of the engines' model."
+)
 
 _DEFAULT_MODE = "kv"
 
@@ -61,74 +52,6 @@ class Possible:
         return cls(found.endless / tokens, found.pooled / tokens)
 
 
-def show(runs: Mapping[str, Run], possible: Possible, *, left_out: int) -> None:
-    """Print one row for each mode. Requests per worker: least–most; in flight: the most on one worker."""
-    console = new_console()
-    table = Table()
-    table.add_column("mode", no_wrap=True)
-    for name in COLUMNS:
-        table.add_column(name, justify="right", no_wrap=True)
-    for mode, run in runs.items():
-        table.add_row(mode, *(value(run) for value in COLUMNS.values()))
-    console.print(table)
-    shares = {mode: Cached(run.hit_rate, run.held_rate) for mode, run in runs.items()}
-    console.print(cached_line(shares, possible), highlight=False)
-    if left_out:
-        console.print(f"left out: {counted(left_out, 'request')} longer than --max-model-len")
-
-
-def write_json(path: Path, runs: Mapping[str, Run], possible: Possible, *, left_out: int) -> None:
-    """Write the figures, times in seconds."""
-    figures = {mode: _figures(run) for mode, run in runs.items()}
-    shares = {"achievable_rate": possible.endless, "pooled_rate": possible.pooled}
-    path.write_text(json.dumps({"left_out": left_out, **shares, "modes": figures}, indent=2) + "\n")
-
-
-def show_compared(compared: Sequence[Compared], *, seeds: int) -> None:
-    """Print one table for each cell; ± is half the distance between the least and the greatest seed."""
-    console = new_console()
-    for one in compared:
-        table = Table(box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-        table.add_column("mode", no_wrap=True)
-        for name in COMPARED_COLUMNS:
-            table.add_column(name, justify="right", no_wrap=True)
-        for row in one.rows:
-            table.add_row(row.mode, *(value(row) for value in COMPARED_COLUMNS.values()))
-        console.print(title_of(one, seeds), style="bold", highlight=False)
-        console.print(table)
-        console.print(cached_line_of(one), highlight=False)
-        answered = {row.mode: row.mean.completed for row in one.rows}
-        if min(answered.values()) < 1:  # clients have left, or engines failed
-            shown = "; ".join(f"{mode} {share:.1%}" for mode, share in answered.items())
-            console.print(f"answered: {shown}", highlight=False)
-        if one.cell.workload.name == "heimdall":
-            console.print(_beside_published(one))
-
-
-def _beside_published(compared: Compared) -> Table:
-    """TTFT of random and of the other modes beside Heimdall's own, and how many times less it is."""
-    table = Table(title="TTFT ms, p50 / p75 / p90", box=SIMPLE, pad_edge=False)
-    for name in ("", "p50", "p75", "p90", "random / it"):
-        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
-    ours = {
-        row.mode: (row.mean.ttft_p50_s, row.mean.ttft_p75_s, row.mean.ttft_p90_s) for row in compared.rows
-    }
-    random = ours.pop("random", None)
-    groups = [("published", HEIMDALL_RANDOM_S, {"prefix cache-aware": HEIMDALL_PREFIX_AWARE_S})]
-    if random is not None:
-        groups.append(("here", random, ours))
-    for where, base, others in groups:
-        table.add_row(f"{where}: random", *_ms_of(base), "")
-        for mode, times in others.items():
-            ratios = " / ".join(f"{one / other:.1f}×" for one, other in zip(base, times, strict=True))
-            table.add_row(f"{where}: {mode}", *_ms_of(times), ratios)
-    return table
-
-
-def _ms_of(times_s: Sequence[float]) -> list[str]:
-    return [f"{1000 * value:,.0f}" for value in times_s]
-
-
 def cached_line(shares: Mapping[str, Cached], possible: Possible) -> str:
     """`cached: kv 14.8% of 18.3% possible (best engines 15.2%, ...); round-robin 8.3%`, by mode."""
     first, *others = sorted(shares, key=lambda mode: mode.partition(":")[0] != _DEFAULT_MODE)
@@ -137,36 +60,18 @@ def cached_line(shares: Mapping[str, Cached], possible: Possible) -> str:
     return f"cached: {first} {shares[first].real:.1%} of {possible.endless:.1%} possible ({bounds}){rest}"
 
 
-def cached_line_of(compared: Compared) -> str:
-    """`cached_line` of a cell's modes."""
-    shares = {row.mode: Cached(row.mean.cached, row.mean.held) for row in compared.rows}
-    mean = compared.rows[0].mean
-    return cached_line(shares, Possible(mean.achievable, mean.pooled))
-
-
-def write_compared(path: Path, compared: Sequence[Compared], *, seeds: int) -> None:
-    """Write the figures of all cells, times in seconds."""
-    cells = [as_json(one, seeds=seeds) for one in compared]
-    path.write_text(json.dumps({"cells": cells}, indent=2) + "\n")
-
-
 def as_json(compared: Compared, *, seeds: int) -> dict[str, Any]:
-    """A cell and the figures of its modes."""
-    modes = {row.mode: _row(row) for row in compared.rows}
-    return {**_facts(compared), "seeds": seeds, "modes": modes}
-
-
-def _row(row: Row) -> dict[str, Any]:
-    return {
-        "regret_ttft_p90": row.regret,
-        "cached_of_achievable": row.cached_of_achievable,
-        "mean": asdict(row.mean),
-        "spread": asdict(row.spread),
-    }
-
-
-def _facts(compared: Compared) -> dict[str, Any]:
+    """A cell and the figures of its modes, times in seconds."""
     cell = compared.cell
+    modes = {
+        row.mode: {
+            "regret_ttft_p90": row.regret,
+            "cached_of_achievable": row.cached_of_achievable,
+            "mean": asdict(row.mean),
+            "spread": asdict(row.spread),
+        }
+        for row in compared.rows
+    }
     return {
         "workload": cell.workload.name,
         "cache": cell.cache,
@@ -181,21 +86,12 @@ def _facts(compared: Compared) -> dict[str, Any]:
         "kv_delay_s": cell.kv_delay_s,
         "leaving": cell.leaving,
         "slo": asdict(cell.slo),
+        "seeds": seeds,
+        "modes": modes,
     }
 
 
-def title_of(compared: Compared, seeds: int) -> str:
-    cell = compared.cell
-    load = f"load {cell.load:g}, " if cell.load is not None else ""
-    sync = f" (sync {1000 * cell.sync.delay_s:g} ms)" if cell.sync else " (sync off)"
-    replicas = f", {cell.replicas} replicas{sync}" if cell.replicas > 1 else ""
-    return (
-        f"{cell.workload.name}: cache {cell.cache:.0%}, {load}pace {cell.offered_pace:.2f}, "
-        f"{counted(cell.workers, 'worker')}{replicas}, {counted(seeds, 'seed')}"
-    )
-
-
-COMPARED_COLUMNS: dict[str, Callable[[Row], str]] = {
+COLUMNS: dict[str, Callable[[Row], str]] = {
     "TTFT s\nmean": lambda row: _s(row.mean.ttft_mean_s),
     "\np50": lambda row: _s(row.mean.ttft_p50_s),
     "\np90": lambda row: f"{_s(row.mean.ttft_p90_s)} ±{_s(row.spread.ttft_p90_s)}",
@@ -214,32 +110,116 @@ def _s(seconds: float) -> str:
     return f"{seconds:.3f}" if seconds < 10 else f"{seconds:.1f}"
 
 
-def new_console() -> Console:
-    """For tables: as wide as a terminal, else wide enough for all figures."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = _PIPE_WIDTH
-    return console
+def sections(compared: Sequence[Compared], *, seeds: int) -> Iterator[Section]:
+    """Each cell; ± is half the distance between the least and the greatest seed. Then the plots by load."""
+    for one in compared:
+        rows = [[row.mode, *(value(row) for value in COLUMNS.values())] for row in one.rows]
+        charts = [
+            Chart("Time to first token", [_times(row) for row in one.rows], "percentile", "seconds"),
+            Chart(
+                "First token against the following ones", _by_weight(one), "TTFT p90, seconds", "ITL p90, ms"
+            ),
+        ]
+        yield Section(title_of(one, seeds), ["mode", *COLUMNS], rows, [*_notes(one)], charts=charts)
+        if one.cell.workload.name == "heimdall":
+            yield _beside_published(one)
+    yield from (_ladder(ladder) for ladder in _ladders(compared))
 
 
-def _figures(run: Run) -> dict[str, Any]:
-    return {
-        "requests": len(run.targets),
-        "prompt_tokens": run.prompt_tokens,
-        "cached_tokens": run.cached_tokens,
-        "cached_token_rate": run.hit_rate,
-        "best_engines_rate": run.held_rate,
-        "ttft_s": asdict(run.ttft),
-        "latency_s": asdict(run.latency),
-        "requests_by_worker": _by_worker(run),
-        "most_in_flight": max(run.deepest.values()),
+def title_of(compared: Compared, seeds: int) -> str:
+    cell = compared.cell
+    load = f"load {cell.load:g}, " if cell.load is not None else ""
+    sync = f" (sync {1000 * cell.sync.delay_s:g} ms)" if cell.sync else " (sync off)"
+    replicas = f", {cell.replicas} replicas{sync}" if cell.replicas > 1 else ""
+    return (
+        f"{cell.workload.name}: cache {cell.cache:.0%}, {load}pace {cell.offered_pace:.2f}, "
+        f"{counted(cell.workers, 'worker')}{replicas}, {counted(seeds, 'seed')}"
+    )
+
+
+def _notes(compared: Compared) -> Iterator[str]:
+    mean = compared.rows[0].mean
+    shares = {row.mode: Cached(row.mean.cached, row.mean.held) for row in compared.rows}
+    yield cached_line(shares, Possible(mean.achievable, mean.pooled))
+    answered = {row.mode: row.mean.completed for row in compared.rows}
+    if min(answered.values()) < 1:  # clients have left, or engines failed
+        yield "answered: " + "; ".join(f"{mode} {share:.1%}" for mode, share in answered.items())
+
+
+def _beside_published(compared: Compared) -> Section:
+    """TTFT of random and of the other modes beside Heimdall's own, and how many times less it is."""
+    ours = {
+        row.mode: (row.mean.ttft_p50_s, row.mean.ttft_p75_s, row.mean.ttft_p90_s) for row in compared.rows
     }
+    random = ours.pop("random", None)
+    groups = [("published", HEIMDALL_RANDOM_S, {"prefix cache-aware": HEIMDALL_PREFIX_AWARE_S})]
+    if random is not None:
+        groups.append(("here", random, ours))
+    rows = []
+    for where, base, others in groups:
+        rows.append([f"{where}: random", *_ms(base), ""])
+        for mode, times in others.items():
+            ratios = " / ".join(f"{one / other:.1f}×" for one, other in zip(base, times, strict=True))
+            rows.append([f"{where}: {mode}", *_ms(times), ratios])
+    return Section("TTFT ms, p50 / p75 / p90", ["", "p50", "p75", "p90", "random / it"], rows)
 
 
-def _by_worker(run: Run) -> dict[str, int]:
-    counted = Counter(target.worker_id for target in run.targets)
-    return {str(worker): counted[worker] for worker in run.deepest}
+def _ms(times_s: Sequence[float]) -> list[str]:
+    return [f"{1000 * value:,.0f}" for value in times_s]
 
 
-def _ms(times: Percentiles) -> str:
-    return "/".join(f"{1000 * seconds:,.0f}" for seconds in (times.p50, times.p90, times.p99))
+# --- plots ---
+
+
+def _times(row: Row) -> Series:
+    mean = row.mean
+    seconds = [mean.ttft_p50_s, mean.ttft_p75_s, mean.ttft_p90_s, mean.ttft_p99_s]
+    return Series(row.mode, (50, 75, 90, 99), seconds, "lines+markers")
+
+
+def _by_weight(compared: Compared) -> list[Series]:
+    """TTFT against ITL. The weights of a mode are a line, in their order."""
+    lines: dict[str, list[tuple[float, Row]]] = {}
+    for row in compared.rows:
+        name, _, text = row.mode.partition(":")
+        weight = number(text)
+        lines.setdefault(row.mode if weight is None else f"{name}:w", []).append((weight or 0.0, row))
+    made = []
+    for name, weighted in lines.items():
+        rows = [row for _, row in sorted(weighted, key=lambda one: one[0])]
+        ttft, itl = [row.mean.ttft_p90_s for row in rows], [1000 * row.mean.itl_p90_s for row in rows]
+        made.append(Series(name, ttft, itl, "lines+markers", [row.mode for row in rows]))
+    return made
+
+
+def _ladders(compared: Sequence[Compared]) -> list[list[Compared]]:
+    """Cells that differ in their load alone, where there are several; from the least load to the greatest."""
+    groups: dict[tuple[str, float], list[Compared]] = {}
+    for one in compared:
+        groups.setdefault((one.cell.workload.name, one.cell.cache), []).append(one)
+    return [sorted(group, key=lambda one: _load(one.cell)) for group in groups.values() if len(group) > 1]
+
+
+def _ladder(ladder: Sequence[Compared]) -> Section:
+    cell = ladder[0].cell
+    loads, by_mode = [_load(one.cell) for one in ladder], zip(*(one.rows for one in ladder), strict=True)
+    modes = [(rows[0].mode, rows) for rows in by_mode]
+    figures: list[tuple[str, str, Callable[[Row], float]]] = [
+        ("TTFT p90", "seconds", lambda row: row.mean.ttft_p90_s),
+        ("Regret: TTFT p90 above the oracle's", "share", lambda row: row.regret),
+        ("Goodput", "share of the requests", lambda row: row.mean.goodput),
+    ]
+    charts = [
+        Chart(
+            name,
+            [Series(mode, loads, [value(row) for row in rows], "lines+markers") for mode, rows in modes],
+            "pace" if cell.load is None else "load",
+            unit,
+        )
+        for name, unit, value in figures
+    ]
+    return Section(f"{cell.workload.name}, cache {cell.cache:.0%}: by load", charts=charts)
+
+
+def _load(cell: Cell) -> float:
+    return cell.pace if cell.load is None else cell.load

@@ -1,73 +1,27 @@
-"""The settings of `python -m kvrouter.lab.simulate`, and the options that they make."""
+"""The settings of `kvrouter simulate`, and the cells that they make."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from kvrouter.core.routing.policy import AUTO
 from kvrouter.errors import ConfigError
-from kvrouter.lab.mocker.engine import EngineConfig, speed_up
-from kvrouter.lab.simulate.generated import STAGED, WORKLOADS, Stage, stages_of, workload_name
+from kvrouter.lab.simulate.cells import Cell
+from kvrouter.lab.simulate.generated import STAGED, WORKLOADS, Stage, named, stages_of, workload_name
 from kvrouter.lab.simulate.measures import Slo
 from kvrouter.lab.simulate.placement import Frontend, Sync
 from kvrouter.lab.simulate.step_model import ORDERS, STEP_MODELS, StepModel
-from kvrouter.lab.simulate.traces import CONVERSATION_EXCERPT, SHORT_EXCERPT, Scaling
+from kvrouter.lab.simulate.traces import CONVERSATION_EXCERPT, TraceRequest
+from kvrouter.lab.simulate.workloads import cache_of
 from kvrouter.policies import CUSTOM, SERVED_MODES, PolicySettings
 from kvrouter.policies.files import PolicyFiles
-from kvrouter.settings.declare import Command, Settings, declared, did_you_mean, number, setting
+from kvrouter.settings.declare import Command, Settings, did_you_mean, number, setting
 
 DEFAULT_MODES = ("round-robin", "kv")
-MOCKER = "mocker"
-TRACE = "trace"
 _UNSERVED = "direct"  # needs a header in each request, which a trace does not have
-
-
-@dataclass(frozen=True, slots=True)
-class Engines:
-    """The step models' engines: how many, how fast, and what they are offered."""
-
-    model: StepModel
-    workers: int
-    speeds: tuple[float, ...]
-    workloads: tuple[str, ...]
-    stages: tuple[Stage, ...]
-    caches: tuple[float, ...]
-    loads: tuple[float, ...]
-    """Shares of saturation; empty: `paces`."""
-    paces: tuple[float, ...]
-    replicas: int
-    sync: Sync | None
-    frontend: Frontend
-    fails: tuple[tuple[str, float], ...]
-    joins: tuple[float, ...]
-    kv_delay_s: float
-    leaving: float
-    slo: Slo
-    seeds: int
-    jobs: int
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The command line. `compared` None: the mocker's engines, at the trace's pace."""
-
-    trace: Path
-    requests: int | None
-    """Read only the first ones."""
-    workers: int
-    scaling: Scaling
-    engine: EngineConfig
-    compared: Engines | None
-    modes: tuple[str, ...]
-    policy: PolicySettings
-    seed: int
-    json: Path | None
-    html: Path | None
-
-
 _MODES = sorted(set(SERVED_MODES) - {_UNSERVED})
 
 
@@ -122,27 +76,10 @@ def _numbers(help_: str, metavar: str, **more: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class MockerEngines(Settings):
-    heading = "With --timing mocker"
+class CellSettings(Settings):
+    """What stands behind the routers and in front of them. Those with several values make several cells."""
 
-    duration: float | None = setting(
-        None, "seconds from first to last request", above=0, default_text="as in the trace"
-    )
-    tokens_per_id: int | None = setting(
-        None, "fewer: shorter prompts", least=1, default_text="as in the trace: 512, or 16 of Qwen-Bailian"
-    )
-    output_divisor: int = setting(1, "divide the output lengths by this", least=1)
-    seed: int = setting(1, "seed of the random numbers")
-    num_blocks: int = setting(27_000, "KV blocks of each engine", least=1)
-    block_size: int = setting(16, "tokens of a block", least=1)
-    max_num_seqs: int = setting(64, "requests in a batch", least=1)
-    max_model_len: int = setting(131_072, "tokens", least=1)
-    speedup: float = setting(1.0, "relative to Llama-3-8B on an H100", above=0)
-
-
-@dataclass(frozen=True, slots=True)
-class StepModelEngines(Settings):
-    heading = "With another --timing: cells with the oracle, over seeds"
+    heading = "Cells"
 
     workload: tuple[str, ...] = setting(
         (),
@@ -150,7 +87,7 @@ class StepModelEngines(Settings):
         metavar="NAME[:KEY=N,...]",
         read=_workload,
         is_repeated=True,
-        default_text=TRACE,
+        default_text="trace",
         is_top=True,
     )
     stages: tuple[Stage, ...] = setting(
@@ -167,9 +104,16 @@ class StepModelEngines(Settings):
     cache: tuple[float, ...] = _numbers(
         "all engines' blocks / distinct blocks", "C,C", default_text="1", is_top=True
     )
+    kv_tokens: int | None = setting(
+        None, "instead of --cache: tokens in the KV cache of each engine", least=1, default_text="--cache"
+    )
     speeds: tuple[float, ...] = _numbers("relative speeds of the engines, repeated", "S,S")
     order: str = setting(ORDERS[0], "which prompt an engine takes next", choices=tuple(ORDERS))
     parallel_prefill: int = setting(1, "prompts in prefill at a time in an engine", least=1)
+    step_tokens: int | None = setting(
+        None, "prompt tokens of a step, at most", least=1, default_text="those of --timing"
+    )
+    max_num_seqs: int | None = setting(None, "requests in a batch", least=1, default_text="those of --timing")
     cancel: float = setting(0.0, "share of the clients that leave within 5 s", least=0, most=1)
     replicas: int = setting(1, "routers; a request comes through one at random", least=1, is_top=True)
     sync_ms: float | None = setting(
@@ -194,18 +138,22 @@ class StepModelEngines(Settings):
         is_repeated=False,
     )
     join: tuple[float, ...] = _numbers("seconds after which one more engine joins, each", "S,S")
-    step_tokens: int | None = setting(
-        None, "prompt tokens of a step, at most", least=1, default_text="those of --timing"
-    )
     kv_delay_ms: float = setting(0.0, "until a KV event reaches the routers", least=0)
     slo_ttft_s: float = setting(Slo().ttft_s, "goodput: most seconds to the first token", above=0)
     slo_itl_ms: float = setting(1000 * Slo().itl_s, "goodput: most ms between tokens, mean", above=0)
-    seeds: int = setting(1, "runs with other arrivals; the mean and spread are shown", least=1, is_top=True)
-    jobs: int = setting(1, "processes", least=1)
 
-    def given(self) -> list[str]:
-        """What only step models have, as flags, if it is not the default."""
-        return [one.flag for one in declared(type(self)) if one.value_in(self) != one.default]
+    def model(self, timing: str) -> StepModel:
+        """The step model of that name, with what is set otherwise."""
+        set_ = {"step_tokens": self.step_tokens, "max_num_seqs": self.max_num_seqs}
+        changed: dict[str, Any] = {name: value for name, value in set_.items() if value is not None}
+        return replace(STEP_MODELS[timing], order=self.order, parallel=self.parallel_prefill, **changed)
+
+    def checked(self) -> CellSettings:
+        if self.load and self.pace:
+            raise ConfigError("--load and --pace both say how fast requests come: use one of them")
+        if self.kv_tokens is not None and self.cache:
+            raise ConfigError("--kv-tokens and --cache both say how large the caches are: use one of them")
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,20 +166,17 @@ class SimulateSettings(Settings):
         default_text="the excerpt that comes with kvrouter",
         is_top=True,
     )
-    requests: int | None = setting(
-        None, "read only the first ones", least=1, default_text="700 for mocker, else all", is_top=True
-    )
+    requests: int | None = setting(None, "read only the first ones", least=1, default_text="all", is_top=True)
     json: Path | None = setting(None, "also write the figures to this file", is_top=True)
     html: Path | None = setting(
         None, "also write a page with plots to this file (needs kvrouter[report])", is_top=True
     )
     workers: int = setting(8, "number of engines", least=1, is_top=True)
     timing: str = setting(
-        MOCKER,
-        "the engines' model: the mocker's, or a step model (docs/simulate.md)",
-        choices=(MOCKER, *STEP_MODELS),
-        is_top=True,
+        "h100", "the engines' step model (docs/simulate.md)", choices=tuple(STEP_MODELS), is_top=True
     )
+    seeds: int = setting(1, "runs with other arrivals; the mean and spread are shown", least=1, is_top=True)
+    jobs: int = setting(1, "processes", least=1)
     router_mode: tuple[str, ...] = setting(
         (),
         f"{', '.join(_MODES)}; with :8 that overlap weight",
@@ -244,96 +189,75 @@ class SimulateSettings(Settings):
     )
     policy: PolicySettings = field(default_factory=PolicySettings)
     files: PolicyFiles = field(default_factory=PolicyFiles)
-    mocker: MockerEngines = field(default_factory=MockerEngines)
-    step_model: StepModelEngines = field(default_factory=StepModelEngines)
+    cell: CellSettings = field(default_factory=CellSettings)
 
-    def options(self) -> Options:
-        """Raises ConfigError."""
-        policy, _ = self.files.loaded(self.policy, "")
-        modes = self.router_mode or DEFAULT_MODES
-        if policy.custom is not None:
-            modes = (*modes, CUSTOM)
-        mocker = self.mocker
-        if mocker.tokens_per_id is not None and mocker.tokens_per_id % mocker.block_size:
-            raise ConfigError(
-                f"--tokens-per-id {mocker.tokens_per_id} must be a multiple of "
-                f"--block-size {mocker.block_size}"
-            )
-        engine = EngineConfig(
-            num_blocks=mocker.num_blocks,
-            block_size=mocker.block_size,
-            max_num_seqs=mocker.max_num_seqs,
-            max_model_len=mocker.max_model_len,
-        )
-        return Options(
-            trace=self.trace,
-            requests=self.requests or self._few(),
-            workers=self.workers,
-            scaling=Scaling(mocker.tokens_per_id, mocker.output_divisor, mocker.duration),
-            engine=speed_up(engine, mocker.speedup),
-            compared=self._engines(),
-            modes=tuple(dict.fromkeys(modes)),
-            policy=policy,
-            seed=mocker.seed,
-            json=self.json,
-            html=self.html,
-        )
-
-    def _few(self) -> int | None:
-        """The mocker's engines take a second for ten requests, so they get a part of the excerpt."""
-        return SHORT_EXCERPT if (self.trace, self.timing) == (CONVERSATION_EXCERPT, MOCKER) else None
-
-    def _engines(self) -> Engines | None:
-        given = self.step_model
-        if self.timing == MOCKER:
-            if given.given():
-                raise ConfigError(f"{given.given()[0]} needs --timing {' or '.join(STEP_MODELS)}")
-            return None
-        unknown = [name for name, _ in given.fail if int(name[1:]) > self.workers]
-        if unknown or len(given.fail) >= self.workers:
+    def checked(self) -> SimulateSettings:
+        fails = self.cell.fail
+        unknown = [name for name, _ in fails if int(name[1:]) > self.workers]
+        if unknown or len(fails) >= self.workers:
             what = f"there is no {unknown[0]}" if unknown else "one must be left"
             raise ConfigError(f"--fail: {what}, with --workers {self.workers}")
-        if given.load and given.pace:
-            raise ConfigError("--load and --pace both say how fast requests come: use one of them")
-        return Engines(
-            model=self._model(),
-            workers=self.workers,
-            speeds=given.speeds or (1.0,),
-            workloads=given.workload or (TRACE,),
-            stages=given.stages,
-            caches=given.cache or (1.0,),
-            loads=given.load,
-            paces=given.pace or (1.0,),
-            replicas=given.replicas,
-            sync=Sync(given.sync_ms / 1000, given.sync_loss) if given.sync_ms is not None else None,
-            frontend=Frontend(given.queue_threshold, given.session_affinity, given.use_kv_events),
-            fails=given.fail,
-            joins=given.join,
-            kv_delay_s=given.kv_delay_ms / 1000,
-            leaving=given.cancel,
-            slo=Slo(given.slo_ttft_s, given.slo_itl_ms / 1000),
-            seeds=given.seeds,
-            jobs=given.jobs,
-        )
+        return self
 
-    def _model(self) -> StepModel:
-        given, model = self.step_model, STEP_MODELS[self.timing]
-        model = model.served(given.order, given.parallel_prefill)
-        return replace(model, step_tokens=given.step_tokens) if given.step_tokens is not None else model
+    def modes(self) -> tuple[Sequence[str], PolicySettings]:
+        """The modes, a custom policy last, and what they are set to. Raises ConfigError."""
+        policy, _ = self.files.loaded(self.policy, "")
+        modes = self.router_mode or DEFAULT_MODES
+        return (*modes, *([CUSTOM] if policy.custom is not None else ())), policy
+
+    def cells(self, requests: Sequence[TraceRequest]) -> Iterator[Cell]:
+        """Every workload with every cache and load. Raises ConfigError."""
+        given = self.cell
+        speeds: list[tuple[float | None, float]] = [(load, 1.0) for load in given.load]
+        for name in given.workload or ("trace",):
+            workload = named(name, requests, given.stages)
+            caches = given.cache or (1.0,)
+            if given.kv_tokens is not None:
+                caches = (cache_of(workload, given.kv_tokens, self.workers),)
+            for cache in caches:
+                for load, pace in speeds or [(None, pace) for pace in given.pace or (1.0,)]:
+                    yield Cell(
+                        workload,
+                        cache,
+                        load=load,
+                        pace=pace,
+                        workers=self.workers,
+                        model=given.model(self.timing),
+                        speeds=given.speeds or (1.0,),
+                        replicas=given.replicas,
+                        sync=None if given.sync_ms is None else Sync(given.sync_ms / 1000, given.sync_loss),
+                        frontend=Frontend(given.queue_threshold, given.session_affinity, given.use_kv_events),
+                        fails=given.fail,
+                        joins=given.join,
+                        kv_delay_s=given.kv_delay_ms / 1000,
+                        leaving=given.cancel,
+                        slo=Slo(given.slo_ttft_s, given.slo_itl_ms / 1000),
+                    )
 
 
 COMMAND = Command(
     "simulate",
     SimulateSettings,
-    "Replay a trace in virtual time on simulated engines, once for each mode.",
-    removed=dict.fromkeys(
-        (
-            "text-block-chars",
-            "do-eviction",
-            "eviction-threshold-chars",
-            "eviction-target-chars",
-            "eviction-interval-secs",
+    "Replay requests in virtual time on simulated engines, once for each mode and for an oracle.",
+    removed={
+        "duration": "use --pace, the times of the trace's own pace, or --load",
+        "seed": "use --seeds N: the mean of runs with N seeds, and their spread",
+        "speedup": "use --speeds: --speeds 2 makes all engines twice as fast",
+        "num-blocks": "use --kv-tokens, or --cache",
+        **dict.fromkeys(
+            ("block-size", "tokens-per-id", "output-divisor", "max-model-len"),
+            "it was for --timing mocker: step models serve the trace's prompts as they are, in blocks of 512"
+            " tokens; leave it out",
         ),
-        "it had no effect: the simulator keeps all texts; leave it out",
-    ),
+        **dict.fromkeys(
+            (
+                "text-block-chars",
+                "do-eviction",
+                "eviction-threshold-chars",
+                "eviction-target-chars",
+                "eviction-interval-secs",
+            ),
+            "it had no effect: the simulator keeps all texts; leave it out",
+        ),
+    },
 )

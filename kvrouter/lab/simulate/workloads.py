@@ -45,6 +45,12 @@ def working_set_blocks(arrivals: Sequence[Arrival]) -> int:
     return len({hash_ for arrival in arrivals for hash_ in arrival.hashes})
 
 
+def cache_of(workload: Workload, kv_tokens: int, workers: int) -> float:
+    """The blocks of all engines, of so many tokens each, as a share of the working set."""
+    # half a block more: rounding down gives the blocks of an engine again
+    return (kv_tokens // BLOCK + 0.5) * workers / (working_set_blocks(workload.draw(0)) or 1)
+
+
 def largest_blocks(arrivals: Sequence[Arrival]) -> int:
     """The blocks that the largest request needs."""
     return max(-(-(one.prompt_tokens + one.output_tokens) // BLOCK) for one in arrivals)

@@ -24,7 +24,7 @@ from kvrouter.lab.simulate.cells import Cell
 from kvrouter.lab.simulate.compare import SEED_STEP, Task, run_tasks
 from kvrouter.lab.simulate.measures import Measures, mean
 from kvrouter.lab.simulate.placement import Frontend
-from kvrouter.lab.simulate.workloads import Workload, working_set_blocks
+from kvrouter.lab.simulate.workloads import BLOCK, Workload, cache_of
 from kvrouter.policies import PolicySettings, scorers
 from kvrouter.policies.scored import HEIMDALL, Scored, Weighted
 from kvrouter.settings.declare import declared
@@ -235,7 +235,7 @@ class Search:
         """The cell of the first requests; and that of all, which has these as its warm-up. Equal engines."""
         cell, count = self.cell, int(SEARCHED * len(self.cell.workload.draw(0)))
         part = Workload(cell.workload.name, lambda seed: cell.workload.draw(seed)[:count])
-        share = (cell.capacity_blocks + 0.5) * cell.workers / working_set_blocks(part.draw(0))
+        share = cache_of(part, cell.capacity_blocks * BLOCK, cell.workers)
         first = replace(cell, workload=part, cache=share)
         whole = Workload(cell.workload.name, cell.workload.draw, warm_up=count)
         return first, replace(cell, workload=whole, load=None, pace=first.offered_pace)

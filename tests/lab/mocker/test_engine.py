@@ -163,17 +163,6 @@ def test_cached_prefix_saves_time(engine: Engine) -> None:
     assert pytest.approx(saved_s) == durations[0] - durations[1]
 
 
-def test_given_hashes_stand_for_tokens() -> None:
-    """A trace that has only hashes can be served."""
-    engine = Engine(SMALL)
-    for number in (1, 2):
-        engine.add(EngineRequest(str(number), token_ids([0] * 9), 1, hashes=(11, 22)))
-        (output,) = finish(engine)
-
-    assert 8 == output.cached_tokens
-    assert {11, 22} == set(engine.cache.cached_hashes())
-
-
 def test_full_report(engine: Engine) -> None:
     """A request with this option gets its reused blocks announced again."""
     engine.add(request(1, [*range(9)], max_tokens=1))

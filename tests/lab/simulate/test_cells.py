@@ -15,7 +15,7 @@ from kvrouter.lab.simulate.agenda import Agenda
 from kvrouter.lab.simulate.cells import ORACLE, Cell
 from kvrouter.lab.simulate.compare import compare
 from kvrouter.lab.simulate.engines import Arrival
-from kvrouter.lab.simulate.fleet import Fleet, reference_kind
+from kvrouter.lab.simulate.fleet import Fleet
 from kvrouter.lab.simulate.measures import Measures
 from kvrouter.lab.simulate.placement import Frontend, Oracle, Replicas, Sync
 from kvrouter.lab.simulate.step_model import REFERENCE, SHORTEST
@@ -95,12 +95,14 @@ def test_clients_that_leave() -> None:
 def test_late_kv_events() -> None:
     """What an engine has stored is found when its event has come: here, after the next request."""
     asked = [Arrival(number * 3.0, [1, 2], 1500, 1) for number in range(8)]
-    kind = reference_kind(REFERENCE, 100)
 
     def cached(delay_s: float) -> int:
         policies = [new_policy("kv", replace(DEFAULTS, overlap_weight=8.0))]
         fleet = Fleet(
-            lambda agenda: Replicas(agenda, policies, random.Random(1), kv_delay_s=delay_s), kind, [1.0] * 4
+            lambda agenda: Replicas(agenda, policies, random.Random(1), kv_delay_s=delay_s),
+            REFERENCE,
+            100,
+            [1.0] * 4,
         )
         return fleet.run(asked).cached_tokens
 
@@ -142,7 +144,7 @@ def twins(sync: Sync | None, gap_s: float) -> dict[WorkerId, int]:
         return made
 
     arrivals = [Arrival(number * gap_s, [number], 600, 5) for number in range(2)]
-    run = Fleet(placer, reference_kind(REFERENCE, 100), [1.0, 1.0]).run(arrivals)
+    run = Fleet(placer, REFERENCE, 100, [1.0, 1.0]).run(arrivals)
     return {worker: sum(target.worker_id == worker for target in run.targets) for worker in run.deepest}
 
 
@@ -174,7 +176,7 @@ def test_oracle_breaks_ties_by_chance() -> None:
     """Idle engines are equal."""
     chances = iter([0.0, 0.99])
     oracle = Oracle(lambda: next(chances))
-    fleet = Fleet(lambda _agenda: oracle, reference_kind(REFERENCE, 100), [1.0, 1.0])
+    fleet = Fleet(lambda _agenda: oracle, REFERENCE, 100, [1.0, 1.0])
 
     run = fleet.run([Arrival(0.0, [1], 600, 1), Arrival(9.0, [2], 600, 1)])
 

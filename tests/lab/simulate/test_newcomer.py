@@ -9,7 +9,7 @@ from dataclasses import replace
 from kvrouter.lab.simulate.agenda import Agenda
 from kvrouter.lab.simulate.cells import policy_of
 from kvrouter.lab.simulate.engines import Arrival
-from kvrouter.lab.simulate.fleet import Fleet, reference_kind
+from kvrouter.lab.simulate.fleet import Fleet
 from kvrouter.lab.simulate.placement import Replicas
 from kvrouter.lab.simulate.step_model import REFERENCE
 from kvrouter.policies import PolicySettings
@@ -43,7 +43,7 @@ def test_a_new_engine_is_used_while_nearly_everything_is_cached() -> None:
         placers.append(Replicas(agenda, [policy_of("kv", PolicySettings())], random.Random(0)))
         return placers[0]
 
-    fleet = Fleet(placer, reference_kind(MODEL, 20_000), [1.0, 1.0], joins={"new": start + 15})
+    fleet = Fleet(placer, MODEL, 20_000, [1.0, 1.0], joins={"new": start + 15})
     run = fleet.run(arrivals)
 
     speed = placers[0].routers[0].tables.speeds.speed

@@ -4,7 +4,7 @@
     page.heading("Lengths")
     page.paragraph("12,031 requests")
     page.table(["", "p50"], [["input", "6,909"]])
-    page.chart("Input length", [cdf("input", lengths)], x="tokens", y="share", log_x=True)
+    page.chart(Chart("Input length", [cdf("input", lengths)], x="tokens", y="share", log_x=True))
     page.write(path)
 
 Plotly comes with the extra `report`; its script (5 MB) is in the file, once.
@@ -44,6 +44,18 @@ class Series:
     y: Sequence[float]
     mode: Mode = "lines"
     labels: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Lines, points or bars, with the names of the axes."""
+
+    title: str
+    series: Sequence[Series]
+    x: str
+    y: str
+    log_x: bool = False
+    log_y: bool = False
 
 
 def cdf(name: str, values: Iterable[float], weights: Iterable[float] | None = None) -> Series:
@@ -95,29 +107,20 @@ class Page:
         lines = "".join(_row(row, "td") for row in rows)
         self._parts.append(f"<table>{title}<thead>{_row(head, 'th')}</thead><tbody>{lines}</tbody></table>")
 
-    def chart(
-        self,
-        title: str,
-        series: Iterable[Series],
-        *,
-        x: str,
-        y: str,
-        log_x: bool = False,
-        log_y: bool = False,
-    ) -> None:
-        """Lines, points or bars, with the names of the axes."""
-        shown = [one for one in series if one.y]
+    def chart(self, chart: Chart) -> None:
+        """A plot; none if it has no points."""
+        shown = [one for one in chart.series if one.y]
         if not shown:
             return
         self._charts += 1
         figure = {
             "data": [_trace(one) for one in shown],
             "layout": {
-                "title": {"text": _label(title)},
-                "xaxis": {"title": {"text": _label(x)}, "type": _axis(shown, is_log=log_x)},
+                "title": {"text": _label(chart.title)},
+                "xaxis": {"title": {"text": _label(chart.x)}, "type": _axis(shown, is_log=chart.log_x)},
                 "yaxis": {
-                    "title": {"text": _label(y)},
-                    "type": "log" if log_y else "linear",
+                    "title": {"text": _label(chart.y)},
+                    "type": "log" if chart.log_y else "linear",
                     "rangemode": "tozero",
                 },
                 "showlegend": len(shown) > 1,

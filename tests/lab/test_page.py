@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvrouter.errors import ConfigError
-from kvrouter.lab.simulate.report_html import Page, Series, cdf
+from kvrouter.lab.page import Chart, Page, Series, cdf
 
 
 def test_cdf() -> None:
@@ -32,7 +32,7 @@ def test_texts_are_not_markup(tmp_path: Path) -> None:
     page.paragraph("</script><b>")
     page.items(["<u>"])
     page.table(["<th>"], [["<td>"]], "<caption>")
-    page.chart("</script>", [Series("<s>", [1], [2], "markers", ["</script>"])], x="<x>", y="<y>")
+    page.chart(Chart("</script>", [Series("<s>", [1], [2], "markers", ["</script>"])], "<x>", "<y>"))
     page.write(tmp_path / "page.html")
 
     body = (tmp_path / "page.html").read_text().partition("</head>")[2]
@@ -45,7 +45,7 @@ def test_no_chart_no_script(tmp_path: Path) -> None:
     """A page without plots is small; a plot without points is left out."""
     page = Page("title")
     page.heading("part")
-    page.chart("empty", [Series("a", [], [])], x="x", y="y")
+    page.chart(Chart("empty", [Series("a", [], [])], "x", "y"))
     page.write(tmp_path / "page.html")
 
     assert (tmp_path / "page.html").stat().st_size < 2_000
@@ -54,8 +54,9 @@ def test_no_chart_no_script(tmp_path: Path) -> None:
 def test_axes(tmp_path: Path) -> None:
     """Names are categories, and logarithms are asked for."""
     page = Page("title")
-    page.chart("bars", [Series("a", ["p", "q"], [1, 2], "bars")], x="x", y="y", log_x=True)
-    page.chart("lines", [Series("a", [1], [1]), Series("b", [1], [1])], x="x", y="y", log_x=True, log_y=True)
+    page.chart(Chart("bars", [Series("a", ["p", "q"], [1, 2], "bars")], "x", "y", log_x=True))
+    lines_ = [Series("a", [1], [1]), Series("b", [1], [1])]
+    page.chart(Chart("lines", lines_, "x", "y", log_x=True, log_y=True))
     page.write(tmp_path / "page.html")
 
     bars, lines = (tmp_path / "page.html").read_text().partition("</head>")[2].split('id="chart-2"')
