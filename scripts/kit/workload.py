@@ -14,15 +14,18 @@ shared documents as text, for alerts and pictures: a wrong chat template changes
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import math
 import random
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pydoc_data.topics import topics
 
-from kvrouter.lab.simulate.traces import CONVERSATION_EXCERPT, Prompts, Scaling, read_trace, scaled, spread
+from kvrouter.lab.simulate.traces import CONVERSATION_EXCERPT, read_trace
 from kvrouter.tokens.tiny import VOCABULARY_SIZE
 from scripts.kit.load import LoadRequest
 
@@ -74,17 +77,29 @@ class Chats:
 
 def load_requests(count: int, *, output_divisor: int = OUTPUT_DIVISOR) -> list[LoadRequest]:
     """The first `count` requests of the trace, scaled."""
-    scaling = Scaling(TOKENS_PER_ID, output_divisor, duration_s=count * SECONDS_PER_REQUEST)
-    trace = spread(scaled(read_trace(CONVERSATION_EXCERPT, count), scaling))
-    prompts = Prompts(tokens_per_id=TOKENS_PER_ID, vocabulary_size=VOCABULARY_SIZE)
-    return [
-        LoadRequest(
-            at_s=request.arrival_s,
-            body=completion(prompts.token_ids(request), request.output_tokens),
-            output_tokens=request.output_tokens,
-        )
-        for request in trace
-    ]
+    trace = read_trace(CONVERSATION_EXCERPT, count)
+    pace = count * SECONDS_PER_REQUEST / (trace[-1].arrival_s or 1.0)
+    made = []
+    for at_s, request in zip(_spread([pace * one.arrival_s for one in trace]), trace, strict=True):
+        length = max(1, request.prompt_tokens * TOKENS_PER_ID // request.id_tokens)
+        prompt = [token for id_ in request.hash_ids for token in _tokens_of(id_)][:length]
+        output_tokens = max(1, request.output_tokens // output_divisor)
+        made.append(LoadRequest(at_s, completion(prompt, output_tokens), output_tokens))
+    return made
+
+
+def _spread(times: list[float]) -> Iterator[float]:
+    """Equal times spread evenly until the next one: as recorded, in steps of 3 s, requests come in bursts."""
+    bursts = [list(burst) for _, burst in itertools.groupby(times)]
+    for burst, following in itertools.zip_longest(bursts, bursts[1:]):
+        gap = following[0] - burst[0] if following else 0.0
+        yield from (at + gap * place / len(burst) for place, at in enumerate(burst))
+
+
+def _tokens_of(hash_id: int) -> list[int]:
+    """A trace has no text: an id stands for the same tokens on any machine, so prompts share as they did."""
+    noise = hashlib.shake_128(struct.pack("<Q", hash_id)).digest(4 * TOKENS_PER_ID)
+    return [number % VOCABULARY_SIZE for number in struct.unpack(f"<{TOKENS_PER_ID}I", noise)]
 
 
 def completion(prompt: list[int], output_tokens: int) -> bytes:

@@ -6,6 +6,7 @@ import io
 import json
 import math
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,8 @@ def test_trace_requests() -> None:
         len(requests), requests[0].output_tokens, len(json.loads(requests[0].body)["prompt"])
     )  # fmt: skip
     assert pytest.approx(35.0) == requests[-1].at_s
+    assert all(one.at_s <= other.at_s for one, other in pairwise(requests))
+    assert [922, 1674, 899, 429] == json.loads(requests[0].body)["prompt"][:4], "figures stay comparable"
 
 
 def test_html(tmp_path: Path) -> None:

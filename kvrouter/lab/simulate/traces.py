@@ -1,8 +1,7 @@
-"""Request traces: read them, scale them to a small fleet, and make prompts for them.
+"""Request traces: read them, write them, and name their blocks.
 
 A trace contains for each request its arrival, the lengths of prompt and output, and an id for each block of
-the prompt, the partial last one included. It contains no text, so prompts are generated: an id always stands
-for the same tokens, which keeps exactly the sharing of the trace.
+the prompt, the partial last one included. It contains no text.
 
     Mooncake      512 tokens an id, milliseconds; equal ids are equal blocks after equal prefixes
     Qwen-Bailian   16 tokens an id, seconds, known by its `chat_id`; its ids name blocks by their own tokens
@@ -14,14 +13,13 @@ Mooncake's lines may have a `block_size`, the tokens of an id: `write_trace` wri
 from __future__ import annotations
 
 import gzip
-import hashlib
 import io
 import itertools
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -38,9 +36,6 @@ BAILIAN_ID_TOKENS = 16
 
 # The first 3,000 requests of the conversation trace; data/README.md names source and licence.
 CONVERSATION_EXCERPT = Path(__file__).parent / "data" / "mooncake_conversation_3000.jsonl.gz"
-
-# What the demo and the mocker's engines take of it: more would take minutes.
-SHORT_EXCERPT = 700
 
 # A line of a prompt of a million tokens in ids of 16 is a tenth of it. A file without line ends is no trace.
 _MOST_LINE_BYTES = 8 * 1024 * 1024
@@ -64,25 +59,6 @@ class TraceRequest:
     hash_ids: tuple[int, ...]
     id_tokens: int = TRACE_ID_TOKENS
     """The prompt tokens that an id stands for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scaling:
-    """How to scale the trace of a large fleet down to a small machine."""
-
-    tokens_per_id: int | None = None
-    """Prompts shrink by this over the trace's tokens per id, and share as before. None: they do not."""
-    output_divisor: int = 1
-    duration_s: float | None = None
-    """Seconds from the first to the last request; None: as in the trace."""
-
-    def __post_init__(self) -> None:
-        if self.tokens_per_id is not None and not 1 <= self.tokens_per_id <= TRACE_ID_TOKENS:
-            raise TraceError(f"tokens_per_id {self.tokens_per_id}: use 1 to {TRACE_ID_TOKENS}")
-        if self.output_divisor < 1:
-            raise TraceError(f"output_divisor {self.output_divisor}: use 1 or more")
-        if self.duration_s is not None and self.duration_s < 0:
-            raise TraceError(f"duration_s {self.duration_s}: must not be negative")
 
 
 NotNegative = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -251,44 +227,6 @@ def _line(place: str, raw: bytes, kind: type[_Mooncake | _Bailian]) -> _Mooncake
     return line
 
 
-def scaled(requests: Sequence[TraceRequest], scaling: Scaling) -> list[TraceRequest]:
-    """The same requests, shorter and sooner."""
-    span_s = requests[-1].arrival_s if requests else 0.0
-    compression = 1.0 if scaling.duration_s is None or not span_s else scaling.duration_s / span_s
-    return [_scaled_one(request, scaling, compression) for request in requests]
-
-
-def _scaled_one(request: TraceRequest, scaling: Scaling, compression: float) -> TraceRequest:
-    tokens_per_id = scaling.tokens_per_id or request.id_tokens
-    if tokens_per_id > request.id_tokens:
-        raise TraceError(
-            f"tokens_per_id {tokens_per_id}: the trace has {request.id_tokens}: use that, or fewer"
-        )
-    prompt_tokens = max(1, request.prompt_tokens * tokens_per_id // request.id_tokens)
-    return TraceRequest(
-        arrival_s=request.arrival_s * compression,
-        prompt_tokens=prompt_tokens,
-        output_tokens=max(1, request.output_tokens // scaling.output_divisor),
-        hash_ids=request.hash_ids[: -(-prompt_tokens // tokens_per_id)],
-        id_tokens=tokens_per_id,
-    )
-
-
-def spread(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
-    """The same requests, with those of one timestamp spread evenly until the next timestamp."""
-    # the conversation trace counts time in steps of 3 s: as recorded, its requests would arrive in bursts
-    bursts = [list(burst) for _, burst in itertools.groupby(requests, key=lambda request: request.arrival_s)]
-    starts = [burst[0].arrival_s for burst in bursts]
-    gaps = [later - start for start, later in itertools.pairwise(starts)] + [
-        0.0
-    ]  # the last burst is not spread
-    return [
-        replace(request, arrival_s=request.arrival_s + gap * position / len(burst))
-        for burst, gap in zip(bursts, gaps, strict=True)
-        for position, request in enumerate(burst)
-    ]
-
-
 def named_blocks(request: TraceRequest, block_size: int) -> list[int]:
     """Sequence hashes of the prompt's full blocks, for uses that need no tokens. Raises TraceError.
 
@@ -310,21 +248,3 @@ def check_block_size(id_tokens: int, block_size: int) -> None:
         raise TraceError(
             f"--block-size {block_size}: must divide the trace's {id_tokens} tokens of an id or be a multiple"
         )
-
-
-class Prompts:
-    """Makes a request's prompt from its hash ids: an id gives the same tokens on any machine."""
-
-    def __init__(self, *, tokens_per_id: int, vocabulary_size: int) -> None:
-        self._tokens_per_id = tokens_per_id
-        self._vocabulary_size = vocabulary_size
-        self._decode = struct.Struct(f"<{tokens_per_id}I").unpack
-
-    def token_ids(self, request: TraceRequest) -> list[int]:
-        """The whole prompt; its last block may be partial."""
-        tokens = list(itertools.chain.from_iterable(map(self._block, request.hash_ids)))
-        return tokens[: request.prompt_tokens]
-
-    def _block(self, hash_id: int) -> list[int]:
-        noise = hashlib.shake_128(struct.pack("<Q", hash_id)).digest(4 * self._tokens_per_id)
-        return [number % self._vocabulary_size for number in self._decode(noise)]

@@ -8,7 +8,6 @@ from kvrouter.errors import KvRouterError
 from kvrouter.lab.analyze.analysis import Analysis, FleetSize, Prefix, analyze
 from kvrouter.lab.simulate.traces import (
     CONVERSATION_EXCERPT,
-    SHORT_EXCERPT,
     TraceError,
     TraceRequest,
     read_trace,
@@ -26,7 +25,7 @@ def figures(requests: list[TraceRequest], fleet: FleetSize = FLEET) -> Analysis:
 
 def test_conversation_excerpt() -> None:
     """The first 700 requests: 18.7 % with an endless cache, depth / ISL p50 0.173."""
-    requests = read_trace(CONVERSATION_EXCERPT, SHORT_EXCERPT)
+    requests = read_trace(CONVERSATION_EXCERPT, 700)
     fleet = FleetSize(8, 27_000, 16)
     found = figures(requests, fleet)
 

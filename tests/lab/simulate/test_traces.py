@@ -1,24 +1,18 @@
-"""Traces: reading, scaling, prompts."""
+"""Traces: reading, writing, names of blocks."""
 
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from kvrouter.lab.simulate.traces import (
     CONVERSATION_EXCERPT,
-    SHORT_EXCERPT,
-    Prompts,
-    Scaling,
     TraceError,
     TraceRequest,
     named_blocks,
     read_trace,
-    scaled,
-    spread,
     write_trace,
 )
 
@@ -45,11 +39,10 @@ def at(arrival_s: float, prompt_tokens: int = 512, hash_ids: tuple[int, ...] = (
 
 
 def test_shipped_excerpt() -> None:
-    """It has 3,000 requests over 987 s, the short one 700 over 234 s, and all of them share block 0."""
+    """It has 3,000 requests over 987 s, and all of them share block 0."""
     requests = read_trace(CONVERSATION_EXCERPT)
 
     assert (3000, 0.0, 987.0) == (len(requests), requests[0].arrival_s, requests[-1].arrival_s)
-    assert 234.0 == requests[SHORT_EXCERPT - 1].arrival_s
     assert {0} == {request.hash_ids[0] for request in requests}
     assert TraceRequest(0.0, 6758, 500, tuple(range(14))) == requests[0]
 
@@ -159,17 +152,6 @@ def test_blocks_of_short_ids() -> None:
         named_blocks(one, 24)
 
 
-def test_scaling_never_makes_prompts_longer(trace_file: Path) -> None:
-    """A trace of short ids stays as it is, and cannot be given longer ones."""
-    write(trace_file, bailian(1, 0, [7, 8], 32))
-    requests = read_trace(trace_file)
-
-    assert requests == scaled(requests, Scaling())
-    assert [8] == [one.id_tokens for one in scaled(requests, Scaling(8))]
-    with pytest.raises(TraceError, match="tokens_per_id 32: the trace has 16: use that, or fewer"):
-        scaled(requests, Scaling(32))
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -235,99 +217,3 @@ def test_nothing_to_read(trace_file: Path) -> None:
     write(trace_file)
     with pytest.raises(TraceError, match="no requests in it"):
         read_trace(trace_file)
-
-
-# --- scaling ---
-
-
-def test_scaled_like_the_demo() -> None:
-    """64 tokens per id, an eighth of the output, and 35 s instead of 234 s."""
-    requests = scaled(read_trace(CONVERSATION_EXCERPT, SHORT_EXCERPT), Scaling(64, 8, duration_s=35.0))
-
-    assert TraceRequest(0.0, 844, 62, tuple(range(14)), 64) == requests[0]
-    assert pytest.approx(35.0) == requests[-1].arrival_s
-    assert all(len(r.hash_ids) == -(-r.prompt_tokens // 64) for r in requests)
-
-
-def test_nothing_scales_away() -> None:
-    """A prompt and an answer keep at least one token."""
-    (request,) = scaled([TraceRequest(0.0, 1, 1, (0,))], Scaling(64, 8, duration_s=35.0))
-
-    assert (1, 1, (0,)) == (request.prompt_tokens, request.output_tokens, request.hash_ids)
-
-
-def test_id_that_scales_away() -> None:
-    """An id is left out if rounding removes all of its tokens."""
-    (request,) = scaled([at(0.0, 513, (0, 1))], Scaling(64))
-
-    assert (64, (0,)) == (request.prompt_tokens, request.hash_ids)
-
-
-def test_unscaled() -> None:
-    """The default changes nothing."""
-    requests = read_trace(CONVERSATION_EXCERPT)
-
-    assert requests == scaled(requests, Scaling())
-    assert [] == scaled([], Scaling(duration_s=1.0))
-
-
-@pytest.mark.parametrize("wrong", [{"tokens_per_id": 0}, {"tokens_per_id": 513}, {"output_divisor": 0}])
-def test_impossible_scaling(wrong: dict[str, int]) -> None:
-    """The error names the value."""
-    with pytest.raises(TraceError, match=next(iter(wrong))):
-        Scaling(**wrong)
-
-
-def test_negative_duration() -> None:
-    """It is rejected."""
-    with pytest.raises(TraceError, match="duration_s -1"):
-        Scaling(duration_s=-1)
-
-
-def test_spread_evenly() -> None:
-    """Requests of one timestamp share the time until the next one; the last are not spread."""
-    times = [request.arrival_s for request in spread([at(0.0), at(0.0), at(0.0), at(3.0), at(9.0), at(9.0)])]
-
-    assert pytest.approx([0.0, 1.0, 2.0, 3.0, 9.0, 9.0]) == times
-
-
-def test_spread_keeps_the_order() -> None:
-    """Spreading keeps every request, in order."""
-    requests = read_trace(CONVERSATION_EXCERPT)
-    result = spread(requests)
-
-    assert [request.hash_ids for request in requests] == [request.hash_ids for request in result]
-    assert all(one.arrival_s <= other.arrival_s for one, other in pairwise(result))
-
-
-# --- prompts ---
-
-
-def test_tokens_never_change() -> None:
-    """Pinned (SHAKE-128 of the id): figures are comparable only if prompts stay the same."""
-    prompts = Prompts(tokens_per_id=64, vocabulary_size=2000)
-
-    assert PINNED == prompts.token_ids(at(0.0, 4, (0,))) + prompts.token_ids(at(0.0, 4, (13711,)))
-
-
-PINNED = [922, 1674, 899, 429, 1900, 879, 94, 1095]
-
-
-def test_same_id_same_tokens() -> None:
-    """Prompts share the tokens of their common ids; a partial block is a prefix of the whole one."""
-    prompts = Prompts(tokens_per_id=64, vocabulary_size=2000)
-
-    whole = prompts.token_ids(at(0.0, 192, (0, 5, 6)))
-    other = prompts.token_ids(at(0.0, 150, (0, 5, 7)))
-
-    assert (192, 150) == (len(whole), len(other))
-    assert whole[:128] == other[:128]
-    assert whole[128:] != other[128:]
-    assert whole[:100] == prompts.token_ids(at(0.0, 100, (0, 5)))
-
-
-def test_tokens_are_in_the_vocabulary() -> None:
-    """Tokens are in the vocabulary, and use all of it."""
-    tokens = Prompts(tokens_per_id=512, vocabulary_size=10).token_ids(at(0.0, 512))
-
-    assert set(range(10)) == set(tokens)
