@@ -29,7 +29,7 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
        color: #1c1c1c; background: #fff }
 h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bottom: 1px solid #ccc }
-table { border-collapse: collapse; margin: 1rem 0 } caption { text-align: left; font-weight: 600 }
+table { border-collapse: collapse; margin: 1rem 0 }
 th, td { padding: .2rem .8rem .2rem 0; text-align: right; font-variant-numeric: tabular-nums }
 th:first-child, td:first-child { text-align: left } tr { border-bottom: 1px solid #e4e4e4 }
 """
@@ -101,11 +101,10 @@ class Page:
         """A list with one line for each text."""
         self._parts.append("<ul>" + "".join(f"<li>{escape(text)}</li>" for text in texts) + "</ul>")
 
-    def table(self, head: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> None:
+    def table(self, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """The first column is text, the others are numbers."""
-        title = f"<caption>{escape(caption)}</caption>" if caption else ""
         lines = "".join(_row(row, "td") for row in rows)
-        self._parts.append(f"<table>{title}<thead>{_row(head, 'th')}</thead><tbody>{lines}</tbody></table>")
+        self._parts.append(f"<table><thead>{_row(head, 'th')}</thead><tbody>{lines}</tbody></table>")
 
     def chart(self, chart: Chart) -> None:
         """A plot; none if it has no points."""

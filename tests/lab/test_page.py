@@ -31,7 +31,7 @@ def test_texts_are_not_markup(tmp_path: Path) -> None:
     page = Page("<i>title</i>")
     page.paragraph("</script><b>")
     page.items(["<u>"])
-    page.table(["<th>"], [["<td>"]], "<caption>")
+    page.table(["<th>"], [["<td>"]])
     page.chart(Chart("</script>", [Series("<s>", [1], [2], "markers", ["</script>"])], "<x>", "<y>"))
     page.write(tmp_path / "page.html")
 

@@ -92,7 +92,7 @@ class Service:
     async def chat_completions(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
         body = await self._read(http, ChatBody)
-        prompts = _ids_sent(body) or await self.text.encode(_chat_prompt(body))
+        prompts = _ids_sent(body) or await self.text.encode(_chat_prompt(body, body.reasoning_effort))
         return await self._answer(http, body, prompts, ChatReply, "chatcmpl-")
 
     async def messages(self, http: web.Request) -> web.StreamResponse:
@@ -249,7 +249,7 @@ class Service:
     async def render(self, http: web.Request) -> web.Response:
         """POST /v1/chat/completions/render: the token ids; without the settings of sampling."""
         body = await self._read(http, ChatBody)
-        ((tokens, _),) = await self.text.encode(_chat_prompt(body))
+        ((tokens, _),) = await self.text.encode(_chat_prompt(body, body.reasoning_effort))
         return _json({"request_id": f"chatcmpl-{secrets.token_hex(16)}", "token_ids": tokens.tolist()})
 
     async def models(self, _: web.Request) -> web.Response:
@@ -385,29 +385,22 @@ def _ids_sent(body: ChatBody) -> list[EnginePrompt] | None:
     return token_prompts(ids)
 
 
-def _chat_prompt(body: ChatBody) -> ChatPrompt:
+def _chat_prompt(body: ChatBody | TokenizeBody, effort: str | None = None) -> ChatPrompt:
     return ChatPrompt(
-        body.messages,
+        body.messages or [],
         tools=body.tools,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         chat_template_kwargs=body.chat_template_kwargs or {},
-        effort=body.reasoning_effort,
-        add_special_tokens=body.add_special_tokens,
+        effort=effort,
+        add_special_tokens=bool(body.add_special_tokens),
     )
 
 
 def _tokenize_prompt(body: TokenizeBody) -> ChatPrompt | TextPrompt:
     if body.messages is None:
         return TextPrompt([body.prompt or ""], add_special_tokens=body.add_special_tokens is not False)
-    return ChatPrompt(
-        body.messages,
-        tools=body.tools,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        chat_template_kwargs=body.chat_template_kwargs or {},
-        add_special_tokens=bool(body.add_special_tokens),
-    )
+    return _chat_prompt(body)
 
 
 def _source(rank: Rank) -> Json:

@@ -69,37 +69,6 @@ LOOKAHEAD = {"map-0.33": 1}
 """By shape, the tokens behind a block that its hash covers."""
 
 
-class _BlockStored(msgspec.Struct, frozen=True, array_like=True, tag="BlockStored", gc=False):
-    """`BlockStored` as vLLM 0.23 sent it, with all fields present."""
-
-    block_hashes: list[int]
-    parent_block_hash: int | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-    extra_keys: ExtraKeys | None
-    group_idx: int | None
-    kv_cache_spec_kind: str | None
-    kv_cache_spec_sliding_window: int | None
-
-
-class _BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag="BlockRemoved", gc=False):
-    """`BlockRemoved` as vLLM 0.23 sent it."""
-
-    block_hashes: list[int]
-    medium: str | None
-    group_idx: int | None
-
-
-class _AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag="AllBlocksCleared", gc=False):
-    """`AllBlocksCleared` as vLLM 0.23 sent it: the tag alone."""
-
-
-_ArrayEvent: TypeAlias = _BlockStored | _BlockRemoved | _AllBlocksCleared
-
-
 class BatchEncoder:
     """Encodes the events of one step as one batch."""
 
@@ -114,15 +83,10 @@ class BatchEncoder:
         return self._encode((timestamp, shaped, self._rank))
 
 
-def _as_array(event: KvEvent) -> _ArrayEvent:
+def _as_array(event: KvEvent) -> tuple[object, ...]:
+    """As vLLM 0.23 sent it: the tag, then all fields of that version."""
     values = msgspec.structs.astuple(event)
-    match event:
-        case BlockStored():
-            return _BlockStored(*values[:-1])  # no look-ahead
-        case BlockRemoved():
-            return _BlockRemoved(*values)
-        case AllBlocksCleared():
-            return _AllBlocksCleared()
+    return type(event).__name__, *(values[:-1] if isinstance(event, BlockStored) else values)
 
 
 def sequence_frame(seq: int) -> bytes:

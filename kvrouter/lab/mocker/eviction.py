@@ -10,32 +10,11 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Protocol
-
-
-class EvictionOrder(Protocol):
-    """The cached blocks that no request holds, in the order of eviction."""
-
-    def used(self, engine_hashes: Iterable[int]) -> None:
-        """These hashes were hit or stored once more."""
-
-    def forget(self, engine_hash: int) -> None:
-        """No block holds this hash any longer."""
-
-    def push(self, block: int, engine_hash: int) -> None:
-        """The last holder has released `block`."""
-
-    def discard(self, block: int) -> None:
-        """`block` is held again."""
-
-    def pop(self) -> int:
-        """The block to evict now."""
-
-    def __len__(self) -> int: ...
+from typing import TypeAlias
 
 
 class LruOrder:
-    """The block released longest ago first: vLLM's free queue."""
+    """The cached blocks that no request holds, the one released longest ago first: vLLM's free queue."""
 
     def __init__(self) -> None:
         # an OrderedDict, because taking the first key of a dict walks over all deleted ones
@@ -48,12 +27,15 @@ class LruOrder:
         """Nothing is stored per hash."""
 
     def push(self, block: int, engine_hash: int) -> None:
+        """The last holder has released `block`."""
         self._blocks[block] = None
 
     def discard(self, block: int) -> None:
+        """`block` is held again."""
         del self._blocks[block]
 
     def pop(self) -> int:
+        """The block to evict now."""
         return self._blocks.popitem(last=False)[0]
 
     def __len__(self) -> int:
@@ -110,4 +92,5 @@ class LfuOrder:
         return len(self._tick)
 
 
-ORDERS: dict[str, type[LruOrder] | type[LfuOrder]] = {"lru": LruOrder, "lfu": LfuOrder}
+EvictionOrder: TypeAlias = LruOrder | LfuOrder
+ORDERS: dict[str, type[EvictionOrder]] = {"lru": LruOrder, "lfu": LfuOrder}

@@ -87,167 +87,141 @@ class Reply(ABC):
 class ChunkReply(Reply):
     """An answer whose events are chunks: usage comes on demand, and `[DONE]` last."""
 
-    @abstractmethod
-    def opening(self, index: int, choice: Choice) -> Json | None:
-        """The chunk before the first token; completions have none."""
+    object = chunk_object = "text_completion"
 
     @abstractmethod
-    def chunk(self, index: int, choice: Choice, text: str, token: int | None) -> Json:
-        """The chunk of one token."""
+    def part(self, index: int, choice: Choice, text: str, token: int | None) -> Json:
+        """The choice in the chunk of one token."""
 
     @abstractmethod
-    def usage_chunk(self, choices: Sequence[Choice]) -> Json:
-        """The chunk after the last token, if `stream_options.include_usage` is set."""
+    def whole_choice(self, index: int, choice: Choice) -> Json:
+        """The choice in a whole answer."""
+
+    @abstractmethod
+    def all_logprobs(self, texts: Sequence[str]) -> Json:
+        """The logprobs of tokens."""
 
     def start(self, choices: Sequence[Choice]) -> bytes:
-        chunks = [(self.opening(index, choice), choice) for index, choice in enumerate(choices)]
-        return b"".join(sse(self._with_usage(chunk, one)) for chunk, one in chunks if chunk is not None)
+        return b""
 
     def piece(self, index: int, choice: Choice, text: str, token: int | None) -> bytes:
-        return sse(self._with_usage(self.chunk(index, choice, text, token), choice))
+        return self.chunk(choice, self.part(index, choice, text, token))
 
     def end(self, choices: Sequence[Choice]) -> bytes:
-        return (sse(self.usage_chunk(choices)) if self.options.include_usage else b"") + DONE
+        """Cached tokens are those of the first prompt, as in vLLM."""
+        counts = usage(choices, cached_tokens=choices[0].cached_tokens, answers=self.answers)
+        last = sse({**self._head(self.chunk_object), "choices": [], "usage": counts})
+        return (last if self.options.include_usage else b"") + DONE
 
-    def _with_usage(self, chunk: Json, choice: Choice) -> Json:
+    def whole(self, choices: Sequence[Choice]) -> Json:
+        return {
+            **self._head(self.object),
+            "choices": [self.whole_choice(index, choice) for index, choice in enumerate(choices)],
+            "service_tier": None,
+            "system_fingerprint": None,
+            "usage": full_usage(choices, self.answers),
+            **self.whole_more(choices),
+            "kv_transfer_params": None,
+        }
+
+    def whole_more(self, choices: Sequence[Choice]) -> Json:
+        """What else a whole answer has."""
+        return {}
+
+    def chunk(self, choice: Choice, part: Json, **more: Any) -> bytes:
+        """The event with one choice."""
+        data = {**self._head(self.chunk_object), "choices": [part], **more}
         if self.options.continuous_usage_stats and self.options.include_usage:
-            chunk["usage"] = usage([choice])
-        return chunk
+            data["usage"] = usage([choice])
+        return sse(data)
+
+    def logprobs(self, texts: Sequence[str]) -> Json | None:
+        return self.all_logprobs(texts) if self.shows_logprobs else None
+
+    def _head(self, kind: str) -> Json:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
 class ChatReply(ChunkReply):
     """/v1/chat/completions."""
 
-    def _chunk(self, choices: list[Json], **more: object) -> Json:
-        return {
-            "id": self.id,
-            "object": "chat.completion.chunk",
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-            **more,
-        }
+    object, chunk_object = "chat.completion", "chat.completion.chunk"
 
-    def opening(self, index: int, choice: Choice) -> Json:
-        """The role, with empty content or the name of the function."""
+    def start(self, choices: Sequence[Choice]) -> bytes:
+        """Of each choice the role, with empty content or the name of the function."""
         delta: Json = {"role": "assistant", "content": ""}
         if self.tool is not None:
-            called = {"name": self.tool, "arguments": ""}
-            delta["tool_calls"] = [
-                {"index": 0, "id": f"call_{self.id}", "type": "function", "function": called}
-            ]
-        return self._chunk(
-            [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}],
-            prompt_token_ids=self.ids(choice.prompt),
+            delta["tool_calls"] = [{"index": 0, **self._call("")}]
+        parts = [
+            {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            for index in range(len(choices))
+        ]
+        return b"".join(
+            self.chunk(choice, part, prompt_token_ids=self.ids(choice.prompt))
+            for choice, part in zip(choices, parts, strict=True)
         )
 
-    def chunk(self, index: int, choice: Choice, text: str, token: int | None) -> Json:
-        """A content delta."""
-        data: Json = {
+    def part(self, index: int, choice: Choice, text: str, token: int | None) -> Json:
+        delta: Json = {"content": text}
+        if self.tool is not None:  # the arguments come with the end of the answer
+            is_last = choice.finish_reason is not None
+            delta = {"tool_calls": [{"index": 0, "function": {"arguments": "{}"}}]} if is_last else {}
+        return {
             "index": index,
-            "delta": {"content": text} if self.tool is None else self._call_delta(choice),
-            "logprobs": self._logprobs([text]),
+            "delta": delta,
+            "logprobs": self.logprobs([text]),
             "finish_reason": self.reason(choice),
+            **({} if choice.finish_reason is None else {"stop_reason": None}),
+            "token_ids": self.ids([] if token is None else [token]),
         }
-        if choice.finish_reason is not None:
-            data["stop_reason"] = None
-        data["token_ids"] = self.ids([] if token is None else [token])
-        return self._chunk([data])
 
-    def usage_chunk(self, choices: Sequence[Choice]) -> Json:
-        """Usage and no choices."""
-        cached = choices[0].cached_tokens
-        return self._chunk([], usage=usage(choices, cached_tokens=cached, answers=self.answers))
-
-    def _call_delta(self, choice: Choice) -> Json:
-        """The arguments come with the end of the answer."""
-        if choice.finish_reason is None:
-            return {}
-        return {"tool_calls": [{"index": 0, "function": {"arguments": "{}"}}]}
-
-    def _logprobs(self, texts: Sequence[str]) -> Json | None:
-        if not self.shows_logprobs:
-            return None
+    def all_logprobs(self, texts: Sequence[str]) -> Json:
         return {"content": [token_logprob(text) for text in texts]}
 
-    def whole(self, choices: Sequence[Choice]) -> Json:
-        """One message."""
-        return {
-            "id": self.id,
-            "object": "chat.completion",
-            "created": self.created,
-            "model": self.model,
-            "choices": [self._whole_choice(index, choice) for index, choice in enumerate(choices)],
-            "service_tier": None,
-            "system_fingerprint": None,
-            "usage": full_usage(choices, self.answers),
-            "prompt_logprobs": None,
-            "prompt_token_ids": self.ids(choices[0].prompt),
-            "prompt_text": None,
-            "kv_transfer_params": None,
-        }
+    def whole_more(self, choices: Sequence[Choice]) -> Json:
+        ids = self.ids(choices[0].prompt)
+        return {"prompt_logprobs": None, "prompt_token_ids": ids, "prompt_text": None}
 
-    def _whole_choice(self, index: int, choice: Choice) -> Json:
-        called = {"id": f"call_{self.id}", "type": "function"}
-        calls = [{**called, "function": {"name": self.tool, "arguments": "{}"}}] if self.tool else []
+    def whole_choice(self, index: int, choice: Choice) -> Json:
         return {
             "index": index,
             "message": {
                 "role": "assistant",
-                "content": None if calls else "".join(choice.texts),
-                **({"tool_calls": calls} if calls else {}),
+                "content": None if self.tool else "".join(choice.texts),
+                **({"tool_calls": [self._call("{}")]} if self.tool else {}),
                 "refusal": None,
                 "annotations": None,
                 "audio": None,
                 "function_call": None,
                 "reasoning": None,
             },
-            "logprobs": self._logprobs(choice.texts),
+            "logprobs": self.logprobs(choice.texts),
             "finish_reason": self.reason(choice),
             "stop_reason": None,
             "token_ids": self.ids(choice.tokens),
         }
 
+    def _call(self, arguments: str) -> Json:
+        called = {"name": self.tool, "arguments": arguments}
+        return {"id": f"call_{self.id}", "type": "function", "function": called}
+
 
 class CompletionReply(ChunkReply):
     """/v1/completions."""
 
-    def _head(self) -> Json:
-        return {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.model,
-        }
-
-    def opening(self, index: int, choice: Choice) -> None:
-        return
-
-    def chunk(self, index: int, choice: Choice, text: str, token: int | None) -> Json:
-        """A piece of text."""
+    def part(self, index: int, choice: Choice, text: str, token: int | None) -> Json:
         is_first = len(choice.tokens) == 1
-        data = {
+        return {
             "index": index,
             "text": text,
-            "logprobs": self._logprobs([text]),
+            "logprobs": self.logprobs([text]),
             "finish_reason": choice.finish_reason,
             "stop_reason": None,
             "prompt_token_ids": self.ids(choice.prompt) if is_first else None,
             "token_ids": self.ids([] if token is None else [token]),
         }
-        return {**self._head(), "choices": [data]}
 
-    def usage_chunk(self, choices: Sequence[Choice]) -> Json:
-        """Usage and no choices; cached tokens are those of the first prompt, as in vLLM."""
-        return {
-            **self._head(),
-            "choices": [],
-            "usage": usage(choices, cached_tokens=choices[0].cached_tokens, answers=self.answers),
-        }
-
-    def _logprobs(self, texts: Sequence[str]) -> Json | None:
-        if not self.shows_logprobs:
-            return None
+    def all_logprobs(self, texts: Sequence[str]) -> Json:
         return {
             "text_offset": [sum(map(len, texts[:number])) for number in range(len(texts))],
             "token_logprobs": [LOGPROB] * len(texts),
@@ -255,22 +229,11 @@ class CompletionReply(ChunkReply):
             "top_logprobs": [{text: LOGPROB} for text in texts],
         }
 
-    def whole(self, choices: Sequence[Choice]) -> Json:
-        """One choice for each prompt."""
-        return {
-            **self._head(),
-            "choices": [self._whole_choice(index, choice) for index, choice in enumerate(choices)],
-            "service_tier": None,
-            "system_fingerprint": None,
-            "usage": full_usage(choices, self.answers),
-            "kv_transfer_params": None,
-        }
-
-    def _whole_choice(self, index: int, choice: Choice) -> Json:
+    def whole_choice(self, index: int, choice: Choice) -> Json:
         return {
             "index": index,
             "text": "".join(choice.texts),
-            "logprobs": self._logprobs(choice.texts),
+            "logprobs": self.logprobs(choice.texts),
             "finish_reason": choice.finish_reason,
             "stop_reason": None,
             "token_ids": self.ids(choice.tokens),

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from kvrouter.lab.simulate.fleet import Run
+from kvrouter.lab.simulate.percentiles import ranked
 from kvrouter.lab.simulate.workloads import Achievable
 
 
@@ -90,9 +91,7 @@ def _each(runs: Sequence[Measures], combine: object) -> Measures:
 
 
 def _times(name: str, samples: Sequence[float]) -> dict[str, float]:
-    """The mean, and percentiles by nearest rank."""
+    """The mean, and percentiles."""
     known = sorted(samples) or [math.nan]
-    ranks = {
-        f"{name}_p{share}_s": known[math.ceil(share / 100 * len(known)) - 1] for share in (50, 75, 90, 99)
-    }
+    ranks = {f"{name}_p{percent}_s": ranked(known, percent) for percent in (50, 75, 90, 99)}
     return {f"{name}_mean_s": statistics.fmean(known), **ranks}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -19,8 +19,9 @@ class Percentiles:
 def percentiles(samples: Iterable[float | None]) -> Percentiles:
     """By nearest rank: each is a value that occurred."""
     known = sorted(sample for sample in samples if sample is not None)
+    return Percentiles(ranked(known, 50), ranked(known, 90), ranked(known, 99))
 
-    def at(share: float) -> float:
-        return known[math.ceil(share * len(known)) - 1] if known else math.nan
 
-    return Percentiles(at(0.50), at(0.90), at(0.99))
+def ranked(known: Sequence[float], percent: int) -> float:
+    """The value at a percentage of the samples, which are in order."""
+    return known[math.ceil(percent / 100 * len(known)) - 1] if known else math.nan

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from kvrouter.core.feeds.sinks import SyncSink
 from kvrouter.core.fleet.pool import Pool, PoolSettings
@@ -35,34 +36,47 @@ class Placement(NamedTuple):
     held_tokens: int
 
 
-class Placer(Protocol):
+class Placer(ABC):
     """Chooses a target for each request, and is called with everything a router would learn."""
 
     @property
     def refresh_s(self) -> float:
         """Seconds between two calls of `refresh`; 0: never."""
-        ...
+        return 0.0
 
-    def join(self, target: Target, engine: ReferenceEngine, card: Card) -> None: ...
+    @abstractmethod
+    def join(self, target: Target, engine: ReferenceEngine, card: Card) -> None:
+        """An engine has joined."""
+
+    @abstractmethod
+    def left(self, target: Target) -> None:
+        """An engine has failed. Its requests have ended before."""
+
+    @abstractmethod
     def place(self, number: int, arrival: Arrival, now: float) -> Placement | None:
         """Choose; None: the request waits, and is placed again when `next_waiting` names it."""
 
     def next_waiting(self) -> Sequence[int]:
         """The waiting requests that may be next."""
+        return ()
 
-    def began(self, number: int, now: float) -> None: ...
-    def ended(self, number: int, now: float, output_tokens: int | None) -> None:
+    def began(self, number: int, now: float) -> None:  # noqa: B027  an oracle need not be told
+        """The first token of a request."""
+
+    def ended(self, number: int, now: float, output_tokens: int | None) -> None:  # noqa: B027
         """The answer is complete; None: its client has left."""
 
-    def stored(self, target: Target, hashes: Sequence[int]) -> None: ...
-    def removed(self, target: Target, hashes: Sequence[int]) -> None: ...
-    def left(self, target: Target) -> None:
-        """An engine has failed. Its requests have ended before."""
+    def stored(self, target: Target, hashes: Sequence[int]) -> None:  # noqa: B027
+        """Blocks of an engine became reusable."""
 
-    def report(self, engines: Mapping[Target, ReferenceEngine]) -> None:
+    def removed(self, target: Target, hashes: Sequence[int]) -> None:  # noqa: B027
+        """Blocks of an engine were evicted."""
+
+    def report(self, engines: Mapping[Target, ReferenceEngine]) -> None:  # noqa: B027
         """The engines report their load."""
 
-    def refresh(self) -> None: ...
+    def refresh(self) -> None:  # noqa: B027
+        """Let policies read what they follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +122,7 @@ class _Replica:
         return self._sinks[peer]
 
 
-class Replicas:
+class Replicas(Placer):
     """Routers that share one index, since all follow the same KV feeds, and each have their own bookings.
 
     A request comes through one at random; its bookings reach the others as frames, after a delay. `sync`
@@ -269,10 +283,8 @@ class Replicas:
                 self._agenda.at(at, partial(_apply, peer.sink_of(sender.router.router_id), ops))
 
 
-class Oracle:
+class Oracle(Placer):
     """Knows every queue and every cache exactly: the least predicted time to first token, greedily."""
-
-    refresh_s = 0.0
 
     def __init__(self, chance: Callable[[], float]) -> None:
         self._chance = chance
@@ -288,18 +300,8 @@ class Oracle:
         held = max(engine.held_tokens(arrival) for engine in self._engines.values())
         return Placement(best[int(self._chance() * len(best))], held)
 
-    def began(self, number: int, now: float) -> None: ...
-    def next_waiting(self) -> Sequence[int]:
-        return ()
-
     def left(self, target: Target) -> None:
         del self._engines[target]
-
-    def ended(self, number: int, now: float, output_tokens: int | None) -> None: ...
-    def stored(self, target: Target, hashes: Sequence[int]) -> None: ...
-    def removed(self, target: Target, hashes: Sequence[int]) -> None: ...
-    def report(self, engines: Mapping[Target, ReferenceEngine]) -> None: ...
-    def refresh(self) -> None: ...
 
 
 def _apply(sink: SyncSink, ops: Sequence[Op], now: float) -> None:
