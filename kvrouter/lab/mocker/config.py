@@ -1,4 +1,4 @@
-"""The settings of one mocker."""
+"""The settings of one mocker's server; each of its flags is a field."""
 
 from __future__ import annotations
 
@@ -9,28 +9,58 @@ from kvrouter.errors import ConfigError
 from kvrouter.lab.mocker.engine import EngineConfig
 from kvrouter.lab.mocker.events import EVENT_SHAPES
 from kvrouter.lab.mocker.eviction import ORDERS
+from kvrouter.settings.declare import Settings, setting
 
 
 @dataclass(frozen=True, slots=True)
-class MockerConfig:
-    """One field for each flag."""
+class MockerConfig(Settings):
+    heading = "Server"
 
     engine: EngineConfig = field(default_factory=EngineConfig)
-    host: str = "127.0.0.1"
-    port: int = 0
-    kv_events: str = "tcp://127.0.0.1:0"
-    kv_replay: str | None = "tcp://127.0.0.1:0"
-    # Batches kept for replay; None: as many as vLLM keeps.
-    replay_buffer: int | None = None
-    topic: str = ""
-    event_shape: str = "map"
-    model_name: str = "mock"
-    model_path: Path | None = None
-    loras: tuple[str, ...] = ()
-    speedup: float = 1.0
-    data_parallel_size: int = 1
-    # Beyond this many unfinished requests, waiting or running, vLLM answers 503.
-    max_num_queued_reqs: int | None = None
+    host: str = setting("127.0.0.1", "address to listen on", metavar="HOST")
+    port: int = setting(
+        0, "0: a free port, which is logged", metavar="PORT", least=0, most=65535, is_top=True
+    )
+    kv_events: str = setting(
+        "tcp://127.0.0.1:0",
+        "ZMQ endpoint of the KV events, always bound; rank N binds port + N",
+        metavar="ENDPOINT",
+        is_top=True,
+    )
+    kv_replay: str | None = setting(
+        "tcp://127.0.0.1:0",
+        "ZMQ endpoint of replays, bound; none: no replays",
+        metavar="ENDPOINT|none",
+        read=lambda text: None if text == "none" else text,
+        is_top=True,
+    )
+    replay_buffer: int | None = setting(
+        None, "batches kept for replay", least=1, default_text="10000, as vLLM"
+    )
+    topic: str = setting("", "ZMQ topic of the events")
+    event_shape: str = setting(
+        "map",
+        "shape of the events: map as in vLLM 0.32, array as in vLLM up to 0.23, map-0.33 as in 0.33 with "
+        "EAGLE, whose blocks are named by the token behind them, too",
+        choices=EVENT_SHAPES,
+    )
+    model_name: str = setting(
+        "mock", "the model's name", name="served-model-name", metavar="NAME", is_top=True
+    )
+    model_path: Path | None = setting(
+        None,
+        "directory with tokenizer and chat template; without it: token ids only",
+        metavar="DIR",
+        is_top=True,
+    )
+    loras: tuple[str, ...] = setting((), "also serve a LoRA adapter", name="lora", metavar="NAME")
+    max_num_queued_reqs: int | None = setting(
+        None, "answer 503 beyond N unfinished requests", least=1, default_text="no limit"
+    )
+    data_parallel_size: int = setting(1, "ranks, each with a separate cache", least=1)
+    speedup: float = setting(
+        1.0, "speed relative to an H100 with an 8B model", above=0, heading="Engine", is_top=True
+    )
 
     def __post_init__(self) -> None:
         if self.speedup <= 0:
