@@ -1,4 +1,4 @@
-"""Kinds of engines are known in kvrouter/worker/engines and engine_versions.py; others ask adapters, cards."""
+"""Kinds of engines are known in kvrouter/worker/engines and engine_versions.py: others ask adapters."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ async def test_headers(proxy: Proxy, tmp_path: Path) -> None:
         sent = {"x-request-id": "mine-1", "x-session-id": "s", "thread-id": "t"}
         async with ClientSession(headers=sent) as session, session.post(f"{url}/v1/completions", json={}):
             pass
-    client.close()
+    await client.close()
     await runner.cleanup()
     assert sent.items() <= seen.items()
 
