@@ -15,7 +15,7 @@ from typing import Self
 from kvrouter.bus.rights import (
     FRONTEND,
     VERIFY,
-    Rights,
+    NatsRights,
     agent_rights,
     frontend_rights,
     leaf_rights,
@@ -40,7 +40,7 @@ WORKERS_MOST = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Agent:
+class AgentUser:
     """A user that announces these workers: an agent, a process with several, or all agents of a pool."""
 
     name: str
@@ -50,14 +50,14 @@ class Agent:
         return f"{self.name}={'+'.join(self.worker_ids)}"
 
 
-def _read_agent(text: str) -> Agent:
+def _read_agent(text: str) -> AgentUser:
     name, _, ids = text.partition("=")
     worker_ids = tuple(WorkerId(each) for part in (ids or name).split("+") for each in _ids(part))
     if len(worker_ids) > WORKERS_MOST:
         raise ValueError(f"{len(worker_ids):,} workers: at most {WORKERS_MOST:,} for a user")
     for worker_id in worker_ids:
         check_identifier("worker id", worker_id)
-    return Agent(_read_name(name), worker_ids)
+    return AgentUser(_read_name(name), worker_ids)
 
 
 def _ids(text: str) -> Iterator[str]:
@@ -86,7 +86,7 @@ class AccountsSettings(Settings):
     directory: Path = setting(
         Path("nats"), f"where {SERVER_FILE} and NAME.nk go", metavar="DIR", is_positional=True, is_top=True
     )
-    agent: tuple[Agent, ...] = setting(
+    agent: tuple[AgentUser, ...] = setting(
         (),
         "an agent by its worker id; NAME=ID+ID for a process with several workers; NAME=ID0..9 for a pool of "
         "agents with the worker ids ID0 to ID9",
@@ -119,7 +119,7 @@ COMMAND = Command(
 )
 
 
-def rights_of(settings: AccountsSettings) -> Iterator[tuple[str, Rights]]:
+def rights_of(settings: AccountsSettings) -> Iterator[tuple[str, NatsRights]]:
     """Each user's name and rights."""
     subjects = Subjects(settings.namespace)
     yield FRONTEND, frontend_rights(subjects)

@@ -30,7 +30,7 @@ from kvrouter.bus.rights import (
     FRONTEND,
     TOOL,
     VERIFY,
-    Rights,
+    NatsRights,
     agent_rights,
     frontend_rights,
     key_of,
@@ -48,7 +48,7 @@ SERVER_FILE = "server.conf"
 REJECTED = "NATS rejects these credentials; see the --nats-… flags in --help"
 
 
-def rights_by_name() -> dict[str, Rights]:
+def rights_by_name() -> dict[str, NatsRights]:
     """The users of an embedded server."""
     subjects = Subjects.of_every_namespace()
     return {

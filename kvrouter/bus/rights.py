@@ -32,7 +32,7 @@ FRONTEND, AGENT, VERIFY, TOOL = "frontend", "agent", "verify", "tool"
 
 
 @dataclass(frozen=True, slots=True)
-class Rights:
+class NatsRights:
     """The subjects that a user may publish and subscribe."""
 
     publish: tuple[str, ...]
@@ -47,42 +47,42 @@ def _listed(subjects: Sequence[str]) -> str:
     return json.dumps(list(subjects))
 
 
-def agent_rights(subjects: Subjects, worker_ids: Sequence[WorkerId]) -> Rights:
+def agent_rights(subjects: Subjects, worker_ids: Sequence[WorkerId]) -> NatsRights:
     """No `allow_responses`: see kvrouter/bus/subjects.py."""
     publish, subscribe = [], [subjects.hello]
     for worker_id in worker_ids:
         publish += [subjects.live_worker(worker_id), subjects.live_kv(PoolId("*"), worker_id, "*")]
         publish.append(subjects.kv_answer(worker_id, "*", "*"))
         subscribe.append(subjects.kv_replay(worker_id))
-    return Rights(tuple(publish), (*subscribe, subjects.live_worker(WorkerId("*"))))
+    return NatsRights(tuple(publish), (*subscribe, subjects.live_worker(WorkerId("*"))))
 
 
-def frontend_rights(subjects: Subjects) -> Rights:
+def frontend_rights(subjects: Subjects) -> NatsRights:
     every_worker, every_router = WorkerId("*"), RouterId("*")
     requests = (subjects.kv_replay(every_worker), subjects.sync_replay(every_router))
     own = (subjects.live_router(every_router), subjects.live_sync(PoolId("*"), every_router))
     answers = subjects.sync_answer(every_router, "*", "*")
     received = (subjects.live, subjects.hello, subjects.sync_replay(every_router), subjects.answers("*"))
-    return Rights((*own, subjects.hello, *requests, answers), received)
+    return NatsRights((*own, subjects.hello, *requests, answers), received)
 
 
-def verify_rights(subjects: Subjects) -> Rights:
+def verify_rights(subjects: Subjects) -> NatsRights:
     every = WorkerId("*")
-    return Rights(
+    return NatsRights(
         (subjects.hello, subjects.kv_replay(every)),
         (subjects.live, subjects.answers("*")),
     )
 
 
-def tool_rights(subjects: Subjects) -> Rights:
-    return Rights((), (subjects.live,))
+def tool_rights(subjects: Subjects) -> NatsRights:
+    return NatsRights((), (subjects.live,))
 
 
-def leaf_rights(subjects: Subjects) -> Rights:
-    return Rights((subjects.everything,), (subjects.everything,))
+def leaf_rights(subjects: Subjects) -> NatsRights:
+    return NatsRights((subjects.everything,), (subjects.everything,))
 
 
-def server_file(rights: Mapping[str, Rights], public_keys: Mapping[str, str]) -> str:
+def server_file(rights: Mapping[str, NatsRights], public_keys: Mapping[str, str]) -> str:
     """What nats-server includes."""
     users = "".join(
         f"      # {name}\n      {{ nkey: {public_keys[name]}, permissions: {each} }}\n"

@@ -35,7 +35,7 @@ from kvrouter.errors import (
     WorkerSilentError,
 )
 from kvrouter.prompts.settings import TokenOptions
-from kvrouter.relay.events import Event, EventReader, Kind
+from kvrouter.relay.events import Event, EventKind, EventReader
 from kvrouter.tls import trusting
 
 Answers = AsyncIterator[dict[str, Any]]
@@ -188,7 +188,7 @@ class Client:
                 raise aiohttp.ClientPayloadError("the stream has ended without [DONE]")
             events = reader.feed(piece)
             for event in events:
-                if event.kind is Kind.END and not event.finishes:
+                if event.kind is EventKind.END and not event.finishes:
                     return
                 if event.data:
                     yield event

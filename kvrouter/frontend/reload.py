@@ -57,7 +57,7 @@ def read_fresh(current: Loaded[FrontendOptions]) -> Fresh:
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningSettings:
     """The parts of a frontend whose settings can change."""
 
     replica: Replica
@@ -107,7 +107,7 @@ class Reloaded(Struct, frozen=True):
 class Reload:
     """The settings of a running frontend, and their change. What POST /routing has changed goes before."""
 
-    def __init__(self, loaded: Loaded[FrontendOptions], running: Running) -> None:
+    def __init__(self, loaded: Loaded[FrontendOptions], running: RunningSettings) -> None:
         self._loaded = loaded
         self._running = running
         self._routing: Mapping[str, Any] = {}

@@ -39,13 +39,13 @@ from kvrouter.frontend.operators.worker_blocks import WORKER_PATH, WorkerBlocks
 from kvrouter.frontend.records.access_log import AccessLog
 from kvrouter.frontend.records.client_totals import ClientTotals
 from kvrouter.frontend.records.readers import Readers
-from kvrouter.frontend.reload import Reload, Running
+from kvrouter.frontend.reload import Reload, RunningSettings
 from kvrouter.frontend.requests.accept import Accept
 from kvrouter.frontend.requests.admission_queue import WaitingRoom
 from kvrouter.frontend.requests.completions import Completions
 from kvrouter.frontend.requests.hung_engines import HungEngines, probing
 from kvrouter.frontend.requests.lost_requests import LostRequests
-from kvrouter.frontend.requests.overrides import Dialect
+from kvrouter.frontend.requests.overrides import AcceptedOverrides
 from kvrouter.frontend.requests.rules import Rules
 from kvrouter.frontend.server.background import audit_forever, evict_texts, report_progress, running
 from kvrouter.frontend.server.http_server import Site, http_server, wait_for_any
@@ -437,8 +437,8 @@ def _weight(policy: Kv) -> dict[str, str]:
     return {"weight": "auto", "published_weight": "--kv-overlap-score-weight 1"}
 
 
-def _changeable(member: _Member, path: _RequestPath, key: AdminKey) -> Running:
-    return Running(
+def _changeable(member: _Member, path: _RequestPath, key: AdminKey) -> RunningSettings:
+    return RunningSettings(
         replica=member.replica,
         rules=member.rules,
         accept=path.accept,
@@ -469,10 +469,10 @@ def new_replica(
     return replica
 
 
-def _dialect(options: FrontendOptions) -> Dialect:
+def _dialect(options: FrontendOptions) -> AcceptedOverrides:
     """Which overrides requests may bring."""
     header, bucket = options.rules.session_header, TwoStage(options.policy.stage_one).header
-    return Dialect(
+    return AcceptedOverrides(
         SERVED_MODES,
         options.router_mode,
         header,

@@ -77,7 +77,7 @@ def cdf(name: str, values: Iterable[float], weights: Iterable[float] | None = No
     return Series(name, x, y)
 
 
-class Page:
+class HtmlPage:
     """Parts are shown in the order in which they are added."""
 
     def __init__(self, title: str) -> None:

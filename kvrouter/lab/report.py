@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvrouter.errors import ConfigError
-from kvrouter.lab.page import Chart, Page
+from kvrouter.lab.page import Chart, HtmlPage
 
 # rich takes 80 columns for a pipe, and would cut off the figures.
 _PIPE_WIDTH = 120
@@ -41,12 +41,12 @@ class Section:
         return bool(self.rows or self.notes or self.lists)
 
 
-class Report:
+class LabReport:
     """The text, and the files that were asked for."""
 
     def __init__(self, title: str, json: Path | None, html: Path | None) -> None:
         """Raises ConfigError if a page is asked for and Plotly is missing: before any work is done."""
-        self._page = Page(title) if html is not None else None
+        self._page = HtmlPage(title) if html is not None else None
         self._json, self._html = json, html
 
     def deliver(self, sections: Sequence[Section], figures: object, *, about: str = "") -> None:
@@ -102,7 +102,7 @@ def _show(console: Console, section: Section) -> None:
     console.print()
 
 
-def _fill(page: Page, section: Section) -> None:
+def _fill(page: HtmlPage, section: Section) -> None:
     if section.heading:
         page.heading(section.heading)
     if section.rows:

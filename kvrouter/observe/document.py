@@ -272,7 +272,7 @@ class Workers(Struct, frozen=True):
     tokens: TokensState = TokensState()
 
 
-class Health(Struct, frozen=True):
+class ReplicaHealth(Struct, frozen=True):
     """What is read of /health. `url`: the clients' port."""
 
     router_id: str
@@ -280,7 +280,7 @@ class Health(Struct, frozen=True):
     url: str = ""
 
 
-class Ready(Struct, frozen=True):
+class ReplicaReady(Struct, frozen=True):
     """What is read of /ready."""
 
     status: str = ""

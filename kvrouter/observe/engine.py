@@ -19,7 +19,7 @@ from kvrouter.errors import KvRouterError
 from kvrouter.observe.replica import MIB, Fetched, authorized, fetch
 from kvrouter.worker.engines.discovery import kind_named, learn
 from kvrouter.worker.engines.http import MODELS_PATH, EngineHttp, read_models
-from kvrouter.worker.engines.metrics import NO_WORK, Work, read_work
+from kvrouter.worker.engines.metrics import NO_WORK, EngineWork, read_work
 from kvrouter.worker.options import AgentOptions
 
 # Examined at once; sockets for as many are needed.
@@ -44,7 +44,7 @@ class EngineAccess:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class EngineProbe:
     """What one engine answered."""
 
     url: str
@@ -53,15 +53,15 @@ class Engine:
     names: tuple[str, ...] = ()
     trouble: str = ""
     """Why /v1/models cannot be read."""
-    work: Work = NO_WORK
+    work: EngineWork = NO_WORK
 
 
 class Engines:
     """Asks the engines, each URL once."""
 
     def __init__(self, http: aiohttp.ClientSession, api_key: str | None) -> None:
-        self.met: dict[str, Engine] = {}
-        self.later: dict[str, Work] = {}
+        self.met: dict[str, EngineProbe] = {}
+        self.later: dict[str, EngineWork] = {}
         self._http = http
         self._headers = authorized(api_key)
         self._turns = asyncio.Semaphore(AT_ONCE)
@@ -78,7 +78,7 @@ class Engines:
         async with self._turns:
             models = await self._get(url, MODELS_PATH)
             if not models.status:
-                self.met[url] = Engine(url, models, Fetched())
+                self.met[url] = EngineProbe(url, models, Fetched())
                 return
             path = kind_named(card.engine).health_path
             health = models if path == MODELS_PATH else await self._get(url, path)
@@ -86,15 +86,15 @@ class Engines:
         try:
             found = read_models(models.body) if models.status == 200 else None
             names = (*found.served_names, *found.lora_names) if found is not None else ()
-            self.met[url] = Engine(url, models, health, names, "", work)
+            self.met[url] = EngineProbe(url, models, health, names, "", work)
         except KvRouterError as error:
-            self.met[url] = Engine(url, models, health, (), str(error), work)
+            self.met[url] = EngineProbe(url, models, health, (), str(error), work)
 
     async def _look_again(self, url: str) -> None:
         async with self._turns:
             self.later[url] = await self._work(url)
 
-    async def _work(self, url: str) -> Work:
+    async def _work(self, url: str) -> EngineWork:
         fetched = await self._get(url, "metrics", MOST_BYTES)
         return read_work(fetched.body) if fetched.status == 200 else NO_WORK
 

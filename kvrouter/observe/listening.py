@@ -78,7 +78,7 @@ class Sender:
 
 
 @dataclass(slots=True)
-class Worker:
+class HeardWorker:
     """A worker, from its heartbeats."""
 
     beat: WorkerBeat
@@ -100,7 +100,7 @@ class Listener:
     """Everything heard in a namespace so far."""
 
     def __init__(self, subjects: Subjects) -> None:
-        self.workers: dict[WorkerId, Worker] = {}
+        self.workers: dict[WorkerId, HeardWorker] = {}
         self.peers: dict[RouterId, Peer] = {}
         self.feeds: dict[FeedSource, Feed] = {}
         self.left: set[str] = set()
@@ -144,7 +144,7 @@ class Listener:
             return
         if worker_id not in self.workers and len(self.workers) >= MOST_SENDERS:
             return
-        one = self.workers.setdefault(worker_id, Worker(beat))
+        one = self.workers.setdefault(worker_id, HeardWorker(beat))
         self.left.discard(worker_id)
         one.beat, one.card = beat, beat.card or one.card
         one.sender.beat(beat.incarnation, beat.interval_ms, now)

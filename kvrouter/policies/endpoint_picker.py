@@ -38,7 +38,7 @@ class _Strict(Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
     pass
 
 
-class PrefixStore(_Strict, frozen=True):
+class PrefixStoreParameters(_Strict, frozen=True):
     """`cacheSize` blocks of `blockSize` characters."""
 
     cache_size: int | None = None
@@ -81,7 +81,7 @@ class TokenizersPool(_Strict, frozen=True):
 class Indexer(_Strict, frozen=True):
     """`indexerConfig`."""
 
-    prefix_store_config: PrefixStore = PrefixStore()
+    prefix_store_config: PrefixStoreParameters = PrefixStoreParameters()
     token_processor_config: TokenProcessor = TokenProcessor()
     kv_block_index_config: KvBlockIndex = KvBlockIndex()
     tokenizers_pool_config: TokenizersPool = TokenizersPool()

@@ -46,7 +46,7 @@ from kvrouter.tokens.remote_tokenizer import (
     BusyError,
     EngineTokenizer,
     EngineTokenizerError,
-    NoRouteError,
+    NoTokenizeRouteError,
     PromptRejectedError,
     RefusedError,
     SlowError,
@@ -99,7 +99,7 @@ class Answering:
     def failed(self, error: EngineTokenizerError, now: float) -> None:
         self.failures += 1
         self.failed_at, self.reason = now, str(error)
-        if isinstance(error, NoRouteError) or self.failures >= FAILURES:
+        if isinstance(error, NoTokenizeRouteError) or self.failures >= FAILURES:
             self.rest(error, now)
 
     def refused(self, error: RefusedError, now: float) -> None:
@@ -362,10 +362,10 @@ class EnginesWay:
         return min(found - {TOKENIZE}, default=TOKENIZE)
 
     async def _route_of(self, url: str, probe: ChatPrompt | TextPrompt) -> str:
-        lacks: NoRouteError | None = None
+        lacks: NoTokenizeRouteError | None = None
         try:
             tokenized = await self._engines.tokenize(url, None, probe)
-        except NoRouteError as error:
+        except NoTokenizeRouteError as error:
             tokenized, lacks = [], error
         ids, shown_by = await self._engines.chat_ids(url, None, probe)
         if lacks is not None and shown_by != RENDER:

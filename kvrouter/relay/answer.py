@@ -50,7 +50,7 @@ class Answer(Struct, frozen=True):
         return "\r\n".join(lines).encode("utf-8", "surrogateescape") + self.body
 
 
-class Lines(NamedTuple):
+class AnswerLines(NamedTuple):
     """A long answer, made while it is sent: JSON lines. An empty one is a pause for other work."""
 
     lines: Iterator[bytes]

@@ -66,7 +66,7 @@ _ERROR_END = re.compile(rb'"code": ?[45]\d\d\s*}\s*}\s*\Z')
 _SUSPICIOUS = re.compile(rb'"error"\s*:\s*[^\sn]|:\s*"(?:error|abort)"')
 
 
-class Kind(Enum):
+class EventKind(Enum):
     COMMENT = "comment"
     FIELD = "field"
     PING = "ping"
@@ -78,24 +78,24 @@ class Kind(Enum):
 
 # By the type of an event, of all APIs.
 _KINDS = {
-    "message_start": Kind.OPENING,
-    "message-start": Kind.OPENING,  # Cohere
-    "response.created": Kind.OPENING,
-    "response.in_progress": Kind.OPENING,
-    "response.queued": Kind.OPENING,
-    "ping": Kind.PING,
-    "keepalive": Kind.PING,
-    "message_stop": Kind.END,
-    "message-end": Kind.END,  # Cohere
-    "response.completed": Kind.END,
-    "response.incomplete": Kind.END,
-    "response.cancelled": Kind.END,
-    "speech.audio.done": Kind.END,
-    "transcript.text.done": Kind.END,
+    "message_start": EventKind.OPENING,
+    "message-start": EventKind.OPENING,  # Cohere
+    "response.created": EventKind.OPENING,
+    "response.in_progress": EventKind.OPENING,
+    "response.queued": EventKind.OPENING,
+    "ping": EventKind.PING,
+    "keepalive": EventKind.PING,
+    "message_stop": EventKind.END,
+    "message-end": EventKind.END,  # Cohere
+    "response.completed": EventKind.END,
+    "response.incomplete": EventKind.END,
+    "response.cancelled": EventKind.END,
+    "speech.audio.done": EventKind.END,
+    "transcript.text.done": EventKind.END,
 }
 
 
-class EngineError(Struct, frozen=True):
+class EventError(Struct, frozen=True):
     """An error that an engine reports inside an answer with status 200."""
 
     message: str
@@ -111,7 +111,7 @@ class EngineError(Struct, frozen=True):
 
 
 class Event(Struct, frozen=True):
-    kind: Kind
+    kind: EventKind
     text: bytes = b""
     """Its bytes, the empty line at its end included."""
     data: bytes = b""
@@ -120,23 +120,23 @@ class Event(Struct, frozen=True):
     """Of an opening: which one it is."""
     finishes: bool = False
     """Whether it has a finish reason, or is a last event that tells how the answer ended."""
-    error: EngineError | None = None
+    error: EventError | None = None
 
     @property
     def shows_output(self) -> bool:
         """Whether the prompt was computed."""
-        return self.kind is Kind.OUTPUT or self.finishes
+        return self.kind is EventKind.OUTPUT or self.finishes
 
     @property
     def passes_early(self) -> bool:
         """Whether a client gets it at once, output or not. A chat's role comes with its first output."""
-        is_opening = self.kind is Kind.OPENING and self.name in _KINDS
-        return is_opening or self.kind is Kind.COMMENT or self.kind is Kind.PING
+        is_opening = self.kind is EventKind.OPENING and self.name in _KINDS
+        return is_opening or self.kind is EventKind.COMMENT or self.kind is EventKind.PING
 
     @property
     def commits(self) -> bool:
         """Whether a client should get the stream: an error among these is not the worker's fault."""
-        return self.kind is Kind.OUTPUT or self.kind is Kind.ERROR or self.finishes
+        return self.kind is EventKind.OUTPUT or self.kind is EventKind.ERROR or self.finishes
 
 
 class EventReader:
@@ -196,30 +196,30 @@ def event_of(text: bytes) -> Event:
             has_comment = True
     if data:
         return _with_data(text, name, b"\n".join(data).strip())
-    return Event(Kind.COMMENT if has_comment and not name else Kind.FIELD, text)
+    return Event(EventKind.COMMENT if has_comment and not name else EventKind.FIELD, text)
 
 
 def _with_data(text: bytes, name: str, data: bytes) -> Event:
     if not data or data == b"[DONE]":
-        return Event(Kind.END if data else Kind.PING, text, data)
+        return Event(EventKind.END if data else EventKind.PING, text, data)
     try:
         value = msgspec.json.decode(data)
     except (ValueError, RecursionError):
         return _of_pattern(text, name, data)
     if not isinstance(value, dict):
-        error = EngineError(_shown(data)) if name == "error" else None
-        return Event(Kind.ERROR if error else Kind.OUTPUT, text, data, error=error)
+        error = EventError(_shown(data)) if name == "error" else None
+        return Event(EventKind.ERROR if error else EventKind.OUTPUT, text, data, error=error)
     of_type = value.get("type")
     name = of_type if isinstance(of_type, str) and of_type else name
     reasons = _reasons(value)
     error = _error(value, name, reasons)
     if error is not None:
-        return Event(Kind.ERROR, text, data, name, error=error)
+        return Event(EventKind.ERROR, text, data, name, error=error)
     kind = _KINDS.get(name)
     if kind is not None:
-        return Event(kind, text, data, name, finishes=kind is Kind.END and name != "message_stop")
+        return Event(kind, text, data, name, finishes=kind is EventKind.END and name != "message_stop")
     opening = "" if reasons else _opening_of(value)
-    kind = Kind.OPENING if opening else Kind.OUTPUT
+    kind = EventKind.OPENING if opening else EventKind.OUTPUT
     return Event(kind, text, data, opening, finishes=bool(reasons))
 
 
@@ -229,10 +229,10 @@ def _of_pattern(text: bytes, name: str, data: bytes) -> Event:
     name = name or ((found[1] or found[2]).decode() if found is not None else "")
     reasons = {reason.decode() for reason in _REASON.findall(data)}
     if name in _ERRORS or reasons & _FAILED_REASONS or _ERROR_END.search(data):
-        return Event(Kind.ERROR, text, data, name, error=EngineError(_shown(data)))
-    if _KINDS.get(name) is Kind.END:
-        return Event(Kind.END, text, data, finishes=True)
-    return Event(Kind.OUTPUT, text, data, finishes=bool(reasons))
+        return Event(EventKind.ERROR, text, data, name, error=EventError(_shown(data)))
+    if _KINDS.get(name) is EventKind.END:
+        return Event(EventKind.END, text, data, finishes=True)
+    return Event(EventKind.OUTPUT, text, data, finishes=bool(reasons))
 
 
 def _opening_of(value: dict[str, Any]) -> str:
@@ -271,7 +271,7 @@ def _reason(given: object) -> str:
     return str(given.get("type") if isinstance(given, dict) else given)
 
 
-def _error(value: dict[str, Any], name: str, reasons: set[str]) -> EngineError | None:
+def _error(value: dict[str, Any], name: str, reasons: set[str]) -> EventError | None:
     """The error that an event or a whole answer reports; None: it reports none. `name`: the event's type."""
     if name == "response.failed" or (value.get("object") == "response" and value.get("status") == "failed"):
         response = value.get("response")
@@ -283,16 +283,16 @@ def _error(value: dict[str, Any], name: str, reasons: set[str]) -> EngineError |
         return _engine_error({each: value[each] for each in value if each != "object"})
     if not reasons.isdisjoint(_FAILED_REASONS):
         is_abort = "abort" in reasons
-        return EngineError(f"the worker {'aborted' if is_abort else 'failed'} the request (finish_reason)")
+        return EventError(f"the worker {'aborted' if is_abort else 'failed'} the request (finish_reason)")
     return None
 
 
-def _engine_error(error: object, whole: object = None) -> EngineError:
+def _engine_error(error: object, whole: object = None) -> EventError:
     details = error if isinstance(error, dict) else {"message": str(error or "no reason given")}
     status = _status(details.get("code")) or _status(details.get("status_code"))
     known = _STATUS_OF_TYPE.get(str(details.get("code"))) or _STATUS_OF_TYPE.get(str(details.get("type")))
     body = msgspec.json.encode(whole if whole is not None else {"error": details})
-    return EngineError(_shown(str(details.get("message", details)).encode()), status or known or 500, body)
+    return EventError(_shown(str(details.get("message", details)).encode()), status or known or 500, body)
 
 
 def _status(code: object) -> int:
@@ -352,7 +352,7 @@ def events_at_the_end(tail: bytes) -> Iterable[Event]:
 
 def _maybe_cut(text: bytes, *, is_first: bool, is_last: bool = False) -> Event:
     event = event_of(text)
-    if not is_first or event.kind is not Kind.FIELD:
+    if not is_first or event.kind is not EventKind.FIELD:
         return event
     found = _of_pattern(text, "", text.strip())  # its `data:` may be missing
     # The only event, and so long that its beginning is missing: the last one of /v1/responses has all output.
@@ -364,7 +364,7 @@ def is_suspicious(body: bytes) -> bool:
     return names_failure(body) and _SUSPICIOUS.search(body) is not None
 
 
-def error_in_whole(body: bytes) -> EngineError | None:
+def error_in_whole(body: bytes) -> EventError | None:
     """The error in a whole JSON answer with status 200 that `is_suspicious`; None: there is none."""
     try:
         value = msgspec.json.decode(body)

@@ -39,10 +39,10 @@ from kvrouter.relay.engine_answers import (
 )
 from kvrouter.relay.events import (
     MOST_EVENT_BYTES,
-    EngineError,
     Event,
+    EventError,
+    EventKind,
     EventReader,
-    Kind,
     error_in_whole,
     events_at_the_end,
     has_nothing,
@@ -102,7 +102,7 @@ _GOOD = _Trouble("")
 
 
 # In place of events that were not parsed.
-_OUTPUT = Event(Kind.OUTPUT)
+_OUTPUT = Event(EventKind.OUTPUT)
 
 
 class Done(Struct, frozen=True):
@@ -499,11 +499,11 @@ class Attempt:
             return True
         return len(text) < _SHORT_BYTES and has_nothing(text)
 
-    def _is_failure(self, error: EngineError) -> bool:
+    def _is_failure(self, error: EventError) -> bool:
         """Whether another worker may do better. An error of the client is passed on as it is."""
         return not error.body or is_rejection(error.status, serves_model=self._form.is_native)
 
-    def _fail(self, error: EngineError) -> None:
+    def _fail(self, error: EventError) -> None:
         if error.body:
             self._reject(error.status, error.body)
         else:
@@ -524,8 +524,10 @@ class Attempt:
         if self._sent_before is None:
             self._sent_before = frozenset(begun.openings)
         sent = self._sent_before
-        kept = [event for event in self._events if event.kind is not Kind.OPENING or event.name not in sent]
-        begun.openings.update(event.name for event in kept if event.kind is Kind.OPENING)
+        kept = [
+            event for event in self._events if event.kind is not EventKind.OPENING or event.name not in sent
+        ]
+        begun.openings.update(event.name for event in kept if event.kind is EventKind.OPENING)
         self._events, self._held = [], bytearray()
         return b"".join([event.text for event in kept])
 
@@ -545,7 +547,7 @@ class Attempt:
             relay(held, self._client_head(head, passes_chunks=passes_chunks))
         self._reader = None
         if self._is_stream:
-            self.events = len([event for event in events if event.kind is not Kind.COMMENT])
+            self.events = len([event for event in events if event.kind is not EventKind.COMMENT])
             if len(held) > MOST_EVENT_BYTES or any(event.shows_output for event in events):
                 self._on_first_output()
 
@@ -629,7 +631,7 @@ class Attempt:
         error = _error_of(events)
         if error is not None:
             return _reported(error)
-        is_good = any(event.finishes or event.kind is Kind.END for event in events)
+        is_good = any(event.finishes or event.kind is EventKind.END for event in events)
         return None if is_good or not self._form.has_end else _Trouble(_NO_END, is_unsaid=True)
 
     def _hold_up(self) -> None:
@@ -673,7 +675,7 @@ class Attempt:
         if head is None or not self._is_stream or not is_whole:
             return False
         events = list(events_at_the_end(b"".join(self._last_reads)))
-        if _error_of(events) is not None or all(event.kind is not Kind.END for event in events):
+        if _error_of(events) is not None or all(event.kind is not EventKind.END for event in events):
             return False
         if begun is not None or (head.is_chunked and self._content is None):
             self._client.write(LAST_CHUNK if begun is None else begun.end)
@@ -726,11 +728,11 @@ def _content(head: ResponseHead, data: bytes) -> bytes:
     return content_of(data) if head.is_chunked else data
 
 
-def _error_of(events: Iterable[Event]) -> EngineError | None:
+def _error_of(events: Iterable[Event]) -> EventError | None:
     """The first error; None if there is none."""
     return next((event.error for event in events if event.error is not None), None)
 
 
-def _reported(error: EngineError) -> _Trouble:
+def _reported(error: EventError) -> _Trouble:
     reason = f"the worker's answer has an error: {error.message}"
     return _Trouble(reason, spares_worker=error.is_clients, is_unsaid=not error.body)

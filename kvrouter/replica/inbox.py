@@ -13,7 +13,7 @@ from time import perf_counter
 import structlog
 
 from kvrouter.bus import Subjects
-from kvrouter.core.feeds.receipt import Receipt, Verdict
+from kvrouter.core.feeds.receipt import FrameVerdict, Receipt
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.wire.ids import RouterId
 from kvrouter.core.wire.senders import KvSource, RouterSource, Source, SyncSource, WorkerSource, name
@@ -34,7 +34,7 @@ SLICE_S, LONGEST_SLICE_S = 0.001, 0.003
 BEHIND_S, LONGEST_SLICE_BEHIND_S = 0.2, 0.05
 # A worker has a few subjects and each is parsed once. When the cache is full, it is emptied and fills again.
 SUBJECTS_KEPT = 16_384
-_NO_SUBJECT = Receipt(Verdict.UNKNOWN, "not a subject of this version")
+_NO_SUBJECT = Receipt(FrameVerdict.UNKNOWN, "not a subject of this version")
 
 
 class Inbox:
@@ -169,7 +169,7 @@ class Inbox:
                 receipt = self._router_heartbeat(router_id, data, arrived)
             case None:
                 receipt = _NO_SUBJECT
-        if receipt.verdict is Verdict.UNKNOWN:
+        if receipt.verdict is FrameVerdict.UNKNOWN:
             self._replica.counters.unknown_messages += 1
         if receipt.trouble:
             self._log.malformed(subject, receipt.trouble)

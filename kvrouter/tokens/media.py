@@ -106,7 +106,7 @@ class Image(NamedTuple):
     tokens: int
 
 
-class Wanted(NamedTuple):
+class WantedMedia(NamedTuple):
     """An image whose number of tokens only an engine knows, and a message to tokenize that has it alone."""
 
     key: bytes
@@ -133,7 +133,7 @@ class Images:
         self.vision = vision
         self._most = most
         self._known: OrderedDict[bytes, Image] = OrderedDict()
-        self._wanted: dict[bytes, Wanted] = {}
+        self._wanted: dict[bytes, WantedMedia] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -185,7 +185,7 @@ class Images:
             identifier = identifier if uuid is None else str(uuid)
             if tokens is None:
                 message = {"role": "user", "content": [dict(part)]}
-                self._want(Wanted(key, identifier, message), len(url or ""))
+                self._want(WantedMedia(key, identifier, message), len(url or ""))
                 return "answer"
             image = self._remember(key, Image(identifier, tokens))
         return image if image.tokens else "answer"
@@ -204,13 +204,13 @@ class Images:
         except ValueError:
             return "format"  # the engine rejects such a shape
 
-    def wanted(self) -> list[Wanted]:
+    def wanted(self) -> list[WantedMedia]:
         """The images to ask an engine about. Each is returned once, and again when it is seen again."""
         with self._lock:
             wanted, self._wanted = self._wanted, {}
         return [*wanted.values()]
 
-    def learn(self, wanted: Wanted, ids: Sequence[int]) -> None:
+    def learn(self, wanted: WantedMedia, ids: Sequence[int]) -> None:
         """Remember the tokens of an image by the engine's ids of its message; without ids, that it has none.
 
         An image that is not one run of its token (rows with ends, as of Pixtral) is not placed.
@@ -219,7 +219,7 @@ class Images:
         is_run = bool(places) and places[-1] - places[0] + 1 == len(places)
         self._remember(wanted.key, Image(wanted.identifier, len(places) if is_run else 0))
 
-    def _want(self, wanted: Wanted, characters: int) -> None:
+    def _want(self, wanted: WantedMedia, characters: int) -> None:
         with self._lock:
             if len(self._wanted) < _MOST_WANTED and characters <= _MOST_WANTED_CHARACTERS:
                 self._wanted[wanted.key] = wanted

@@ -65,7 +65,7 @@ class PromptRejectedError(RefusedError):
     """The engine rejects the prompt (400, 413, 422), so any engine should reject the request as well."""
 
 
-class NoRouteError(EngineTokenizerError):
+class NoTokenizeRouteError(EngineTokenizerError):
     """The engine has no `/tokenize`, or hides it."""
 
 
@@ -210,7 +210,7 @@ class EngineTokenizer:
             reason = tls_trouble(error.__cause__) or no_answer(error)
             raise EngineTokenizerError(f"{url}/{route}: {reason}") from None
         if response.status in {400, 422} and _LACKS_PROMPT in answer[:_FIRST_LOCATION]:
-            raise NoRouteError(
+            raise NoTokenizeRouteError(
                 f"{url}/{route} takes texts only, as in older versions of SGLang: chats need --model-path"
                 " or --tokenizer-root"
             )
@@ -239,7 +239,7 @@ def _error_of(status: int, answer: bytes) -> type[EngineTokenizerError]:
         return PromptRejectedError
     if status == 404 and b"does not exist" in answer:
         return RefusedError
-    return NoRouteError if status in {403, 404, 405, 501} else EngineTokenizerError
+    return NoTokenizeRouteError if status in {403, 404, 405, 501} else EngineTokenizerError
 
 
 def tokenize_bodies(model: str | None, prompt: ChatPrompt | TextPrompt, route: str = TOKENIZE) -> list[bytes]:

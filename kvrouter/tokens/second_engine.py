@@ -30,7 +30,7 @@ LEAST_S = 0.02
 
 
 @dataclass(slots=True)
-class Asked:
+class Question:
     """What came of a question."""
 
     found: list[TokenIds] | None = None
@@ -52,10 +52,10 @@ async def ask_in_turn(
     route: str,
     late_s: float,
     limit_s: float,
-) -> Asked:
+) -> Question:
     """Ask the engine at the first URL, and that at the second if it fails, or is silent for `late_s`."""
     now = asyncio.get_running_loop().time
-    began, asked, calls = now(), Asked(), _Calls()
+    began, asked, calls = now(), Question(), _Calls()
     async with asyncio.TaskGroup() as tasks:
         for url in urls[:2]:
             left_s = began + limit_s - now()
@@ -72,7 +72,7 @@ async def ask_in_turn(
     return asked
 
 
-async def _is_settled(calls: _Calls, asked: Asked, until: float | None) -> bool:
+async def _is_settled(calls: _Calls, asked: Question, until: float | None) -> bool:
     """Wait for an answer or a rejection. False: every call has failed, or `until` has passed."""
     now = asyncio.get_running_loop().time
     while calls:

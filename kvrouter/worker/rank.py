@@ -37,7 +37,15 @@ from kvrouter.errors import MalformedFrameError
 from kvrouter.worker.blocks.state import RankHead, RankState
 from kvrouter.worker.engines.adapter import Adapter, Batch, Reasons
 from kvrouter.worker.publisher import KvPublisher
-from kvrouter.worker.zmq.ordering import Action, Apply, Continued, EngineStream, Lost, Restarted, digest_of
+from kvrouter.worker.zmq.ordering import (
+    Action,
+    Apply,
+    Continued,
+    EngineStream,
+    LostBatches,
+    Restarted,
+    digest_of,
+)
 
 log = structlog.get_logger()
 
@@ -157,7 +165,7 @@ class EngineRank:
                 self.publisher.begin_life()
             case Continued():
                 self._continue()
-            case Lost():
+            case LostBatches():
                 self._lose("gap")
         self._log_partial()
 

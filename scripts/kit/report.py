@@ -15,7 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from kvrouter.lab.page import Chart, Page, Series, cdf
+from kvrouter.lab.page import Chart, HtmlPage, Series, cdf
 from kvrouter.lab.simulate.report import Cached, Possible, cached_line
 from scripts.kit.figures import BUSY_LIMIT, Figures
 from scripts.kit.load import Outcome
@@ -222,7 +222,7 @@ def write_json(path: Path, results: Sequence[ModeResult], about: dict[str, Any])
 
 def write_html(path: Path, results: Sequence[ModeResult], possible: Possible, about: str) -> None:
     """The same figures as plots, in one file."""
-    page = Page("kvrouter: what routing by the cache gains")
+    page = HtmlPage("kvrouter: what routing by the cache gains")
     page.paragraph(about)
     rows = [[row.label, *(row.text(row.value(result)) for result in results)] for row in _ROWS]
     page.table(["", *(result.mode for result in results)], rows)

@@ -22,7 +22,7 @@ from kvrouter.bus import accounts
 from kvrouter.bus.embedded import server_binary
 from kvrouter.frontend.run import running_frontend
 from kvrouter.frontend.settings import parse_options
-from kvrouter.lab.mocker.app import Service
+from kvrouter.lab.mocker.app import MockService
 from kvrouter.lab.mocker.config import MockerConfig
 from kvrouter.lab.mocker.server import running_mocker
 from kvrouter.settings.commands import command_named
@@ -206,7 +206,7 @@ async def test_an_engine_that_names_no_endpoints(
     async def missing(*_: object) -> web.Response:
         raise web.HTTPNotFound
 
-    monkeypatch.setattr(Service, "kv_event_sources", missing)
+    monkeypatch.setattr(MockService, "kv_event_sources", missing)
     build_tiny_model(tmp_path)
     (words,) = [one["args"] for _, one in containers("one-host.yaml") if one["name"] == "agent"]
     config = MockerConfig(model_name="tiny", model_path=tmp_path)

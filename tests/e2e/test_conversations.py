@@ -13,7 +13,7 @@ import anthropic
 import openai
 import pytest
 
-from kvrouter.core.tables.predictions import Kind
+from kvrouter.core.tables.predictions import PredictionKind
 from kvrouter.lab.mocker.engine import EngineConfig
 from kvrouter.worker.options import worker_id_of
 from tests.e2e.fleet import Fleet, running_fleet, until
@@ -119,7 +119,7 @@ async def test_growing_conversation(fleet: Fleet, ask: Callable[[str, list[Any]]
     # all full blocks of the turn before, its answer included
     for before, turn in itertools.pairwise(turns):
         assert turn.cached_tokens >= before.prompt_tokens // 16 * 16
-    kind = Kind("messages" if "messages" in ask.__name__ else "responses")
+    kind = PredictionKind("messages" if "messages" in ask.__name__ else "responses")
     records = [
         record
         for frontend in fleet.frontends

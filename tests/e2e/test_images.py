@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvrouter.core.tables.predictions import Kind
+from kvrouter.core.tables.predictions import PredictionKind
 from kvrouter.lab.mocker.engine import EngineConfig
 from kvrouter.tokens.tiny import build_tiny_model
 from kvrouter.worker.options import worker_id_of
@@ -114,7 +114,7 @@ async def test_conversation(fleet: Fleet) -> None:
         for router in frontend.replica.routers.values()
         for record in router.predictions.records.values()
     ]
-    assert {Kind("chat"), Kind("messages"), Kind("responses")} == {
+    assert {PredictionKind("chat"), PredictionKind("messages"), PredictionKind("responses")} == {
         kind for record in records for kind in record.kinds
     }
     assert all(ours == theirs for record in records for ours, theirs in [record.last_lengths])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvrouter.frontend.requests.agent_headers import HEADERS, MOST_CHARACTERS, read_sessions
-from kvrouter.frontend.requests.overrides import Dialect, read_overrides
+from kvrouter.frontend.requests.overrides import AcceptedOverrides, read_overrides
 from kvrouter.policies import SERVED_MODES
 
 
@@ -44,7 +44,7 @@ def test_sessions(headers: dict[str, str], session: str, parent: str) -> None:
 
 def test_named_session_wins() -> None:
     """The session that a client names for kvrouter has precedence; the parent is still the agent's."""
-    dialect = Dialect(SERVED_MODES, "kv", agent_sessions=True)
+    dialect = AcceptedOverrides(SERVED_MODES, "kv", agent_sessions=True)
     headers = {"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a", "x-session-id": "mine"}
 
     found = read_overrides(headers, None, None, dialect)
@@ -55,6 +55,8 @@ def test_named_session_wins() -> None:
 
 def test_flag() -> None:
     """Without it the headers are not read."""
-    found = read_overrides({"x-claude-code-session-id": "s"}, None, None, Dialect(SERVED_MODES, "kv"))
+    found = read_overrides(
+        {"x-claude-code-session-id": "s"}, None, None, AcceptedOverrides(SERVED_MODES, "kv")
+    )
 
     assert ("", "") == (found.session, found.parent_session)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvrouter.relay.events import EventReader, Kind
+from kvrouter.relay.events import EventKind, EventReader
 from tests.frontend.fleet import BODY, STREAM, FleetOf
 from tests.frontend.workers import (
     LAST_CHUNK,
@@ -38,7 +38,7 @@ by_api = pytest.mark.parametrize("api", APIS, ids=lambda api: api.path.rpartitio
 def told(body: bytes) -> list[bytes]:
     """The events of a stream, without those that only keep a connection open."""
     events = EventReader().feed(body)
-    return [event.text.strip() for event in events if event.kind not in {Kind.COMMENT, Kind.PING}]
+    return [event.text.strip() for event in events if event.kind not in {EventKind.COMMENT, EventKind.PING}]
 
 
 def failures(api: ApiStream) -> dict[str, Script]:
@@ -112,7 +112,9 @@ async def test_cut_anywhere(fleet_of: FleetOf, api: ApiStream) -> None:
             assert 1 + is_bad == tries[case], (text, at)
             # of the openings of two workers a client gets some from each
             begins = (
-                sum(event.kind is Kind.OPENING for event in EventReader().feed(api.whole)) if is_bad else 0
+                sum(event.kind is EventKind.OPENING for event in EventReader().feed(api.whole))
+                if is_bad
+                else 0
             )
             wanted = told(api.whole)[begins:]
             assert wanted == told(response.body)[-len(wanted) :], (text, at)

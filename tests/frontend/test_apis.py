@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvrouter.core.tables.predictions import LEAST, Kind
+from kvrouter.core.tables.predictions import LEAST, PredictionKind
 from kvrouter.tokens.tiny import build_tiny_model
 from tests.frontend.fleet import POOL, FleetOf
 from tests.frontend.workers import LAST_CHUNK, OK, SSE_HEAD, answer, chunk, says, says_and_closes
@@ -93,5 +93,5 @@ async def test_prediction(fleet_of: FleetOf, model_path: Path) -> None:
             await fleet.ask({**BODY, "stream": True}, path=MESSAGES)
 
         (record,) = fleet.frontend.replica.routers[POOL].predictions.records.values()
-        assert [Kind("messages")] == list(record.kinds)
+        assert [PredictionKind("messages")] == list(record.kinds)
         assert record.last_lengths[0] == 7

@@ -16,7 +16,7 @@ from kvrouter.frontend.records.client_totals import (
     ClientTotals,
     Totals,
 )
-from kvrouter.frontend.records.record import Record, Running, Work
+from kvrouter.frontend.records.record import AttemptRecord, Record, Work
 from kvrouter.relay.request import Request, RequestHead
 from kvrouter.telemetry.metrics import TargetCounts
 from tests.frontend.fleet import BODY, STREAM, FleetOf
@@ -96,7 +96,7 @@ def test_a_request_at_two_workers() -> None:
     record = Record(request_of(), "r1", 0.0, 10.0, ended_at=12.5)
     for output_tokens in (1, 7):
         record.attempts.append(
-            Running(
+            AttemptRecord(
                 work=cast(Work, None),
                 placement=cast(Placement, None),
                 excluded=None,

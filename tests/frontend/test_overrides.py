@@ -8,11 +8,11 @@ import pytest
 
 from kvrouter.core.routing.policy import Wanted
 from kvrouter.errors import BadRequestError, UnknownTargetError
-from kvrouter.frontend.requests.overrides import Dialect, Overrides, find_wanted, read_overrides
+from kvrouter.frontend.requests.overrides import AcceptedOverrides, Overrides, find_wanted, read_overrides
 from kvrouter.policies import POLICIES
 from tests.core.worlds import card, new_pool
 
-DIALECT = Dialect(sorted(POLICIES), "kv", "x-session-id", "x-bucket")
+DIALECT = AcceptedOverrides(sorted(POLICIES), "kv", "x-session-id", "x-bucket")
 
 
 def read(headers: dict[str, str] | None = None, body: dict[str, Any] | None = None, **more: Any) -> Overrides:

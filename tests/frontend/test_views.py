@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 from kvrouter.frontend.operators.rights import AdminKey, Rights, open_gate
 from kvrouter.frontend.operators.views import answering
-from kvrouter.relay.answer import Lines
+from kvrouter.relay.answer import AnswerLines
 from kvrouter.relay.begun import Begun
 from kvrouter.relay.request import Request, RequestHead
 
@@ -53,8 +53,8 @@ async def test_no_faster_than_it_is_read() -> None:
             made.append(number)
             yield b"%d\n" % number
 
-    async def view(_: Request) -> Lines:
-        return Lines(lines())
+    async def view(_: Request) -> AnswerLines:
+        return AnswerLines(lines())
 
     client = SlowClient()
     task = asyncio.ensure_future(answering(view, ALL, open_gate)(request_of(client)))
@@ -78,8 +78,8 @@ async def test_error_on_the_way(method: str, parts: int, is_reset: bool) -> None
         yield b"1\n"
         raise ValueError("broken")
 
-    async def view(_: Request) -> Lines:
-        return Lines(lines())
+    async def view(_: Request) -> AnswerLines:
+        return AnswerLines(lines())
 
     client = SlowClient()
     client.when_drained = lambda call: call()  # type: ignore[method-assign]

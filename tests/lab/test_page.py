@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvrouter.errors import ConfigError
-from kvrouter.lab.page import Chart, Page, Series, cdf
+from kvrouter.lab.page import Chart, HtmlPage, Series, cdf
 
 
 def test_cdf() -> None:
@@ -28,7 +28,7 @@ def test_cdf_of_many_values() -> None:
 
 def test_texts_are_not_markup(tmp_path: Path) -> None:
     """What a trace or a user says stays text, also in a plot."""
-    page = Page("<i>title</i>")
+    page = HtmlPage("<i>title</i>")
     page.paragraph("</script><b>")
     page.items(["<u>"])
     page.table(["<th>"], [["<td>"]])
@@ -43,7 +43,7 @@ def test_texts_are_not_markup(tmp_path: Path) -> None:
 
 def test_no_chart_no_script(tmp_path: Path) -> None:
     """A page without plots is small; a plot without points is left out."""
-    page = Page("title")
+    page = HtmlPage("title")
     page.heading("part")
     page.chart(Chart("empty", [Series("a", [], [])], "x", "y"))
     page.write(tmp_path / "page.html")
@@ -53,7 +53,7 @@ def test_no_chart_no_script(tmp_path: Path) -> None:
 
 def test_axes(tmp_path: Path) -> None:
     """Names are categories, and logarithms are asked for."""
-    page = Page("title")
+    page = HtmlPage("title")
     page.chart(Chart("bars", [Series("a", ["p", "q"], [1, 2], "bars")], "x", "y", log_x=True))
     lines_ = [Series("a", [1], [1]), Series("b", [1], [1])]
     page.chart(Chart("lines", lines_, "x", "y", log_x=True, log_y=True))
@@ -67,4 +67,4 @@ def test_axes(tmp_path: Path) -> None:
 def test_unwritable(tmp_path: Path) -> None:
     """The error names the file."""
     with pytest.raises(ConfigError, match=r"--html .*nowhere/page.html: No such file"):
-        Page("title").write(tmp_path / "nowhere" / "page.html")
+        HtmlPage("title").write(tmp_path / "nowhere" / "page.html")

@@ -15,8 +15,8 @@ from kvrouter.core.wire.ids import Target
 from kvrouter.errors import ConfigError
 from kvrouter.lab.simulate import generated, workloads
 from kvrouter.lab.simulate.cells import Cell
-from kvrouter.lab.simulate.fleet import Fleet, Run
-from kvrouter.lab.simulate.placement import Replicas
+from kvrouter.lab.simulate.fleet import Run, SimulatedFleet
+from kvrouter.lab.simulate.placement import SimulatedReplicas
 from kvrouter.lab.simulate.step_model import REFERENCE
 from kvrouter.policies import CUSTOM, PolicySettings
 from kvrouter.policies.guarded import GuardedPolicy
@@ -75,8 +75,8 @@ def served(
 ) -> Run:
     """One replica, engines at 70 % of what they can do; the cache is small."""
     cell = Cell(workload, cache=0.5, load=0.7, workers=workers, leaving=leaving)
-    fleet = Fleet(
-        lambda agenda: Replicas(agenda, [policy], Always()),
+    fleet = SimulatedFleet(
+        lambda agenda: SimulatedReplicas(agenda, [policy], Always()),
         REFERENCE,
         cell.capacity_blocks,
         [1.0] * workers,

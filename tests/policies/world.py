@@ -9,8 +9,8 @@ from dataclasses import replace
 from kvrouter.core.fleet.router import Router
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy
 from kvrouter.lab.simulate.engines import Arrival
-from kvrouter.lab.simulate.fleet import Fleet
-from kvrouter.lab.simulate.placement import Replicas
+from kvrouter.lab.simulate.fleet import SimulatedFleet
+from kvrouter.lab.simulate.placement import SimulatedReplicas
 from kvrouter.lab.simulate.step_model import H100
 
 BLOCK = 16
@@ -36,12 +36,12 @@ def fleet(
     *,
     joins: Mapping[str, float] | None = None,
     zones: Mapping[str, str] | None = None,
-) -> Fleet:
+) -> SimulatedFleet:
     """Workers w1, w2, … and one router; `zones` are labels."""
     labels = {name: {"zone": zone} for name, zone in (zones or {}).items()}
     chance = random.Random(1)
-    return Fleet(
-        lambda agenda: Replicas(agenda, [policy], chance),
+    return SimulatedFleet(
+        lambda agenda: SimulatedReplicas(agenda, [policy], chance),
         ENGINE,
         ROOM_BLOCKS,
         [1.0] * workers,
@@ -50,7 +50,7 @@ def fleet(
     )
 
 
-def router_of(world: Fleet) -> Router:
+def router_of(world: SimulatedFleet) -> Router:
     """The fleet's only router."""
-    assert isinstance(world.placer, Replicas)
+    assert isinstance(world.placer, SimulatedReplicas)
     return world.placer.routers[0]

@@ -13,8 +13,8 @@ from kvrouter.relay.engine_answers import TAIL_BYTES
 from kvrouter.relay.events import (
     MOST_EVENT_BYTES,
     Event,
+    EventKind,
     EventReader,
-    Kind,
     error_in_whole,
     event_of,
     events_at_the_end,
@@ -26,38 +26,38 @@ from kvrouter.relay.events import (
 from tests.frontend.workers import LAST_CHUNK, chunk
 from tests.relay.answers import APIS, DONE, QUIET, USAGE, ApiStream, delta, part, sse, typed
 
-KINDS: list[tuple[bytes, Kind]] = [
-    *[(event, Kind.OPENING) for api in APIS for event in api.opening if event.count(b"data:") == 1],
-    *[(event, Kind.OUTPUT) for api in APIS for event in api.outputs],
-    *[(event, Kind.ERROR) for api in APIS for event in api.errors],
-    (delta(role="assistant"), Kind.OPENING),
-    (delta(role="assistant", content="a"), Kind.OUTPUT),
-    (delta(content=""), Kind.OUTPUT),
-    (delta(finish="stop"), Kind.OUTPUT),
-    (delta(), Kind.OPENING),
-    (USAGE, Kind.OPENING),
-    (DONE, Kind.END),
-    (b"data:[DONE]\r\n\r\n", Kind.END),
-    (typed("message_stop"), Kind.END),
-    (typed("response.incomplete", response={}), Kind.END),
-    (typed("ping"), Kind.PING),
-    (b"data:\n\n", Kind.PING),
-    (b": keep-alive\n\n", Kind.COMMENT),
-    (b"id: 7\nretry: 3000\n\n", Kind.FIELD),
-    (b"event: message\n\n", Kind.FIELD),
-    (b"event: error\ndata: not JSON\n\n", Kind.ERROR),
-    (b"data: not JSON\n\n", Kind.OUTPUT),
-    (b"data: [1, 2]\n\n", Kind.OUTPUT),
-    (b'data: {"error":' + b"[" * 9_999 + b"\n\n", Kind.OUTPUT),
-    (sse({"text": "a", "meta_info": {"finish_reason": {"type": "abort", "message": "x"}}}), Kind.ERROR),
-    (sse({"text": "a", "meta_info": {"finish_reason": {"type": "stop"}}}), Kind.OUTPUT),
-    (sse({"error": None, "choices": [{"delta": {"content": "a"}}]}), Kind.OUTPUT),
-    (delta('{"error": "x", "finish_reason": "abort", "type": "message_stop"}'), Kind.OUTPUT),
+KINDS: list[tuple[bytes, EventKind]] = [
+    *[(event, EventKind.OPENING) for api in APIS for event in api.opening if event.count(b"data:") == 1],
+    *[(event, EventKind.OUTPUT) for api in APIS for event in api.outputs],
+    *[(event, EventKind.ERROR) for api in APIS for event in api.errors],
+    (delta(role="assistant"), EventKind.OPENING),
+    (delta(role="assistant", content="a"), EventKind.OUTPUT),
+    (delta(content=""), EventKind.OUTPUT),
+    (delta(finish="stop"), EventKind.OUTPUT),
+    (delta(), EventKind.OPENING),
+    (USAGE, EventKind.OPENING),
+    (DONE, EventKind.END),
+    (b"data:[DONE]\r\n\r\n", EventKind.END),
+    (typed("message_stop"), EventKind.END),
+    (typed("response.incomplete", response={}), EventKind.END),
+    (typed("ping"), EventKind.PING),
+    (b"data:\n\n", EventKind.PING),
+    (b": keep-alive\n\n", EventKind.COMMENT),
+    (b"id: 7\nretry: 3000\n\n", EventKind.FIELD),
+    (b"event: message\n\n", EventKind.FIELD),
+    (b"event: error\ndata: not JSON\n\n", EventKind.ERROR),
+    (b"data: not JSON\n\n", EventKind.OUTPUT),
+    (b"data: [1, 2]\n\n", EventKind.OUTPUT),
+    (b'data: {"error":' + b"[" * 9_999 + b"\n\n", EventKind.OUTPUT),
+    (sse({"text": "a", "meta_info": {"finish_reason": {"type": "abort", "message": "x"}}}), EventKind.ERROR),
+    (sse({"text": "a", "meta_info": {"finish_reason": {"type": "stop"}}}), EventKind.OUTPUT),
+    (sse({"error": None, "choices": [{"delta": {"content": "a"}}]}), EventKind.OUTPUT),
+    (delta('{"error": "x", "finish_reason": "abort", "type": "message_stop"}'), EventKind.OUTPUT),
 ]
 
 
 @pytest.mark.parametrize(("text", "kind"), KINDS, ids=range(len(KINDS)))
-def test_kinds(text: bytes, kind: Kind) -> None:
+def test_kinds(text: bytes, kind: EventKind) -> None:
     """Each event is what its API means by it, whatever text the model generates."""
     assert kind is event_of(text).kind
 
@@ -88,7 +88,7 @@ BLANKS = ("\n", "\r\n", "\r")
 
 
 @st.composite
-def streams(draw: st.DrawFn) -> tuple[bytes, list[Kind]]:
+def streams(draw: st.DrawFn) -> tuple[bytes, list[EventKind]]:
     """A stream of any API in any form that SSE allows, and the kinds of its events."""
     parts = draw(st.lists(st.sampled_from([*KINDS, *[(quiet, None) for quiet in QUIET]]), max_size=8))
     blank = draw(st.sampled_from(BLANKS)).encode()
@@ -100,7 +100,7 @@ def streams(draw: st.DrawFn) -> tuple[bytes, list[Kind]]:
 
 
 @given(st.data(), streams())
-def test_reads_of_any_size(data: st.DataObject, stream: tuple[bytes, list[Kind]]) -> None:
+def test_reads_of_any_size(data: st.DataObject, stream: tuple[bytes, list[EventKind]]) -> None:
     """In pieces of any size, with any line ends, the same events are found, and no byte of them is lost."""
     text, kinds = stream
     reader, events = EventReader(), list[Event]()
@@ -119,7 +119,7 @@ def test_any_bytes(pieces: list[bytes]) -> None:
     found = [event for piece in pieces for event in reader.feed(piece)]
     found += events_at_the_end(b"".join(pieces))
 
-    assert all(isinstance(event.kind, Kind) for event in found)
+    assert all(isinstance(event.kind, EventKind) for event in found)
 
 
 @pytest.mark.parametrize("byte", [b"\n", b"\r", b":", b"d"])
@@ -150,7 +150,7 @@ def test_ends(api: ApiStream, data: st.DataObject) -> None:
 
     assert ("error" == how) is any(event.error is not None for event in events)
     if how != "error":
-        assert ("good" == how) is any(event.finishes or event.kind is Kind.END for event in events)
+        assert ("good" == how) is any(event.finishes or event.kind is EventKind.END for event in events)
 
 
 def test_end_longer_than_the_tail() -> None:
@@ -169,7 +169,7 @@ def test_long_error() -> None:
     event = sse({"error": {"message": "m" * 9_000, "type": "InternalServerError", "code": 500}})
     found = list(events_at_the_end((chunk(event) + chunk(DONE) + LAST_CHUNK)[-1024:]))
 
-    assert [Kind.ERROR, Kind.END] == [each.kind for each in found]
+    assert [EventKind.ERROR, EventKind.END] == [each.kind for each in found]
 
 
 WHOLE: dict[str, tuple[Any, int]] = {
@@ -226,11 +226,11 @@ def test_without_parsing(api: ApiStream, data: st.DataObject) -> None:
     found = list(events_at_the_end(read))
 
     if is_plain_output(read):
-        assert any(event.kind is Kind.OUTPUT for event in found)
+        assert any(event.kind is EventKind.OUTPUT for event in found)
     if is_plain_output(read) or is_plain_end(read):
-        assert all(event.kind is not Kind.ERROR for event in found)
+        assert all(event.kind is not EventKind.ERROR for event in found)
     if is_plain_end(read):
-        assert any(event.kind is Kind.END for event in found)
+        assert any(event.kind is EventKind.END for event in found)
 
 
 def test_plain_streams() -> None:

@@ -18,7 +18,7 @@ from kvrouter.tokens.remote_tokenizer import (
     PromptRejectedError,
     SlowError,
 )
-from kvrouter.tokens.second_engine import LEAST_S, Asked, ask_in_turn
+from kvrouter.tokens.second_engine import LEAST_S, Question, ask_in_turn
 from tests.frontend.workers import (
     FakeWorker,
     Received,
@@ -82,7 +82,7 @@ async def two_engines(*scripts: Script | None) -> AsyncIterator[list[FakeWorker]
 
 async def ask(
     workers: list[FakeWorker], late_s: float = LONG_S, limit_s: float = LONG_S, bodies: list[bytes] = BODIES
-) -> Asked:
+) -> Question:
     """Ask these engines in this order."""
     urls = [worker.url for worker in workers]
     async with EngineTokenizer.open() as engines:

@@ -14,7 +14,7 @@ from kvrouter.worker import polled_events
 from kvrouter.worker.engines.http import EngineHttp
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.polled_events import PolledEvents
-from kvrouter.worker.zmq.ordering import Action, Apply, Lost, Restarted
+from kvrouter.worker.zmq.ordering import Action, Apply, LostBatches, Restarted
 from tests.worker.listener import Listener
 from tests.worker.test_agent import Scene
 
@@ -117,7 +117,7 @@ async def test_order(engine: Tensorrt) -> None:
         assert [] == await source.ask()
         engine.add({"type": "created"}, is_lost=True)
         engine.store(1, 0)
-        assert [Lost, Apply] == await source.ask()
+        assert [LostBatches, Apply] == await source.ask()
         assert not source.is_complete()
         engine.start()
         engine.store(0)

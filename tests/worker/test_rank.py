@@ -13,7 +13,15 @@ from kvrouter.worker.blocks.state import RankState
 from kvrouter.worker.engines.vllm import VllmAdapter
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.rank import CHUNKS, TABLE_FULL, EngineRank
-from kvrouter.worker.zmq.ordering import Action, Apply, Continued, EngineStream, Lost, Restarted, digest_of
+from kvrouter.worker.zmq.ordering import (
+    Action,
+    Apply,
+    Continued,
+    EngineStream,
+    LostBatches,
+    Restarted,
+    digest_of,
+)
 from tests.worker.fakes import FakeBus
 
 CLEARED = {"type": "AllBlocksCleared"}
@@ -93,7 +101,7 @@ def scene() -> Scene:
 def repairing() -> Scene:
     """A rank that has lost its history and is repaired by reports."""
     scene = Scene(repairs=True)
-    scene.rank.on_action(Lost())
+    scene.rank.on_action(LostBatches())
     return scene
 
 
@@ -125,7 +133,7 @@ def test_restart(scene: Scene) -> None:
 @pytest.mark.parametrize(
     ("action", "reason"),
     [
-        (lambda scene: scene.rank.on_action(Lost()), "gap"),
+        (lambda scene: scene.rank.on_action(LostBatches()), "gap"),
         (lambda scene: scene.rank.on_action(Apply(7, b"\xc1")), "malformed"),
         (lambda scene: scene.apply(store(1, 2, 3)), "overfull"),
     ],
@@ -146,7 +154,7 @@ def test_cleared_after_loss(repairs: bool) -> None:
     """Once the engine has emptied its cache, or restarted, the loss no longer matters."""
     cleared, restarted = Scene(repairs=repairs), Scene(repairs=repairs)
     for scene in (cleared, restarted):
-        scene.rank.on_action(Lost())
+        scene.rank.on_action(LostBatches())
         assert scene.rank.is_partial
     cleared.apply(CLEARED)
     restarted.rank.on_action(Restarted())
@@ -176,7 +184,7 @@ def test_not_turned_over_while_blocks_are_held(repairing: Scene) -> None:
 def test_turning_over_is_not_enough(repairs: bool, capacity_blocks: int) -> None:
     """Without reports a hot block stays unknown; without a capacity rounds cannot be counted."""
     scene = Scene(repairs=repairs, capacity_blocks=capacity_blocks)
-    scene.rank.on_action(Lost())
+    scene.rank.on_action(LostBatches())
     scene.apply(remove(*range(70, 90)))
 
     assert scene.rank.is_partial
@@ -228,7 +236,7 @@ def test_no_doubt(repairing: Scene) -> None:
 def test_without_repair_all_stores_count() -> None:
     """Without requests for reports every store is real."""
     scene = Scene(repairs=False)
-    scene.rank.on_action(Lost())
+    scene.rank.on_action(LostBatches())
     scene.apply(store(1), store(1), remove(1))
 
     assert 1 == scene.count
@@ -253,7 +261,7 @@ def test_block_size_of_a_life(scene: Scene) -> None:
     assert 1 == publisher.event_block_size
     scene.apply({**store(2, 3), "block_hashes": [7], "block_size": 2})
     scene.apply(store(4))
-    scene.rank.on_action(Lost())
+    scene.rank.on_action(LostBatches())
     assert 2 == publisher.event_block_size
 
     scene.rank.on_action(Restarted())

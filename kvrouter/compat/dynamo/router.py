@@ -13,7 +13,7 @@ import structlog
 import kvrouter
 from kvrouter import Client, PlacedRequest
 from kvrouter.client.kv_router import About
-from kvrouter.compat.dynamo.runtime import Endpoint, Held
+from kvrouter.compat.dynamo.runtime import Endpoint, HeldEndpoint
 from kvrouter.core.routing.policy import OverlapWeight
 from kvrouter.errors import ConfigError, NoWorkersError
 
@@ -84,7 +84,7 @@ class KvPushRouter:
         self._endpoint = endpoint
         self._block_size = block_size
         self._config = kv_router_config or KvRouterConfig()
-        self._clients: dict[str | None, Held[Client]] = {}
+        self._clients: dict[str | None, HeldEndpoint[Client]] = {}
         self._placed: dict[str, PlacedRequest] = {}
 
     async def generate(  # noqa: PLR0917  # a published signature

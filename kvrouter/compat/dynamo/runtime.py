@@ -1,7 +1,7 @@
 """Where things are: runtime ──> namespace ──> component ──> endpoint ──> client.
 
 A namespace is kvrouter's. Components and endpoints only name things: workers of a namespace are found by
-their model. What Dynamo opens in a plain constructor is opened here at the first await (`Held`).
+their model. What Dynamo opens in a plain constructor is opened here at the first await (`HeldEndpoint`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 Opens = Callable[[], contextlib.AbstractAsyncContextManager[T]]
 
 
-class Held(Generic[T]):
+class HeldEndpoint(Generic[T]):
     """An async context that a task of its own keeps open, for objects that no `async with` surrounds.
 
     The task leaves the context at `close`, or when the event loop ends and cancels its tasks.
@@ -89,7 +89,7 @@ class DistributedRuntime:
         enable_nats: bool | None = None,
     ) -> None:
         self.nats = os.environ.get("NATS_SERVER") or os.environ.get("NATS_URL") or DEFAULT_URL
-        self._held: list[Held[Any]] = []
+        self._held: list[HeldEndpoint[Any]] = []
 
     @classmethod
     def detached(cls) -> Self:
@@ -107,9 +107,9 @@ class DistributedRuntime:
             raise ValueError(f"endpoint {path!r}: write namespace.component.endpoint")
         return self.namespace(parts[0]).component(parts[1]).endpoint(parts[2])
 
-    def holds(self, opens: Opens[T]) -> Held[T]:
+    def holds(self, opens: Opens[T]) -> HeldEndpoint[T]:
         """A context that `shutdown` leaves."""
-        held = Held(opens)
+        held = HeldEndpoint(opens)
         self._held.append(held)
         return held
 
@@ -128,7 +128,7 @@ class Namespace:
         return Component(self, name)
 
 
-class Outlet:
+class EndpointOutlet:
     """What publishers write to: NATS, once the component is announced. Replicas ask for what was before."""
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class Component:
         self.namespace = namespace
         self.name = name
         self.worker_id = f"{name}-{secrets.token_hex(4)}"
-        self.outlet = Outlet()
+        self.outlet = EndpointOutlet()
         self.publishers: dict[int, KvPublisher] = {}
         self.loads: dict[int, dict[str, Any]] = {}
         self.kv_total_blocks = 0
@@ -221,7 +221,7 @@ class EndpointClient:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
-        self._clients: dict[str | None, Held[Client]] = {}
+        self._clients: dict[str | None, HeldEndpoint[Client]] = {}
 
     def __await__(self) -> Generator[Any, None, Self]:
         return self._opened().__await__()

@@ -29,7 +29,7 @@ from kvrouter.core.wire.ids import PoolId, Target, WorkerId
 from kvrouter.core.wire.senders import KvSource
 
 
-class Finding(Struct, frozen=True):
+class AuditFinding(Struct, frozen=True):
     """A problem of a worker, of a whole pool (`worker` is empty), or of no known pool (`pool` is empty)."""
 
     pool: str
@@ -64,8 +64,8 @@ class Audit:
         self._replica = replica
         self._compared = compared
         self._has_queue = has_queue
-        self._known: dict[_Key, Finding] = {}
-        self._found: dict[_Key, Finding] = {}
+        self._known: dict[_Key, AuditFinding] = {}
+        self._found: dict[_Key, AuditFinding] = {}
 
     def step_count(self) -> int:
         """Into how many steps to divide an audit. The caller calls `check_events` at each step."""
@@ -80,7 +80,7 @@ class Audit:
         for router in self._replica.routers.values():
             router.predictions.look(now, partial(self._holds, router.pool))
 
-    def run(self) -> tuple[list[Finding], list[Finding]]:
+    def run(self) -> tuple[list[AuditFinding], list[AuditFinding]]:
         """Run all steps without a pause; returns the problems that have begun and the problems that ended."""
         for _ in self.steps(1):
             pass
@@ -106,7 +106,7 @@ class Audit:
         self._found = {(one.pool, one.worker, one.problem.kind): one for one in found}
         yield
 
-    def changes(self) -> tuple[list[Finding], list[Finding]]:
+    def changes(self) -> tuple[list[AuditFinding], list[AuditFinding]]:
         """Problems that have begun since the audit before, and problems that ended."""
         found, before = self._found, self._known
         self._known = found
@@ -160,40 +160,40 @@ class Audit:
             return True
         return self._is_live(pool_id, target) and not self._is_partial(pool_id, target)
 
-    def _of_senders(self) -> Iterator[Finding]:
+    def _of_senders(self) -> Iterator[AuditFinding]:
         """Members that are not known here, and claims of replicas that are not believed."""
         for sender, reason in self._replica.refusals.named().items():
-            yield Finding("", sender, Problem("refused", f"{sender} is refused: {reason}"))
+            yield AuditFinding("", sender, Problem("refused", f"{sender} is refused: {reason}"))
         if doubts := self._replica.readiness.doubts():
-            yield Finding("", "", Problem("claims", "; ".join(doubts)))
+            yield AuditFinding("", "", Problem("claims", "; ".join(doubts)))
 
-    def _of_pools(self, compared: dict[PoolId, TokenComparison]) -> Iterator[Finding]:
+    def _of_pools(self, compared: dict[PoolId, TokenComparison]) -> Iterator[AuditFinding]:
         pools = [router.pool for router in self._replica.routers.values()]
         for pool_id, sentences in name_conflicts(pools).items():
-            yield Finding(pool_id, "", Problem("name", sentences[0]))
+            yield AuditFinding(pool_id, "", Problem("name", sentences[0]))
         for pool in pools:
             for problem in problems_of_queue(pool) if self._has_queue else ():
-                yield Finding(pool.id, "", problem)
+                yield AuditFinding(pool.id, "", problem)
             if (lost := problem_of_prompts(self._replica.deadly.entries(pool.id))) is not None:
-                yield Finding(pool.id, "", lost)
+                yield AuditFinding(pool.id, "", lost)
         for pool_id, known in compared.items():
             for problem in problems_of_pool(known):
-                yield Finding(pool_id, "", problem)
+                yield AuditFinding(pool_id, "", problem)
 
     def _of_worker(
         self, pool_id: PoolId, worker_id: WorkerId, compared: TokenComparison
-    ) -> Iterator[Finding]:
+    ) -> Iterator[AuditFinding]:
         router = self._replica.routers.get(pool_id)
         worker = router.pool.workers.get(worker_id) if router is not None else None
         if router is None or worker is None:
             return  # removed between two steps
         for problem in (problem_of_answers(worker), problem_of_address(router.pool, worker)):
             if problem is not None:
-                yield Finding(pool_id, worker_id, problem)
+                yield AuditFinding(pool_id, worker_id, problem)
         record = router.predictions.records.get(worker_id)
         for problem in problems_of(router.pool, worker, record, compared):
             if router.needs_tokens:  # without tokens no overlap is predicted, so nothing can be wrong with it
-                yield Finding(pool_id, worker_id, problem)
+                yield AuditFinding(pool_id, worker_id, problem)
 
     def _holds(self, pool: Pool, target: Target, hash_: int) -> bool | None:
         """Whether events have named a block; None while a missing block proves nothing."""

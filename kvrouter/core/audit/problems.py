@@ -17,7 +17,7 @@ from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.pools import listed, pool_serving
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.deadly_prompts import Deadly
-from kvrouter.core.tables.predictions import Kind, KindEvidence, WorkerRecord
+from kvrouter.core.tables.predictions import KindEvidence, PredictionKind, WorkerRecord
 from kvrouter.core.wire.ids import WorkerId
 from kvrouter.errors import counted
 
@@ -226,7 +226,7 @@ def _of_tokens(record: WorkerRecord) -> Iterator[Problem]:
         )
 
 
-def _tokenizer(bad: list[Kind]) -> str:
+def _tokenizer(bad: list[PredictionKind]) -> str:
     if _are_all(bad, lambda kind: kind.prompt == "tokens"):  # the frontend did not tokenize these
         return "the engine changes prompts that are sent as token ids"
     return f"{_TOKENIZER}, and its chat template too" if any(map(_is_chat, bad)) else _TOKENIZER
@@ -301,7 +301,7 @@ def _why_uncached(has_events: bool) -> str:
     )
 
 
-def _unmatched(record: WorkerRecord) -> tuple[list[Kind], list[Kind]] | None:
+def _unmatched(record: WorkerRecord) -> tuple[list[PredictionKind], list[PredictionKind]] | None:
     """Kinds of request whose blocks no event names, and kinds whose blocks events name."""
     bad, good = _kinds(record, _is_unmatched, lambda evidence: evidence.unannounced.is_well)
     return (bad, good) if bad else None
@@ -316,7 +316,11 @@ def _is_unmatched(evidence: KindEvidence) -> bool:
 
 
 def _unmatched_problem(
-    pool: Pool, worker: Worker, bad: list[Kind], good: list[Kind], compared: TokenComparison
+    pool: Pool,
+    worker: Worker,
+    bad: list[PredictionKind],
+    good: list[PredictionKind],
+    compared: TokenComparison,
 ) -> Problem:
     held = sum(pool.index.blocks(target) for target in worker.targets())
     if not held:
@@ -330,7 +334,9 @@ def _unmatched_problem(
     )
 
 
-def _why_unmatched(pool: Pool, bad: list[Kind], good: list[Kind], compared: TokenComparison) -> str:
+def _why_unmatched(
+    pool: Pool, bad: list[PredictionKind], good: list[PredictionKind], compared: TokenComparison
+) -> str:
     if _are_all(bad, lambda kind: kind.salt) and any(not kind.salt for kind in good):
         return (
             "its events do not carry the cache_salt of these requests; use an engine version whose events do"
@@ -341,7 +347,9 @@ def _why_unmatched(pool: Pool, bad: list[Kind], good: list[Kind], compared: Toke
     return _why_hashes_differ(pool, bad, good, compared) + unsure
 
 
-def _why_hashes_differ(pool: Pool, bad: list[Kind], good: list[Kind], compared: TokenComparison) -> str:
+def _why_hashes_differ(
+    pool: Pool, bad: list[PredictionKind], good: list[PredictionKind], compared: TokenComparison
+) -> str:
     if any(kind.prompt == "tokens" for kind in bad):  # not tokenized here, so the tokenizer is not the cause
         return (
             f"the block size differs (here {pool.block_size}; --kv-cache-block-size), or the events are "
@@ -370,33 +378,33 @@ def _has_good_lengths(evidence: KindEvidence) -> bool:
 
 def _kinds(
     record: WorkerRecord, is_bad: Callable[[KindEvidence], bool], is_good: Callable[[KindEvidence], bool]
-) -> tuple[list[Kind], list[Kind]]:
+) -> tuple[list[PredictionKind], list[PredictionKind]]:
     bad = sorted(kind for kind, evidence in record.kinds.items() if is_bad(evidence))
     good = sorted(kind for kind, evidence in record.kinds.items() if is_good(evidence))
     return bad, good
 
 
-def _is_chat(kind: Kind) -> bool:
+def _is_chat(kind: PredictionKind) -> bool:
     return kind.prompt in {"chat", *_CONVERTED}
 
 
-def _template(bad: list[Kind], good: list[Kind]) -> str:
+def _template(bad: list[PredictionKind], good: list[PredictionKind]) -> str:
     """Why the chats of `bad` differ while `good` do not."""
     is_converted = all(kind.prompt in _CONVERTED for kind in bad)
     return _CONVERSION if is_converted and any(kind.prompt == "chat" for kind in good) else _TEMPLATE
 
 
-def _are_all(kinds: list[Kind], test: Callable[[Kind], bool]) -> bool:
+def _are_all(kinds: list[PredictionKind], test: Callable[[PredictionKind], bool]) -> bool:
     """`all`, but False for an empty list."""
     return bool(kinds) and all(test(kind) for kind in kinds)
 
 
-def _of_kinds(kinds: list[Kind]) -> str:
+def _of_kinds(kinds: list[PredictionKind]) -> str:
     """`for chats and texts with cache_salt`."""
     return "for " + " and ".join(_named(kind) for kind in kinds)
 
 
-def _named(kind: Kind) -> str:
+def _named(kind: PredictionKind) -> str:
     names = {"chat": "chats", "text": "texts", "tokens": "token ids", **_CONVERTED}
     name = names[kind.prompt]
     return name + (" to LoRA adapters" if kind.lora else "") + (" with cache_salt" if kind.salt else "")

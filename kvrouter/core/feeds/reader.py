@@ -28,7 +28,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kvrouter.core.feeds.buffers import HeldBudget, HeldFrames, Loading, cost
-from kvrouter.core.feeds.receipt import OTHER_VERSION, STALE, TAKEN, Receipt, Verdict, malformed
+from kvrouter.core.feeds.receipt import OTHER_VERSION, STALE, TAKEN, FrameVerdict, Receipt, malformed
 from kvrouter.core.feeds.sinks import FeedSink
 from kvrouter.core.feeds.trust import (
     BAD_ANSWERS,
@@ -186,7 +186,7 @@ class FeedReader:
         if asked is not None and not asked.from_seq:
             reason = "sent frames where a snapshot was asked for"
             self._meet_bad_answer(reason, now)
-            return Receipt(Verdict.MALFORMED, reason)
+            return Receipt(FrameVerdict.MALFORMED, reason)
         return self._replay(answer, now)
 
     def _meet_bad_answer(self, reason: str, now: float) -> None:
@@ -276,7 +276,7 @@ class FeedReader:
             self._hold(decoded, size, now)
             self._recover(now)
         elif trouble := self._apply(decoded, now):
-            return Receipt(Verdict.TAKEN, trouble)
+            return Receipt(FrameVerdict.TAKEN, trouble)
         return TAKEN
 
     def _meet(self, incarnation: int, seq: int, now: float) -> None:
@@ -374,7 +374,7 @@ class FeedReader:
         troubles.append(self._catch_up(now))
         if self.state is FeedState.RECOVERING and self.seq == before:
             self._backoff.begin(now)
-        return Receipt(Verdict.TAKEN, next(filter(None, troubles), ""))
+        return Receipt(FrameVerdict.TAKEN, next(filter(None, troubles), ""))
 
     def _learn_end(self, seq: int) -> None:
         """The source had sent `seq` frames when it answered: a higher number received before is damage."""

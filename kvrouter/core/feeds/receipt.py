@@ -7,7 +7,7 @@ from enum import Enum
 from msgspec import Struct
 
 
-class Verdict(Enum):
+class FrameVerdict(Enum):
     TAKEN = "taken"
     """It counts: applied, held until what is missing has come, or known already."""
     STALE = "stale"
@@ -26,18 +26,18 @@ class Verdict(Enum):
 class Receipt(Struct, frozen=True):
     """What became of one message. `trouble`: why all or a part of it cannot be read; empty if it can."""
 
-    verdict: Verdict
+    verdict: FrameVerdict
     trouble: str = ""
 
 
-TAKEN = Receipt(Verdict.TAKEN)
-STALE = Receipt(Verdict.STALE)
-OTHER_VERSION = Receipt(Verdict.OTHER_VERSION)
-REFUSED = Receipt(Verdict.REFUSED)
-UNKNOWN = Receipt(Verdict.UNKNOWN)
-FAILED = Receipt(Verdict.FAILED)
+TAKEN = Receipt(FrameVerdict.TAKEN)
+STALE = Receipt(FrameVerdict.STALE)
+OTHER_VERSION = Receipt(FrameVerdict.OTHER_VERSION)
+REFUSED = Receipt(FrameVerdict.REFUSED)
+UNKNOWN = Receipt(FrameVerdict.UNKNOWN)
+FAILED = Receipt(FrameVerdict.FAILED)
 
 
 def malformed(error: Exception) -> Receipt:
     """The receipt of a message that cannot be read."""
-    return Receipt(Verdict.MALFORMED, str(error))
+    return Receipt(FrameVerdict.MALFORMED, str(error))

@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 
 from kvrouter.core.feeds.lease import Leases
 from kvrouter.core.feeds.reader import FeedReader
-from kvrouter.core.feeds.receipt import FAILED, REFUSED, UNKNOWN, Receipt, Verdict
+from kvrouter.core.feeds.receipt import FAILED, REFUSED, UNKNOWN, FrameVerdict, Receipt
 from kvrouter.core.feeds.trust import FeedState
 from kvrouter.core.wire.heartbeats import Heard
 from kvrouter.core.wire.ids import PoolId, RouterId, WorkerId
@@ -93,7 +93,7 @@ class Following:
                 return REFUSED
             reader = self._new_reader(source)
         receipt = self._step(source, reader, now, reader.frame, data, now) or FAILED
-        if receipt.verdict is Verdict.TAKEN:
+        if receipt.verdict is FrameVerdict.TAKEN:
             if source not in self.readers:
                 self._begin(source, reader)
             self._leases.renew(source)

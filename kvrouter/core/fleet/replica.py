@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from kvrouter.core.feeds.buffers import HeldBudget
 from kvrouter.core.feeds.lease import DEFAULT_ROUNDS, Leases
 from kvrouter.core.feeds.reader import FeedReader
-from kvrouter.core.feeds.receipt import REFUSED, STALE, TAKEN, Receipt, Verdict, malformed
+from kvrouter.core.feeds.receipt import REFUSED, STALE, TAKEN, FrameVerdict, Receipt, malformed
 from kvrouter.core.feeds.sinks import KvSink
 from kvrouter.core.fleet.following import MOST_SYNC_FEEDS, Following
 from kvrouter.core.fleet.hellos import Hellos
@@ -323,7 +323,7 @@ class Replica:
         if not self._may_begin(source.pool, served=False):
             return REFUSED
         receipt = self.feeds.sync_frame(source, data, now)
-        if receipt.verdict is Verdict.TAKEN:
+        if receipt.verdict is FrameVerdict.TAKEN:
             self._leases.renew(RouterSource(source.router_id))
         elif source not in self.readers and (router := self.routers.get(source.pool)) is not None:
             router.feed.drop_peer(source.router_id)  # nothing is kept of a sender without a good frame

@@ -38,7 +38,7 @@ SURE_BLOCKS = 4
 ERROR_BLOCKS = (-256, -64, -16, -4, -1, 0, 1, 4, 16, 64, 256)
 
 
-class Kind(NamedTuple):
+class PredictionKind(NamedTuple):
     """Requests that fail together: their token ids are made the same way, with the same kind of seed."""
 
     prompt: Literal["chat", "messages", "responses", "text", "tokens"]
@@ -62,7 +62,7 @@ class Prediction(Struct, frozen=True, gc=False):
     """
 
     target: Target
-    kind: Kind | None
+    kind: PredictionKind | None
     isl: int
     block_size: int
     blocks: int
@@ -148,7 +148,7 @@ class WorkerRecord:
     lengths: Counter[str] = field(default_factory=Counter)
     # requests by `found` or `missing`: whether events named their blocks
     announced: Counter[str] = field(default_factory=Counter)
-    kinds: dict[Kind, KindEvidence] = field(default_factory=dict)
+    kinds: dict[PredictionKind, KindEvidence] = field(default_factory=dict)
     # blocks were predicted, and the engine had no cached token
     uncached: Alarm = field(default_factory=_nearly_always)
     # the cached tokens are not a multiple of the block size
@@ -166,7 +166,7 @@ class WorkerRecord:
     reports_cached: bool = False
     reports_zero: bool = False
 
-    def evidence(self, kind: Kind) -> KindEvidence:
+    def evidence(self, kind: PredictionKind) -> KindEvidence:
         found = self.kinds.get(kind)
         if found is None:
             found = self.kinds[kind] = KindEvidence()
@@ -175,7 +175,7 @@ class WorkerRecord:
 
 class _Expected(NamedTuple):
     target: Target
-    kind: Kind
+    kind: PredictionKind
     hash_: int
     until: float
 
@@ -205,7 +205,7 @@ class PredictionTable:
             return None
         return record.one_less.is_raised
 
-    def expect(self, target: Target, kind: Kind, hashes: Sequence[int], now: float) -> None:
+    def expect(self, target: Target, kind: PredictionKind, hashes: Sequence[int], now: float) -> None:
         """A request with these blocks was served: the target's events must name the first of them.
 
         Equal requests at the same time count once: the engine announces their blocks once.

@@ -26,7 +26,7 @@ from kvrouter.errors import BadRequestError, UnknownDecisionError
 from kvrouter.frontend.operators.views import json_answer
 from kvrouter.frontend.records.record import Work
 from kvrouter.frontend.requests.owners import name_of
-from kvrouter.relay.answer import Answer, Lines
+from kvrouter.relay.answer import Answer, AnswerLines
 from kvrouter.relay.request import Request
 
 log = structlog.get_logger()
@@ -66,7 +66,7 @@ class DecisionViews:
             )
         return json_answer({"request_id": request_id, "decisions": [self._explained(one) for one in found]})
 
-    async def last(self, request: Request) -> Answer | Lines:
+    async def last(self, request: Request) -> Answer | AnswerLines:
         """GET /decisions: the newest first, without their candidates. Raises BadRequestError.
 
         With `blocks=true` as JSON lines, made while they are sent: a prompt can have thousands of blocks.
@@ -78,7 +78,7 @@ class DecisionViews:
             )
         kept = self._kept.last(int(limit)) if self._kept is not None else []
         if request.in_query("blocks") == "true":
-            return Lines(self._with_blocks(kept))
+            return AnswerLines(self._with_blocks(kept))
         return json_answer({"decisions": [self._summary(one) for one in kept]})
 
     def log_last(self) -> None:

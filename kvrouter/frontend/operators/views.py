@@ -18,7 +18,7 @@ import structlog
 
 from kvrouter.errors import KvRouterError
 from kvrouter.frontend.operators.rights import Gate, Rights
-from kvrouter.relay.answer import Answer, Events, Lines, Served, internal_error
+from kvrouter.relay.answer import Answer, AnswerLines, Events, Served, internal_error
 from kvrouter.relay.connection import Refused
 from kvrouter.relay.exchange import ClientSide
 from kvrouter.relay.request import Request, Serve, request_id_of
@@ -26,7 +26,7 @@ from kvrouter.relay.request import Request, Serve, request_id_of
 log = structlog.get_logger()
 
 
-View: TypeAlias = Callable[[Request], Awaitable[Answer | Lines | Events]]
+View: TypeAlias = Callable[[Request], Awaitable[Answer | AnswerLines | Events]]
 """Raises KvRouterError for the answer of an error. The body has been read."""
 
 TEXT = "text/plain; charset=utf-8"
@@ -47,7 +47,7 @@ async def _serve(view: View, rights: Rights, gate: Gate, on_refused: Refused, re
         await request.read()  # in any case: what is not read would be taken for the next request
         gate(f"{request.head.method} {request.head.route}", request.headers)
         answer = await view(request)
-        if isinstance(answer, Lines):
+        if isinstance(answer, AnswerLines):
             return await _stream(request, answer.lines)
         if isinstance(answer, Events):
             return await _send_events(request, answer.events)

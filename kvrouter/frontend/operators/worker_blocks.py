@@ -23,7 +23,7 @@ from kvrouter.core.wire.ops import TIERS
 from kvrouter.core.wire.senders import KvSource
 from kvrouter.errors import BadRequestError, NoRouteError
 from kvrouter.frontend.operators.admin import tier_sets
-from kvrouter.relay.answer import Lines
+from kvrouter.relay.answer import AnswerLines
 from kvrouter.relay.request import Request
 
 WORKER_PATH = "/workers/"
@@ -37,7 +37,7 @@ class WorkerBlocks:
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
 
-    async def view(self, request: Request) -> Lines:
+    async def view(self, request: Request) -> AnswerLines:
         """`after`: the page to begin with; `limit`: about how many blocks. Raises KvRouterError."""
         worker_id = request.path_after(WORKER_PATH)
         if not worker_id.endswith(_BLOCKS):
@@ -50,7 +50,7 @@ class WorkerBlocks:
         limit = _number(request, "limit", _PAGE_BLOCKS)
         if limit < 1:
             raise BadRequestError("limit is 0: use at least 1")
-        return Lines(
+        return AnswerLines(
             self._lines(pool, pool.workers[WorkerId(worker_id)], _number(request, "after", 0), limit)
         )
 

@@ -6,10 +6,10 @@ from kvrouter.core.audit.findings import Audit
 from kvrouter.core.fleet.router import Placement, Router
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.tables.predictions import Prediction
-from kvrouter.frontend.records.record import Running
+from kvrouter.frontend.records.record import AttemptRecord
 
 
-def check_answer(running: Running, audit: Audit, now: float) -> None:
+def check_answer(running: AttemptRecord, audit: Audit, now: float) -> None:
     """Compare the prediction made at the booking with the usage in a good answer, and expect its events."""
     work, placement, usage = running.work, running.placement, running.usage
     router, route, traits, choice = work.router, work.route, work.traits, placement.choice

@@ -16,7 +16,7 @@ from kvrouter.frontend.operators.decision_views import DecisionViews
 from kvrouter.frontend.records.access_log import AccessLog
 from kvrouter.frontend.records.client_totals import ClientTotals
 from kvrouter.frontend.records.prediction_checks import check_answer
-from kvrouter.frontend.records.record import Record, Running, clock, ending_without_worker
+from kvrouter.frontend.records.record import AttemptRecord, Record, clock, ending_without_worker
 from kvrouter.frontend.requests import engine_routes
 from kvrouter.relay.engine_answers import UNKNOWN_MODEL
 from kvrouter.relay.exchange import Attempt, Lost, Rejected, Retried
@@ -47,7 +47,7 @@ class Readers:
         self._audit = audit
         self._now = asyncio.get_running_loop().time
 
-    def attempt_ended(self, record: Record, running: Running, attempt: Attempt) -> None:
+    def attempt_ended(self, record: Record, running: AttemptRecord, attempt: Attempt) -> None:
         """Count what an attempt has relayed, whole or not, and compare the prediction of a good one."""
         work, metrics, events = running.work, self.metrics, attempt.events
         running.events = events
@@ -62,7 +62,7 @@ class Readers:
         if running.is_good:
             check_answer(running, self._audit, self._now())
 
-    def attempt_failed(self, running: Running, failure: Rejected | Lost | Retried) -> str:
+    def attempt_failed(self, running: AttemptRecord, failure: Rejected | Lost | Retried) -> str:
         """Count and log an attempt that failed; returns what the log has as its detail."""
         match failure:
             case Rejected(status, body=body):

@@ -20,7 +20,7 @@ from kvrouter.bodies.apis import Api
 from kvrouter.core.fleet.router import Placement, Router
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.routing.worker import Worker
-from kvrouter.core.tables.predictions import Kind, Usage
+from kvrouter.core.tables.predictions import PredictionKind, Usage
 from kvrouter.core.wire.ids import Target
 from kvrouter.frontend.requests.kept_responses import NewResponse
 from kvrouter.prompts.ways import Sendable
@@ -45,7 +45,7 @@ first byte; left: the client did."""
 class Traits(Struct, frozen=True):
     """Properties of a request that decide whether its prediction can be compared, and how."""
 
-    kind: Kind | None
+    kind: PredictionKind | None
     is_single: bool
     reads_cache: bool
     """False if the engine computes the whole prompt, cached or not: 0 cached tokens are right then."""
@@ -99,7 +99,7 @@ class Work(Struct, frozen=True):
     """Its token ids, for engines that may get them."""
 
 
-class Running(Struct):
+class AttemptRecord(Struct):
     """An attempt, from its decision on: a request at a worker, with a booking of its own.
 
     Times are those of `clock`. `Attempt` of the relay carries its bytes.
@@ -170,7 +170,7 @@ class Record(Struct):
     """When it left the queue, let pass or refused; 0: there is none, or not so far."""
     work: Work | None = None
     """None: it was not accepted."""
-    attempts: list[Running] = []
+    attempts: list[AttemptRecord] = []
     """Where it was sent, in turn. Each has a worker, a booking, times and an outcome of its own: the two legs
     of a request (prefill, decode), or a stream that moves to another worker, are two of them."""
     served: Served | None = None
@@ -180,7 +180,7 @@ class Record(Struct):
     ended_at: float = 0.0
 
     @property
-    def last(self) -> Running | None:
+    def last(self) -> AttemptRecord | None:
         """The attempt whose answer the client got, if it got one of a worker's."""
         return self.attempts[-1] if self.attempts else None
 

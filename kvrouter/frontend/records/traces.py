@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from kvrouter.frontend.records.record import Record, Running, clock
+from kvrouter.frontend.records.record import AttemptRecord, Record, clock
 from kvrouter.relay.exchange import Done, Lost, Outcome, Rejected, Retried, TimedOut
 from kvrouter.relay.upstream import address_of
 
@@ -34,7 +34,7 @@ _ATTRIBUTES = {
 _NO_ATTRIBUTES = {"trace", "error", "accept_s", "queue_s", "decide_s", "duration_s"}
 
 
-def begin_upstream(trace: Trace, running: Running, number: int) -> None:
+def begin_upstream(trace: Trace, running: AttemptRecord, number: int) -> None:
     """The request is sent to a worker, which gets the trace context. `number`: of the attempt, from 1."""
     placement, target = running.placement, running.placement.target
     facts: dict[str, Any] = {
@@ -71,7 +71,7 @@ def end_trace(trace: Trace, record: Record, facts: dict[str, Any], bug: BaseExce
     trace.end(None, record.ended_at, attributes, why, bug)
 
 
-def _end_attempt(trace: Trace, running: Running) -> None:
+def _end_attempt(trace: Trace, running: AttemptRecord) -> None:
     if running.terms is not None:
         trace.step("decide", *running.decided, _attributes(running.terms()))
     if running.span is None:

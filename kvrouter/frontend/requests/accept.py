@@ -36,7 +36,7 @@ from kvrouter.core.fleet.pools import Pools
 from kvrouter.core.fleet.router import Router
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy
 from kvrouter.core.routing.policy import Prompt, RouteRequest, Wanted
-from kvrouter.core.tables.predictions import Kind
+from kvrouter.core.tables.predictions import PredictionKind
 from kvrouter.errors import BadRequestError, NotMendedError, UnknownResponseError
 from kvrouter.frontend.operators.rights import Rights
 from kvrouter.frontend.records.record import Record, SentIds, Traits, Work, clock
@@ -53,7 +53,7 @@ from kvrouter.frontend.requests.kept_responses import (
 from kvrouter.frontend.requests.overrides import (
     DIRECT,
     NO_OVERRIDES,
-    Dialect,
+    AcceptedOverrides,
     Overrides,
     find_wanted,
     read_overrides,
@@ -97,7 +97,7 @@ class Accept:
         pools: Pools,
         blocks: PromptWays,
         metrics: RequestMetrics,
-        dialect: Dialect,
+        dialect: AcceptedOverrides,
         aliases: Mapping[str, str] = MappingProxyType({}),
         *,
         wait_for_workers_s: float = 0.0,
@@ -356,10 +356,10 @@ def _traits(
     asked: openai.CompletionRequest, lora_name: str | None, prompts: Sequence[Prompt], api: Api
 ) -> Traits:
     """`prompts`: those whose tokens are known."""
-    kind: Kind | None = None  # if the tokens are not known, or known only up to an image
+    kind: PredictionKind | None = None  # if the tokens are not known, or known only up to an image
     if not [prompt for prompt in prompts if not prompt.is_known]:  # half the time of `all`
         name = api.converted or _WORDS.get(type(asked.prompt), "tokens")
-        kind = Kind(name, bool(lora_name), bool(asked.cache_salt))  # type: ignore[arg-type]  # one of its names
+        kind = PredictionKind(name, bool(lora_name), bool(asked.cache_salt))  # type: ignore[arg-type]  # one of its names
     # Engines report the cached tokens of one prompt and one answer only.
     is_single = len(prompts) == 1 and asked.n == 1 and not asked.is_beam_search
     return Traits(kind, is_single, asked.reads_cache)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 MOST_CHARACTERS = 256
 
 
-class Agent(NamedTuple):
+class AgentHeaders(NamedTuple):
     """How one kind of client names a session. `child` in place of `root`: the request is a subagent's."""
 
     root: str
@@ -25,12 +25,12 @@ class Agent(NamedTuple):
 
 # The first one with a session counts.
 AGENTS = (
-    Agent("x-dynamo-session-id", parent="x-dynamo-parent-session-id"),
-    Agent("x-claude-code-session-id", "x-claude-code-agent-id", "x-claude-code-parent-agent-id"),
-    Agent("session-id", "thread-id", "x-codex-parent-thread-id"),
-    Agent("x-opencode-session", parent="x-parent-session-id"),
-    Agent("x-session-id", parent="x-parent-session-id"),
-    Agent("x-session-affinity", parent="x-parent-session-id"),
+    AgentHeaders("x-dynamo-session-id", parent="x-dynamo-parent-session-id"),
+    AgentHeaders("x-claude-code-session-id", "x-claude-code-agent-id", "x-claude-code-parent-agent-id"),
+    AgentHeaders("session-id", "thread-id", "x-codex-parent-thread-id"),
+    AgentHeaders("x-opencode-session", parent="x-parent-session-id"),
+    AgentHeaders("x-session-id", parent="x-parent-session-id"),
+    AgentHeaders("x-session-affinity", parent="x-parent-session-id"),
 )
 HEADERS = frozenset(name for agent in AGENTS for name in agent if name)
 

@@ -32,7 +32,7 @@ from kvrouter.errors import (
 from kvrouter.frontend.operators.rights import Rights
 from kvrouter.frontend.operators.state_metrics import target_samples
 from kvrouter.frontend.records.readers import Readers
-from kvrouter.frontend.records.record import Record, Running, Work, clock
+from kvrouter.frontend.records.record import AttemptRecord, Record, Work, clock
 from kvrouter.frontend.records.traces import begin_upstream
 from kvrouter.frontend.requests import engine_routes
 from kvrouter.frontend.requests.accept import Accept
@@ -239,7 +239,7 @@ class Completions:
         avoided: frozenset[Target] = frozenset(),
         *,
         is_last: bool,
-    ) -> Running:
+    ) -> AttemptRecord:
         """Choose and book: an attempt begins. The AddRequest goes to the peers at the end of this turn.
 
         `is_last`: no retry is left.
@@ -251,7 +251,7 @@ class Completions:
         ended, target = clock(), placement.target
         if next(self._times_decision):
             metrics.decide.observe(ended - began)
-        running = Running(
+        running = AttemptRecord(
             work=work,
             placement=placement,
             excluded=None if is_last else failed,
@@ -271,7 +271,7 @@ class Completions:
         self._publishing.flush_soon()
         return running
 
-    def _count_placed(self, running: Running) -> None:
+    def _count_placed(self, running: AttemptRecord) -> None:
         work, counts, tokens = running.work, running.counts, running.work.route.isl
         overlap_tokens = running.placement.choice.overlap_blocks * work.router.pool.block_size
         running.prompt_tokens, running.overlap_tokens = tokens, overlap_tokens
@@ -281,7 +281,7 @@ class Completions:
         counts.overlap_tokens += overlap_tokens
 
     async def _attempt(
-        self, record: Record, running: Running, case: Case | None
+        self, record: Record, running: AttemptRecord, case: Case | None
     ) -> tuple[Outcome, Case | None]:
         """One worker's try. Returns the case of the request, which a loss begins."""
         try:
@@ -299,7 +299,7 @@ class Completions:
                 self.lost.end_trial(case)
             self._end(running)
 
-    def _end(self, running: Running) -> None:
+    def _end(self, running: AttemptRecord) -> None:
         """Free the booking of an attempt. It has no outcome if the client left or an error was raised."""
         router, placement, outcome, now = running.work.router, running.placement, running.outcome, self._now()
         running.ended_at = clock()
@@ -325,7 +325,7 @@ class Completions:
         router.bookings.free(placement.key, now, running.output_tokens)
         self._publishing.flush_soon()
 
-    async def _exchange(self, record: Record, running: Running, *, fresh: bool = False) -> Outcome:
+    async def _exchange(self, record: Record, running: AttemptRecord, *, fresh: bool = False) -> Outcome:
         """Send the request to the placement's worker, and its answer to the client."""
         work, placement, request = running.work, running.placement, running.work.request
         if record.trace is not None and not fresh:
@@ -365,7 +365,7 @@ class Completions:
             del self.in_flight.running[attempt]
             self.readers.attempt_ended(record, running, attempt)
 
-    def _bytes_for(self, running: Running) -> bytes:
+    def _bytes_for(self, running: AttemptRecord) -> bytes:
         """The request as its worker gets it, head and body."""
         work, placement = running.work, running.placement
         body = work.body
@@ -388,7 +388,7 @@ class Completions:
         )
         return head + body
 
-    def _good_answer(self, running: Running, attempt: Attempt) -> None:
+    def _good_answer(self, running: AttemptRecord, attempt: Attempt) -> None:
         """Keep what a later request may continue."""
         work, target = running.work, running.placement.target
         worker = work.router.pool.workers.get(target.worker_id)
@@ -400,7 +400,7 @@ class Completions:
                 work.router.bookings.bind(session, target, self._now())
             self._publishing.flush_soon()
 
-    def _first_output(self, running: Running) -> None:
+    def _first_output(self, running: AttemptRecord) -> None:
         work, now = running.work, self._now()
         ttft_s = work.router.bookings.first_byte(running.placement.key, now)
         running.first_at = clock()
@@ -485,7 +485,7 @@ class InFlight:
         self.count = 0
         self.idle = asyncio.Event()  # set while no request is being served
         self.idle.set()
-        self.running: dict[Attempt, Running] = {}
+        self.running: dict[Attempt, AttemptRecord] = {}
         """Those that are at a worker."""
         self.is_draining = False
         """Whether answers close their connections, so that clients reconnect to another replica."""

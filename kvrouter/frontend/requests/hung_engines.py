@@ -34,7 +34,7 @@ from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.wire.addresses import Network
 from kvrouter.core.wire.ids import WorkerId
-from kvrouter.frontend.records.record import Running
+from kvrouter.frontend.records.record import AttemptRecord
 from kvrouter.relay.exchange import Attempt
 from kvrouter.tls import trusting
 
@@ -63,7 +63,7 @@ class HungEngines:
 
     def __init__(
         self,
-        running: Mapping[Attempt, Running],
+        running: Mapping[Attempt, AttemptRecord],
         silent_workers: Callable[[], Sequence[tuple[Pool, Worker]]],
         probe: Probe,
         now: Callable[[], float],
@@ -160,14 +160,14 @@ class HungEngines:
             self._probes.pop(url, None)
             self._probes[url] = asyncio.ensure_future(self._probe(url))
 
-    def _has_alternative(self, one: Running) -> bool:
+    def _has_alternative(self, one: AttemptRecord) -> bool:
         """Whether another worker could accept the request now."""
         router, excluded = one.work.router, one.excluded or frozenset()
         present = router.pool.targets_of(one.placement.target.worker_id)
         return router.has_eligible(one.work.route, self._now(), exclude=excluded.union(present))
 
 
-def _suspicion(attempt: Attempt, one: Running) -> str:
+def _suspicion(attempt: Attempt, one: AttemptRecord) -> str:
     """Why the engine is suspected; empty if it is not, or if the attempt does not wait or must not move."""
     if attempt.is_committed or one.excluded is None or one.work.route.wanted is not None:
         return ""

@@ -32,7 +32,7 @@ from kvrouter.core.fleet.router import Placement, Router
 from kvrouter.core.tables.deadly_prompts import MOST_SUSPECTED, SETTLE_S, Deadly
 from kvrouter.core.wire.ids import PromptHash, Target, WorkerId
 from kvrouter.errors import NoWorkersError, RequestEndsWorkersError, WorkerDiedError
-from kvrouter.frontend.records.record import Running, Work
+from kvrouter.frontend.records.record import AttemptRecord, Work
 from kvrouter.frontend.requests.hung_engines import Probe
 from kvrouter.relay.exchange import Done, Lost, Outcome, Rejected
 from kvrouter.replica.publishing import Publishing
@@ -53,7 +53,7 @@ _ENGINE_DIED = re.compile(
     r"EngineCore encountered an issue|EngineDeadError|Engine loop is not running|Background loop has errored"
 )
 
-Place: TypeAlias = Callable[[frozenset[Target]], Running]
+Place: TypeAlias = Callable[[frozenset[Target]], AttemptRecord]
 """Chooses and books, except at these targets. Raises NoWorkersError."""
 
 
@@ -112,7 +112,7 @@ class LostRequests:
 
     # Before an attempt
 
-    async def place(self, case: Case, place: Place) -> Running:
+    async def place(self, case: Case, place: Place) -> AttemptRecord:
         """Place a request when and where its prompt may be tried.
 
         Raises RequestEndsWorkersError, or NoWorkersError if it has waited for TURN_S.
@@ -133,7 +133,7 @@ class LostRequests:
                 )
             await asyncio.sleep(_POLL_S)
 
-    def _place_apart(self, case: Case, place: Place) -> Running | None:
+    def _place_apart(self, case: Case, place: Place) -> AttemptRecord | None:
         """Place a request away from lost workers, and from prompts that are suspected like its own.
 
         None: no worker is free of these.
@@ -153,7 +153,7 @@ class LostRequests:
                     raise
         return None
 
-    def _begin(self, case: Case, running: Running) -> Running:
+    def _begin(self, case: Case, running: AttemptRecord) -> AttemptRecord:
         if case.prompt is not None:
             case.is_trial = self.prompts.begin(case.prompt, running.placement.target.worker_id)
         return running
@@ -168,7 +168,7 @@ class LostRequests:
 
     # After an attempt
 
-    async def ended(self, case: Case | None, running: Running, outcome: Outcome) -> Case | None:
+    async def ended(self, case: Case | None, running: AttemptRecord, outcome: Outcome) -> Case | None:
         """Record how an attempt ended; `running.is_lost` if its worker is lost. Returns the case, if any."""
         is_good = isinstance(outcome, Done) and outcome.status < 300 and not outcome.failure
         if is_good:
@@ -193,7 +193,7 @@ class LostRequests:
             case.is_trial = False
 
     async def _lose(
-        self, case: Case, running: Running, lost_at: float, *, is_sure: bool, is_over: bool
+        self, case: Case, running: AttemptRecord, lost_at: float, *, is_sure: bool, is_over: bool
     ) -> None:
         """A connection broke. `is_over`: its client has the answer so far, and no other attempt follows."""
         router, placement = running.work.router, running.placement
@@ -223,7 +223,7 @@ class LostRequests:
         loss.router.feed.lost_with(loss.prompt, worker_id, sent_at=loss.sent_at, lost_at=loss.at, now=now)
         self._publishing.flush_soon()
 
-    async def settle(self, case: Case, running: Running, reason: str, retries: int) -> None:
+    async def settle(self, case: Case, running: AttemptRecord, reason: str, retries: int) -> None:
         """Wait until it is known what else was lost. Raises KvRouterError if the request is not tried again.
 
         `retries`: the losses after which it is tried again. Those count that can be its fault: a death that

@@ -41,7 +41,7 @@ _SWITCH = {"true": True, "1": True, "false": False, "0": False}
 
 
 @dataclass(frozen=True)
-class Dialect:
+class AcceptedOverrides:
     """The modes and headers that this frontend accepts."""
 
     modes: Collection[str]
@@ -111,7 +111,7 @@ def read_overrides(
     headers: Mapping[str, str],
     body: Mapping[str, Any] | None,
     session_id: str | None,
-    dialect: Dialect,
+    dialect: AcceptedOverrides,
     nvext: Mapping[str, Any] = NO_NVEXT,
     *,
     ignored: Callable[[], None] | None = None,
@@ -196,7 +196,7 @@ def _in_body(body: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, _G
     }
 
 
-def _mode(given: _Given, dialect: Dialect) -> str:
+def _mode(given: _Given, dialect: AcceptedOverrides) -> str:
     if not isinstance(given.value, str) or given.value not in {*dialect.modes, dialect.default_mode}:
         raise given.wrong(f"is not a mode; use one of {', '.join(sorted(dialect.modes))}")
     return given.value
@@ -238,7 +238,7 @@ def _target(given: _Given) -> str:
     return given.value
 
 
-def _check_target(overrides: Overrides, given: Mapping[str, _Given], dialect: Dialect) -> None:
+def _check_target(overrides: Overrides, given: Mapping[str, _Given], dialect: AcceptedOverrides) -> None:
     """A target needs mode direct, and mode direct a target: neither is ignored without an error."""
     is_direct = (overrides.mode or dialect.default_mode) == DIRECT
     if overrides.target and not is_direct:

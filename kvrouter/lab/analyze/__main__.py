@@ -13,7 +13,7 @@ from kvrouter.lab.analyze.guide import advice_of
 from kvrouter.lab.analyze.live import Live, read_live
 from kvrouter.lab.analyze.report import as_json, sections
 from kvrouter.lab.analyze.settings import COMMAND, AnalyzeSettings
-from kvrouter.lab.report import Report
+from kvrouter.lab.report import LabReport
 from kvrouter.lab.simulate.progress import shown_progress
 from kvrouter.lab.simulate.traces import trace_requests, write_trace
 from kvrouter.settings.read import Loaded, run
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(loaded: Loaded[AnalyzeSettings]) -> int:
     settings = loaded.settings
-    report = Report("What a trace holds for a router", settings.json, settings.html)
+    report = LabReport("What a trace holds for a router", settings.json, settings.html)
     try:
         found = _analysis(settings)
     except KvRouterError as error:

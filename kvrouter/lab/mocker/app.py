@@ -43,7 +43,7 @@ from kvrouter.lab.mocker.replies import (
     CompletionReply,
     Json,
     Reply,
-    Run,
+    ReplyRun,
     encode,
 )
 from kvrouter.lab.mocker.responses_reply import ResponsesReply
@@ -66,7 +66,7 @@ MOST_RESPONSES = 1000
 _SSE_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8"}
 
 
-class Service:
+class MockService:
     """The HTTP handlers, and the state that they share."""
 
     def __init__(self, config: MockerConfig, text: Text, ranks: Sequence[Rank]) -> None:
@@ -166,7 +166,7 @@ class Service:
             return await self._answer_busy(http, streams=bool(body.stream))
         requests = [self._request(body, prompt) for prompt in prompts for _ in range(body.answers)]
         with rank.serving(requests) as mailbox:
-            run = Run(requests, mailbox, reply, self.text)
+            run = ReplyRun(requests, mailbox, reply, self.text)
             if body.stream:
                 answer = await _write_stream(http, run.stream())
             else:

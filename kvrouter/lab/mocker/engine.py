@@ -128,7 +128,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
     media: Sequence[MediaSpan] = ()
 
 
-class Output(msgspec.Struct, frozen=True, gc=False):
+class EngineOutput(msgspec.Struct, frozen=True, gc=False):
     """One token of one request. The last one has a `finish_reason`."""
 
     id: str
@@ -143,7 +143,7 @@ class StepResult(msgspec.Struct, frozen=True):
     """The result of one step. Outputs and events are due when it ends."""
 
     duration_s: float
-    outputs: list[Output]
+    outputs: list[EngineOutput]
     events: list[KvEvent]
 
 
@@ -339,7 +339,7 @@ class Engine:
 
     # --- sampling ---
 
-    def _sample(self) -> list[Output]:
+    def _sample(self) -> list[EngineOutput]:
         """Sample one token for each request whose tokens are all computed; finished requests leave."""
         ready = [s for s in self._running if s.computed == len(s.tokens)]
         outputs = [self._next_output(sequence) for sequence in ready]
@@ -348,7 +348,7 @@ class Engine:
             self._running = [s for s in self._running if s.request.id in self._sequences]
         return outputs
 
-    def _next_output(self, sequence: _Sequence) -> Output:
+    def _next_output(self, sequence: _Sequence) -> EngineOutput:
         token = sequence.answer.next_token()
         sequence.tokens.append(token)
         finish_reason = self._finish_reason(sequence, token)
@@ -357,7 +357,7 @@ class Engine:
             del self._sequences[request_id]
             self.cache.release(sequence.chain)
             self.counters.finished += 1
-        return Output(request_id, token, finish_reason, sequence.cached_tokens or 0)
+        return EngineOutput(request_id, token, finish_reason, sequence.cached_tokens or 0)
 
     def _finish_reason(self, sequence: _Sequence, token: int) -> str | None:
         if len(sequence.tokens) == sequence.limit:

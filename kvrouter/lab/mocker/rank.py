@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 import structlog
 
 from kvrouter.lab.mocker.config import MockerConfig
-from kvrouter.lab.mocker.engine import Engine, EngineConfig, EngineRequest, Output, StepResult, speed_up
+from kvrouter.lab.mocker.engine import Engine, EngineConfig, EngineOutput, EngineRequest, StepResult, speed_up
 from kvrouter.lab.mocker.events import BatchEncoder
 from kvrouter.lab.mocker.publisher import Publisher, rank_endpoint
 
@@ -31,16 +31,16 @@ class Mailbox:
     """The outputs of one HTTP request's prompts, in order."""
 
     def __init__(self) -> None:
-        self._outputs: list[Output] = []
+        self._outputs: list[EngineOutput] = []
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, output: Output) -> None:
+    def put(self, output: EngineOutput) -> None:
         """Add an output and wake the reader."""
         self._outputs.append(output)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def take(self) -> list[Output]:
+    async def take(self) -> list[EngineOutput]:
         """All outputs since the last call; waits for the first one."""
         if not self._outputs:
             self._waiter = asyncio.get_running_loop().create_future()
@@ -134,7 +134,7 @@ class Rank:
         self._is_shut_down = True
         for request_id, mailbox in self._mailboxes.items():
             if self.engine.abort(request_id):
-                mailbox.put(Output(request_id, None, "abort", 0))
+                mailbox.put(EngineOutput(request_id, None, "abort", 0))
 
 
 @asynccontextmanager

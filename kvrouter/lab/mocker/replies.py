@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from kvrouter.lab.mocker.bodies import StreamOptions
-from kvrouter.lab.mocker.engine import EngineRequest, Output
+from kvrouter.lab.mocker.engine import EngineOutput, EngineRequest
 from kvrouter.lab.mocker.hashing import TokenIds
 from kvrouter.lab.mocker.rank import Mailbox
 from kvrouter.lab.mocker.text import Text
@@ -268,7 +268,7 @@ def full_usage(choices: Sequence[Choice], answers: int) -> Json:
     return {**counts, "completion_tokens_details": None}
 
 
-class Run:
+class ReplyRun:
     """One request at work: turns outputs of the engine into pieces of the answer."""
 
     def __init__(self, requests: Sequence[EngineRequest], mailbox: Mailbox, reply: Reply, text: Text) -> None:
@@ -294,7 +294,7 @@ class Run:
             yield opening + b"".join([self._piece(output) for output in outputs])
         yield self._reply.end(self.choices)
 
-    async def _outputs(self) -> AsyncIterator[list[Output]]:
+    async def _outputs(self) -> AsyncIterator[list[EngineOutput]]:
         """The outputs of each step, until every choice has ended."""
         unfinished = len(self.choices)
         while unfinished:
@@ -302,7 +302,7 @@ class Run:
             unfinished -= sum(output.finish_reason is not None for output in outputs)
             yield outputs
 
-    def _add(self, output: Output) -> tuple[int, str]:
+    def _add(self, output: EngineOutput) -> tuple[int, str]:
         """Add an output to its choice; returns the choice's index and the text."""
         index = self._index[output.id]
         choice = self.choices[index]
@@ -314,6 +314,6 @@ class Run:
         choice.texts.append(self._text.of_token(output.token))
         return index, choice.texts[-1]
 
-    def _piece(self, output: Output) -> bytes:
+    def _piece(self, output: EngineOutput) -> bytes:
         index, text = self._add(output)
         return self._reply.piece(index, self.choices[index], text, output.token)

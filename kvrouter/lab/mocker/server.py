@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from aiohttp import web
 
 from kvrouter.errors import ConfigError
-from kvrouter.lab.mocker.app import Service
+from kvrouter.lab.mocker.app import MockService
 from kvrouter.lab.mocker.config import MockerConfig
 from kvrouter.lab.mocker.engine import Engine
 from kvrouter.lab.mocker.rank import Rank
@@ -27,7 +27,7 @@ class Mocker:
     """A running mocker and its addresses."""
 
     url: str  # `http://host:port`, with the real port
-    service: Service
+    service: MockService
     ranks: tuple[Rank, ...]
 
     @property
@@ -65,13 +65,13 @@ async def running_mocker(config: MockerConfig | None = None) -> AsyncIterator[Mo
             await stack.enter_async_context(Rank.open(config, engine, number))
             for number in range(config.data_parallel_size)
         ]
-        service = Service(config, text, ranks)
+        service = MockService(config, text, ranks)
         url = await stack.enter_async_context(_listening(config, service))
         yield Mocker(url, service, tuple(ranks))
 
 
 @asynccontextmanager
-async def _listening(config: MockerConfig, service: Service) -> AsyncIterator[str]:
+async def _listening(config: MockerConfig, service: MockService) -> AsyncIterator[str]:
     """Serve HTTP; aiohttp sets TCP_NODELAY on the sockets it accepts."""
     # handler_cancellation: without it aiohttp lets a handler run on, and a client that left would keep its
     # blocks

@@ -18,7 +18,7 @@ _ENGINE = EngineConfig()
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSettings(Settings):
+class MockEngineSettings(Settings):
     heading = "Engine"
 
     block_size: int = setting(_ENGINE.block_size, "tokens in a block", least=1, is_top=True)
@@ -40,7 +40,7 @@ class MockerSettings(Settings):
     heading = "Server"
 
     server: MockerConfig = field(default_factory=MockerConfig)
-    engine: EngineSettings = field(default_factory=EngineSettings)
+    engine: MockEngineSettings = field(default_factory=MockEngineSettings)
 
     def config(self) -> MockerConfig:
         """Raises ConfigError."""

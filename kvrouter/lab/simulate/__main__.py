@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from kvrouter.errors import ConfigError, KvRouterError
-from kvrouter.lab.report import Report
+from kvrouter.lab.report import LabReport
 from kvrouter.lab.simulate.compare import compare
 from kvrouter.lab.simulate.progress import shown_progress
 from kvrouter.lab.simulate.report import MODELLED, TITLE, as_json, sections
@@ -24,7 +24,7 @@ def _main(loaded: Loaded[SimulateSettings]) -> int:
     settings = loaded.settings
     try:
         modes, policy = settings.modes()
-        report = Report(TITLE, settings.json, settings.html)
+        report = LabReport(TITLE, settings.json, settings.html)
         cells = list(settings.cells(read_trace(settings.trace, settings.requests)))
         with shown_progress("runs") as on_done:
             compared = compare(

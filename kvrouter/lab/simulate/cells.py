@@ -18,9 +18,9 @@ from kvrouter.core.routing.policy import AUTO
 from kvrouter.errors import ConfigError
 from kvrouter.lab.simulate.agenda import Agenda
 from kvrouter.lab.simulate.engines import Arrival
-from kvrouter.lab.simulate.fleet import Fleet, NewPlacer, Run
+from kvrouter.lab.simulate.fleet import NewPlacer, Run, SimulatedFleet
 from kvrouter.lab.simulate.measures import Measures, Slo, measure
-from kvrouter.lab.simulate.placement import Frontend, Oracle, Placer, Replicas, Sync
+from kvrouter.lab.simulate.placement import Frontend, Oracle, Placer, SimulatedReplicas, Sync
 from kvrouter.lab.simulate.step_model import FIRST_COME, REFERENCE, StepModel
 from kvrouter.lab.simulate.workloads import Workload, achievable, largest_blocks, working_set_blocks
 from kvrouter.policies import CUSTOM, PolicySettings, new_policy
@@ -129,15 +129,15 @@ class Cell:
         # each replica begins its turns elsewhere, as in a frontend
         first = [0] + [chance.randrange(1 << 16) for _ in range(self.replicas - 1)]
         policies = [policy_of(mode, settings, turn) for turn in first]
-        return Replicas(
+        return SimulatedReplicas(
             agenda, policies, chance, self.sync, kv_delay_s=self.kv_delay_s, frontend=self.frontend
         )
 
-    def _fleet(self, new_placer: NewPlacer) -> Fleet:
+    def _fleet(self, new_placer: NewPlacer) -> SimulatedFleet:
         speeds = [self.speeds[number % len(self.speeds)] for number in range(self.workers)]
         joins = {f"w{self.workers + number}": at for number, at in enumerate(self.joins, start=1)}
         fails = dict(self.fails)
-        return Fleet(new_placer, self.model, self.capacity_blocks, speeds, joins=joins, fails=fails)
+        return SimulatedFleet(new_placer, self.model, self.capacity_blocks, speeds, joins=joins, fails=fails)
 
 
 @cache

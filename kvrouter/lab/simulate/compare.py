@@ -17,7 +17,7 @@ SEED_STEP = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ModeRow:
     """A mode in a cell: means over the seeds, and half the distance between least and greatest."""
 
     mode: str
@@ -37,7 +37,7 @@ class Compared:
     """A cell with its rows; the oracle is the first."""
 
     cell: Cell
-    rows: Sequence[Row]
+    rows: Sequence[ModeRow]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def _run_task(place: int) -> Measures:
 def _compared(cell: Cell, runs: dict[str, list[Measures]]) -> Compared:
     best = mean(runs[ORACLE]).ttft_p90_s
     rows = [
-        Row(mode, mean(measured), spread(measured), mean(measured).ttft_p90_s / best - 1)
+        ModeRow(mode, mean(measured), spread(measured), mean(measured).ttft_p90_s / best - 1)
         for mode, measured in runs.items()
     ]
     return Compared(cell, rows)

@@ -26,7 +26,7 @@ class Arrival:
     session: str = ""
 
 
-class Listener(Protocol):
+class BlockListener(Protocol):
     """Receives what happens in an engine, at the moment it happens."""
 
     def began(self, number: int, cached_tokens: int, now: float) -> None:

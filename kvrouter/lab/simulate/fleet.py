@@ -134,7 +134,7 @@ NewPlacer: TypeAlias = Callable[[Agenda], Placer]
 class _Sounding:
     """One engine's listener: records its requests, and passes everything on to the fleet's placer."""
 
-    def __init__(self, fleet: Fleet, target: Target) -> None:
+    def __init__(self, fleet: SimulatedFleet, target: Target) -> None:
         self._fleet, self._target = fleet, target
 
     def began(self, number: int, cached_tokens: int, now: float) -> None:
@@ -150,7 +150,7 @@ class _Sounding:
         self._fleet.placer.removed(self._target, hashes)
 
 
-class Fleet:
+class SimulatedFleet:
     """Engines and one placer, for one run.
 
     Every engine has `capacity_blocks`; `speeds` are the relative speeds of the engines, one each. `joins`

@@ -29,7 +29,7 @@ from kvrouter.lab.simulate.reference_engine import ReferenceEngine
 _POOL = PoolId("simulated")
 
 
-class Placement(NamedTuple):
+class SimulatedPlacement(NamedTuple):
     """Where a request goes, and the most of its prompt that any engine held then, in tokens."""
 
     target: Target
@@ -53,7 +53,7 @@ class Placer(ABC):
         """An engine has failed. Its requests have ended before."""
 
     @abstractmethod
-    def place(self, number: int, arrival: Arrival, now: float) -> Placement | None:
+    def place(self, number: int, arrival: Arrival, now: float) -> SimulatedPlacement | None:
         """Choose; None: the request waits, and is placed again when `next_waiting` names it."""
 
     def next_waiting(self) -> Sequence[int]:
@@ -122,7 +122,7 @@ class _Replica:
         return self._sinks[peer]
 
 
-class Replicas(Placer):
+class SimulatedReplicas(Placer):
     """Routers that share one index, since all follow the same KV feeds, and each have their own bookings.
 
     A request comes through one at random; its bookings reach the others as frames, after a delay. `sync`
@@ -173,7 +173,7 @@ class Replicas(Placer):
         for replica in self._replicas:
             replica.router.pool.update(target.worker_id, _beat(_load(engine), card))
 
-    def place(self, number: int, arrival: Arrival, now: float) -> Placement | None:
+    def place(self, number: int, arrival: Arrival, now: float) -> SimulatedPlacement | None:
         prompt = Prompt(arrival.hashes, arrival.prompt_tokens)
         request = RouteRequest(f"r{number}", (prompt,), text=arrival.text, session=arrival.session)
         replica = self._replica_of(number)
@@ -184,7 +184,7 @@ class Replicas(Placer):
         placed = replica.router.route(request, now)
         self._bookings[number] = (replica, placed.key)
         self._publish(replica, now)
-        return Placement(placed.target, arrival.prompt_tokens - (reuse.best - before))
+        return SimulatedPlacement(placed.target, arrival.prompt_tokens - (reuse.best - before))
 
     def next_waiting(self) -> Sequence[int]:
         firsts = {(id(replica), one) for replica in self._replicas for one in replica.queue.firsts()}
@@ -293,12 +293,12 @@ class Oracle(Placer):
     def join(self, target: Target, engine: ReferenceEngine, _card: Card) -> None:
         self._engines[target] = engine
 
-    def place(self, _number: int, arrival: Arrival, now: float) -> Placement:
+    def place(self, _number: int, arrival: Arrival, now: float) -> SimulatedPlacement:
         predicted = {name: engine.predicted_ttft_s(arrival, now) for name, engine in self._engines.items()}
         edge = min(predicted.values()) * (1 + 1e-9) + 1e-12
         best = [target for target, seconds in predicted.items() if seconds <= edge]
         held = max(engine.held_tokens(arrival) for engine in self._engines.values())
-        return Placement(best[int(self._chance() * len(best))], held)
+        return SimulatedPlacement(best[int(self._chance() * len(best))], held)
 
     def left(self, target: Target) -> None:
         del self._engines[target]

@@ -24,7 +24,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 
 from kvrouter.errors import ConfigError
-from kvrouter.lab.simulate.engines import Arrival, Listener
+from kvrouter.lab.simulate.engines import Arrival, BlockListener
 from kvrouter.lab.simulate.step_model import SHORTEST, StepModel
 
 
@@ -48,7 +48,7 @@ class _Job:
 class ReferenceEngine:
     """One engine of `capacity_blocks` blocks. Call `advance` when `due` is reached; infinite: it is idle."""
 
-    def __init__(self, model: StepModel, capacity_blocks: int, listener: Listener) -> None:
+    def __init__(self, model: StepModel, capacity_blocks: int, listener: BlockListener) -> None:
         self.model = model
         self.capacity_blocks = capacity_blocks
         self.due = math.inf

@@ -10,7 +10,7 @@ from kvrouter.errors import counted
 from kvrouter.lab.page import Chart, Series
 from kvrouter.lab.report import Section
 from kvrouter.lab.simulate.cells import Cell
-from kvrouter.lab.simulate.compare import Compared, Row
+from kvrouter.lab.simulate.compare import Compared, ModeRow
 from kvrouter.lab.simulate.engines import Arrival
 from kvrouter.lab.simulate.workloads import achievable
 from kvrouter.settings.declare import number
@@ -91,7 +91,7 @@ def as_json(compared: Compared, *, seeds: int) -> dict[str, Any]:
     }
 
 
-COLUMNS: dict[str, Callable[[Row], str]] = {
+COLUMNS: dict[str, Callable[[ModeRow], str]] = {
     "TTFT s\nmean": lambda row: _s(row.mean.ttft_mean_s),
     "\np50": lambda row: _s(row.mean.ttft_p50_s),
     "\np90": lambda row: f"{_s(row.mean.ttft_p90_s)} ±{_s(row.spread.ttft_p90_s)}",
@@ -171,7 +171,7 @@ def _ms(times_s: Sequence[float]) -> list[str]:
 # --- plots ---
 
 
-def _times(row: Row) -> Series:
+def _times(row: ModeRow) -> Series:
     mean = row.mean
     seconds = [mean.ttft_p50_s, mean.ttft_p75_s, mean.ttft_p90_s, mean.ttft_p99_s]
     return Series(row.mode, (50, 75, 90, 99), seconds, "lines+markers")
@@ -179,7 +179,7 @@ def _times(row: Row) -> Series:
 
 def _by_weight(compared: Compared) -> list[Series]:
     """TTFT against ITL. The weights of a mode are a line, in their order."""
-    lines: dict[str, list[tuple[float, Row]]] = {}
+    lines: dict[str, list[tuple[float, ModeRow]]] = {}
     for row in compared.rows:
         name, _, text = row.mode.partition(":")
         weight = number(text)
@@ -204,7 +204,7 @@ def _ladder(ladder: Sequence[Compared]) -> Section:
     cell = ladder[0].cell
     loads, by_mode = [_load(one.cell) for one in ladder], zip(*(one.rows for one in ladder), strict=True)
     modes = [(rows[0].mode, rows) for rows in by_mode]
-    figures: list[tuple[str, str, Callable[[Row], float]]] = [
+    figures: list[tuple[str, str, Callable[[ModeRow], float]]] = [
         ("TTFT p90", "seconds", lambda row: row.mean.ttft_p90_s),
         ("Regret: TTFT p90 above the oracle's", "share", lambda row: row.regret),
         ("Goodput", "share of the requests", lambda row: row.mean.goodput),

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvrouter.errors import ConfigError, KvRouterError, counted
-from kvrouter.lab.report import Report, Section
+from kvrouter.lab.report import LabReport, Section
 from kvrouter.lab.simulate.cells import Cell
 from kvrouter.lab.simulate.measures import Measures
 from kvrouter.lab.simulate.placement import Sync
@@ -22,7 +22,7 @@ from kvrouter.lab.tune.settings import COMMAND, TuneSettings
 from kvrouter.settings.read import Loaded, run
 
 if TYPE_CHECKING:
-    from kvrouter.lab.tune.search import Choice, Found, Goal
+    from kvrouter.lab.tune.search import Goal, SearchResult, TunedSettings
 
 _FEWEST = 20
 _NAMES = ("default", "published", "winner")
@@ -39,7 +39,7 @@ def _main(loaded: Loaded[TuneSettings]) -> int:
     from kvrouter.lab.tune.search import Search
 
     settings = loaded.settings
-    report = Report("Settings for a trace", settings.json, None)
+    report = LabReport("Settings for a trace", settings.json, None)
     try:
         cell = cell_of(settings)
         goal: Goal = "goodput" if settings.has_slo else "ttft"
@@ -81,7 +81,7 @@ def cell_of(settings: TuneSettings) -> Cell:
     )
 
 
-def sections(found: Found, cell: Cell, goal: Goal) -> list[Section]:
+def sections(found: SearchResult, cell: Cell, goal: Goal) -> list[Section]:
     """What was searched, the test, the trials that none beats, and the winner's flags."""
     aim = f"goodput (TTFT below {cell.slo.ttft_s:g} s, ITL below {1000 * cell.slo.itl_s:g} ms)"
     searched = (
@@ -108,13 +108,13 @@ def _section(heading: str, rows: Sequence[Sequence[str]]) -> Section:
     return Section(heading, head, rows, texts=(0, 7))
 
 
-def _row(name: str, one: Measures, choice: Choice) -> list[str]:
+def _row(name: str, one: Measures, choice: TunedSettings) -> list[str]:
     times = [f"{seconds:.3f}" for seconds in (one.ttft_p50_s, one.ttft_p90_s, one.ttft_p99_s)]
     shares = [f"{one.goodput:.1%}", f"{one.cached:.1%}"]
     return [name, *times, f"{1000 * one.itl_p90_s:.1f}", *shares, " ".join(choice.flags())]
 
 
-def _verdict(found: Found) -> list[str]:
+def _verdict(found: SearchResult) -> list[str]:
     gain = found.gain
     ttft = f"TTFT p90 {gain.ttft[0]:+.1%} ({gain.ttft[1]:+.1%} to {gain.ttft[2]:+.1%})"
     points = [100 * value for value in gain.goodput]
@@ -128,7 +128,7 @@ def _verdict(found: Found) -> list[str]:
     ]
 
 
-def command_line(choice: Choice) -> str:
+def command_line(choice: TunedSettings) -> str:
     """How to start a frontend with these settings."""
     words = ["kvrouter", "frontend", *choice.flags()]
     if choice.weights:
@@ -136,7 +136,7 @@ def command_line(choice: Choice) -> str:
     return shlex.join(words)
 
 
-def as_json(found: Found, cell: Cell, goal: Goal) -> dict[str, Any]:
+def as_json(found: SearchResult, cell: Cell, goal: Goal) -> dict[str, Any]:
     """All trials and the test, times in seconds."""
     return {
         "goal": goal,
@@ -156,7 +156,7 @@ def as_json(found: Found, cell: Cell, goal: Goal) -> dict[str, Any]:
     }
 
 
-def _trial(choice: Choice, figures: Measures) -> Mapping[str, Any]:
+def _trial(choice: TunedSettings, figures: Measures) -> Mapping[str, Any]:
     return {"flags": choice.flags(), "weights": dict(choice.weights), **asdict(figures)}
 
 

@@ -40,7 +40,7 @@ Goal = Literal["goodput", "ttft"]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TunedSettings:
     """Settings to try. `policy`: fields of PolicySettings; `weights`: by plugin, those of mode scored."""
 
     mode: str
@@ -82,12 +82,12 @@ class Choice:
 
 _SCORERS = {one.name: one.scorer for one in HEIMDALL} | {"active-request-scorer": scorers.active_request}
 
-DEFAULT = Choice("kv")
-PUBLISHED = Choice("kv", {"overlap_weight": 1.0})
+DEFAULT = TunedSettings("kv")
+PUBLISHED = TunedSettings("kv", {"overlap_weight": 1.0})
 MODES = ("kv", "scored", "kv-score", "prefix-affinity", "sticky", "p2c", "least-loaded", "round-robin")
 
 
-def drawn(trial: optuna.trial.BaseTrial, *, with_sessions: bool) -> Choice:
+def drawn(trial: optuna.trial.BaseTrial, *, with_sessions: bool) -> TunedSettings:
     """The settings of a trial."""
     mode = trial.suggest_categorical("mode", MODES)
 
@@ -119,14 +119,14 @@ def drawn(trial: optuna.trial.BaseTrial, *, with_sessions: bool) -> Choice:
         policy["temperature"] = number("temperature", 0.01, 1, log=True)
     queue = number("queue", 0.5, 8, log=True) if switch("queues") else 0.0
     sessions = "soft" if with_sessions and switch("sessions") else "off"
-    return Choice(mode, policy, Frontend(queue, sessions), weights if any(weights.values()) else {})  # type: ignore[arg-type]
+    return TunedSettings(mode, policy, Frontend(queue, sessions), weights if any(weights.values()) else {})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
     """A choice, with its figures."""
 
-    choice: Choice
+    choice: TunedSettings
     figures: Measures
 
 
@@ -134,7 +134,7 @@ class Tried:
 class HeldOut:
     """A choice on the requests that were held out: a run for each seed."""
 
-    choice: Choice
+    choice: TunedSettings
     runs: Sequence[Measures]
 
     @property
@@ -155,7 +155,7 @@ class Gain:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """The result of a search. `tested`: default, published default, winner."""
 
     tried: Sequence[Tried]
@@ -163,7 +163,7 @@ class Found:
     gain: Gain
 
     @property
-    def winner(self) -> Choice:
+    def winner(self) -> TunedSettings:
         return self.tested[-1].choice
 
     def pareto(self) -> list[Tried]:
@@ -187,13 +187,13 @@ class Search:
     jobs: int
     seed: int
 
-    def run(self, on_done: Callable[[int, int], None] = lambda _done, _all: None) -> Found:
+    def run(self, on_done: Callable[[int, int], None] = lambda _done, _all: None) -> SearchResult:
         """Search and test. `on_done(done, all)` is called after each run."""
         first, whole = self._cells()
         total = self.trials + (FINALISTS + 1) * _FINAL_SEEDS + 3 * self.seeds
         done = 0
 
-        def measured(cell: Cell, pairs: Sequence[tuple[Choice, int]]) -> list[Measures]:
+        def measured(cell: Cell, pairs: Sequence[tuple[TunedSettings, int]]) -> list[Measures]:
             nonlocal done
             tasks = [
                 Task(replace(cell, frontend=choice.frontend), choice.mode, choice.settings(), seed)
@@ -211,7 +211,7 @@ class Search:
         finalists = list({str(one): one for one in finalists}.values())[:FINALISTS]
         again = [self.seed + SEED_STEP * (number + 1) for number in range(_FINAL_SEEDS)]
 
-        def values(choice: Choice) -> list[float]:
+        def values(choice: TunedSettings) -> list[float]:
             return [self.value(one) for one in measured(first, [(choice, seed) for seed in again])]
 
         plain = values(DEFAULT)
@@ -223,7 +223,7 @@ class Search:
             HeldOut(choice, measured(whole, [(choice, seed) for seed in others]))
             for choice in (DEFAULT, PUBLISHED, winner)
         ]
-        return Found(tried, tested, self._gain(tested[0].runs, tested[-1].runs))
+        return SearchResult(tried, tested, self._gain(tested[0].runs, tested[-1].runs))
 
     def value(self, figures: Measures) -> float:
         """What the search maximizes."""
@@ -240,7 +240,7 @@ class Search:
         whole = Workload(cell.workload.name, cell.workload.draw, warm_up=count)
         return first, replace(cell, workload=whole, load=None, pace=first.offered_pace)
 
-    def _try(self, measured: Callable[[Sequence[Choice]], list[Measures]]) -> list[Tried]:
+    def _try(self, measured: Callable[[Sequence[TunedSettings]], list[Measures]]) -> list[Tried]:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         sampler = optuna.samplers.TPESampler(seed=self.seed, constant_liar=self.jobs > 1)
         study = optuna.create_study(direction="maximize", sampler=sampler)

@@ -17,11 +17,11 @@ from kvrouter.core.wire.ids import WorkerId
 from kvrouter.core.wire.senders import KvSource
 from kvrouter.engine_versions import reaches, since
 from kvrouter.observe.doctor.findings import Finding, clean, expiring, listed
-from kvrouter.observe.engine import Engine, Engines
+from kvrouter.observe.engine import EngineProbe, Engines
 from kvrouter.observe.listening import Listener
 from kvrouter.worker.engines import discovery
 from kvrouter.worker.engines.http import DOWN
-from kvrouter.worker.engines.metrics import Work
+from kvrouter.worker.engines.metrics import EngineWork
 
 _NOT_ALLOWED = (401, 403)
 # Kinds of engines that have /v1/models.
@@ -44,7 +44,7 @@ def check_engines(listener: Listener, engines: Engines, held: Mapping[str, int])
     yield from _check_versions(listener.cards())
 
 
-def _check_answers(worker_id: str, card: Card, engine: Engine) -> Iterator[Finding]:
+def _check_answers(worker_id: str, card: Card, engine: EngineProbe) -> Iterator[Finding]:
     models, health = engine.models, engine.health
     if not models.status:
         kind = "tls.not_trusted" if models.is_tls_trouble else "engine.unreachable"
@@ -88,7 +88,7 @@ def _check_events(
         tokens = (later.generated_tokens or 0) - (before.generated_tokens or 0)
         seen = f"{tokens:.0f} tokens generated while listening, and no block known"
         yield Finding("engine.no_blocks", worker_id, seen)
-    elif later.surely_filled(Work(0, 0), running, card.block_size):
+    elif later.surely_filled(EngineWork(0, 0), running, card.block_size):
         seen = f"{later.generated_tokens:.0f} tokens generated since its start"
         yield Finding("engine.no_blocks_known", worker_id, seen)
 

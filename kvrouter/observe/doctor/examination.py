@@ -29,9 +29,9 @@ from kvrouter.config import read_key
 from kvrouter.errors import counted
 from kvrouter.observe.doctor import fleet_checks, machine, nats_servers, replica_checks
 from kvrouter.observe.doctor.engine_checks import check_engines
-from kvrouter.observe.doctor.findings import Finding, Report, clean, differing, listed
+from kvrouter.observe.doctor.findings import DoctorReport, Finding, clean, differing, listed
 from kvrouter.observe.doctor.nats_servers import Server
-from kvrouter.observe.doctor.replicas import Replicas
+from kvrouter.observe.doctor.replicas import ExaminedReplicas
 from kvrouter.observe.doctor.settings import DoctorSettings
 from kvrouter.observe.doctor.slow_workers import check_slow_workers
 from kvrouter.observe.engine import EngineAccess, Engines
@@ -78,7 +78,7 @@ class Examination:
         self._subjects = Subjects(settings.bus.namespace)
         self._started = time.monotonic()
         self._engines: Engines
-        self._replicas: Replicas
+        self._replicas: ExaminedReplicas
 
     @property
     def _is_whole(self) -> bool:
@@ -89,7 +89,7 @@ class Examination:
     def _left_s(self) -> float:
         return self._settings.timeout_s - (time.monotonic() - self._started)
 
-    async def run(self) -> Report:
+    async def run(self) -> DoctorReport:
         """Gather and check everything. Raises ConfigError for files that cannot be read."""
         settings = self._settings
         key = read_key("--admin-key-file", settings.admin_key_file)
@@ -99,7 +99,7 @@ class Examination:
             open_http(settings.tls_ca, "--tls-ca") as replica_http,
         ):
             self._engines = Engines(engine_http, engine_key)
-            self._replicas = Replicas(replica_http, key, settings.tls_name, machine.own_addresses())
+            self._replicas = ExaminedReplicas(replica_http, key, settings.tls_name, machine.own_addresses())
             await self._part("NATS and the namespace", self._look_around(engine_key))
             if not self._replicas.met:  # NATS is away
                 await self._part("given replicas", self._meet())
@@ -299,7 +299,7 @@ class Examination:
 
     # report
 
-    def _report(self) -> Report:
+    def _report(self) -> DoctorReport:
         ignored = set(self._settings.ignore)
         kept = [finding for finding in self.findings if finding.code not in ignored]
         left_out = sorted({finding.code for finding in self.findings} & ignored)
@@ -310,7 +310,7 @@ class Examination:
             f"namespace {self._settings.bus.namespace} at {self._nats.shown()}: "
             f"{counted(len(listener.peers), 'replica')}, {counted(len(listener.workers), 'worker')}"
         )
-        return Report(clean(fleet), kept, good, time.monotonic() - self._started, left_out)
+        return DoctorReport(clean(fleet), kept, good, time.monotonic() - self._started, left_out)
 
     def _good(self) -> dict[str, str]:
         listener, engines = self.listener, self._engines.met
@@ -350,6 +350,6 @@ def _to_connect(options: NatsOptions) -> NatsOptions:
     return replace(options, servers=(DEFAULT_URL,)) if options.is_embedded else options
 
 
-async def examine(settings: DoctorSettings) -> Report:
+async def examine(settings: DoctorSettings) -> DoctorReport:
     """Examine the fleet. Raises ConfigError."""
     return await Examination(settings).run()

@@ -60,7 +60,7 @@ def expiring(about: str, expires_s: float | None) -> Iterator[Finding]:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class DoctorReport:
     """`good`: a sentence for each area in which something was examined."""
 
     fleet: str

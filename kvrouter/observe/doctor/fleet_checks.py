@@ -10,7 +10,7 @@ from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.senders import name
 from kvrouter.errors import counted
 from kvrouter.observe.doctor.findings import Finding, clean, listed
-from kvrouter.observe.listening import Listener, Worker
+from kvrouter.observe.listening import HeardWorker, Listener
 from kvrouter.worker.engines.endpoints import contradictions
 
 # Heartbeats in a row that may be missing before a lease (5) is in danger.
@@ -51,7 +51,7 @@ def check_agents(listener: Listener, now: float, *, is_whole: bool) -> Iterator[
     yield from _check_capacities(cards)
 
 
-def _check_agent(worker_id: str, one: Worker, now: float) -> Iterator[Finding]:
+def _check_agent(worker_id: str, one: HeardWorker, now: float) -> Iterator[Finding]:
     sender = one.sender
     if sender.turned_back > 1:
         seen = f"{sender.turned_back} of {sender.beats} heartbeats are of an older start than others"

@@ -14,7 +14,7 @@ import aiohttp
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import WorkerId
 from kvrouter.observe.doctor.findings import Finding
-from kvrouter.observe.document import Health
+from kvrouter.observe.document import ReplicaHealth
 from kvrouter.observe.replica import decoded, fetch
 
 # A frontend of these has some 2,000 streams.
@@ -43,7 +43,7 @@ def check_descriptors() -> Iterator[Finding]:
         yield Finding("machine.descriptors", "this machine", seen)
 
 
-async def look_at_port(http: aiohttp.ClientSession, port: int) -> tuple[bool, Health | None]:
+async def look_at_port(http: aiohttp.ClientSession, port: int) -> tuple[bool, ReplicaHealth | None]:
     """Whether a program listens on a port of this machine, and the replica that it is."""
     try:
         async with asyncio.timeout(1.0):
@@ -52,7 +52,7 @@ async def look_at_port(http: aiohttp.ClientSession, port: int) -> tuple[bool, He
         return False, None
     writer.transport.abort()
     fetched = await fetch(http, f"http://127.0.0.1:{port}/health", timeout_s=1.0)
-    return True, decoded(fetched.body, Health)
+    return True, decoded(fetched.body, ReplicaHealth)
 
 
 async def check_ports(http: aiohttp.ClientSession, port: int) -> list[Finding]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence, Set
 from kvrouter.errors import counted
 from kvrouter.observe.doctor.findings import Finding, clean, differing, expiring, listed
 from kvrouter.observe.doctor.machine import LEAST_DESCRIPTORS
-from kvrouter.observe.doctor.replicas import Replica
+from kvrouter.observe.doctor.replicas import Examined
 from kvrouter.observe.document import FollowedFeed, Workers
 from kvrouter.observe.listening import Listener
 from kvrouter.observe.verify.comparison import AGENT
@@ -34,7 +34,7 @@ _NOT_IN_TIME = (
 _OF_ENGINE = "its engine"
 
 
-def check_replica(one: Replica, listener: Listener) -> Iterator[Finding]:
+def check_replica(one: Examined, listener: Listener) -> Iterator[Finding]:
     """Findings about one replica."""
     about = one.url if one.is_given or not one.router_id else f"{one.url} ({one.router_id})"
     if one.trouble:
@@ -62,7 +62,7 @@ def check_replica(one: Replica, listener: Listener) -> Iterator[Finding]:
     yield from _check_feeds(one, about)
 
 
-def _unreachable(one: Replica) -> str:
+def _unreachable(one: Examined) -> str:
     if one.is_impostor:
         return "replica.impostor"
     if one.is_tls_trouble:
@@ -75,7 +75,7 @@ def _reasons(reasons: Sequence[str]) -> str:
     return "; ".join(clean(reason, 160) for reason in reasons[:3]) + more or "no reason"
 
 
-def _check_doors(one: Replica, about: str) -> Iterator[Finding]:
+def _check_doors(one: Examined, about: str) -> Iterator[Finding]:
     if one.clients_trouble:
         yield Finding("replica.clients_port", about, one.clients_trouble)
     if one.open_at:
@@ -84,7 +84,7 @@ def _check_doors(one: Replica, about: str) -> Iterator[Finding]:
     yield from _check_series(one, about)
 
 
-def _check_series(one: Replica, about: str) -> Iterator[Finding]:
+def _check_series(one: Examined, about: str) -> Iterator[Finding]:
     opened, allowed = one.series.get("process_open_fds", 0), one.series.get("process_max_fds", 0)
     if 0 < allowed < LEAST_DESCRIPTORS:
         yield Finding("replica.descriptors", about, f"it may open at most {allowed}")
@@ -106,7 +106,7 @@ def _check_tokens(workers: Workers, about: str) -> Iterator[Finding]:
             yield Finding("replica.tokens_unknown", about, f"{pool}: {compared.reason}")
 
 
-def _check_problems(shown: Sequence[Replica]) -> Iterator[Finding]:
+def _check_problems(shown: Sequence[Examined]) -> Iterator[Finding]:
     """What audits say, each once; without what other findings say."""
     found: dict[tuple[str, str], list[str]] = defaultdict(list)
     for one in shown:
@@ -124,7 +124,7 @@ def _check_problems(shown: Sequence[Replica]) -> Iterator[Finding]:
         yield Finding(kind, subject, f"{clean(text, 250)} (at {where})")
 
 
-def _check_feeds(one: Replica, about: str) -> Iterator[Finding]:
+def _check_feeds(one: Examined, about: str) -> Iterator[Finding]:
     """A feed that was not followed at both looks, and counters that have grown between them."""
     if one.workers is None or one.later is None:
         return
@@ -145,7 +145,7 @@ def _grown(first: FollowedFeed, then: FollowedFeed) -> str:
     return ", ".join(f"{count:g} {name.replace('_', ' ')}" for name, count in grown.items() if count > 0)
 
 
-def check_together(replicas: Sequence[Replica], listener: Listener, listened_s: float) -> Iterator[Finding]:
+def check_together(replicas: Sequence[Examined], listener: Listener, listened_s: float) -> Iterator[Finding]:
     """Findings about replicas among each other, and about who knows whom."""
     shown = [one for one in replicas if one.workers is not None]
     yield from _check_knowledge(shown, listener, listened_s)
@@ -155,7 +155,7 @@ def check_together(replicas: Sequence[Replica], listener: Listener, listened_s: 
     yield from _check_ways(shown)
 
 
-def _check_knowledge(shown: Sequence[Replica], listener: Listener, listened_s: float) -> Iterator[Finding]:
+def _check_knowledge(shown: Sequence[Examined], listener: Listener, listened_s: float) -> Iterator[Finding]:
     """Who knows whom. A sender that died before the doctor came may be known at the first look only."""
     heard = {name for name, one in listener.workers.items() if one.card is not None and one.sender.beats > 1}
     lost: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -176,7 +176,7 @@ def _check_knowledge(shown: Sequence[Replica], listener: Listener, listened_s: f
         yield Finding(kind, name, seen)
 
 
-def _check_peers(one: Replica, workers: Workers, listener: Listener) -> Iterator[Finding]:
+def _check_peers(one: Examined, workers: Workers, listener: Listener) -> Iterator[Finding]:
     others = {router_id for router_id, peer in listener.peers.items() if peer.sender.beats > 1} - {
         one.router_id
     }
@@ -190,7 +190,7 @@ def _check_peers(one: Replica, workers: Workers, listener: Listener) -> Iterator
         yield Finding("replica.other_replicas", one.url, f"it does not know {listed(missing)}")
 
 
-def _check_settings(shown: Sequence[Replica]) -> Iterator[Finding]:
+def _check_settings(shown: Sequence[Examined]) -> Iterator[Finding]:
     by_revision: dict[tuple[int, int, str], list[str]] = defaultdict(list)
     for one in shown:
         if one.routing is None:
@@ -210,7 +210,7 @@ def _check_settings(shown: Sequence[Replica]) -> Iterator[Finding]:
         yield Finding("replica.routing", "POST /routing", seen)
 
 
-def _check_prompts(shown: Sequence[Replica]) -> Iterator[Finding]:
+def _check_prompts(shown: Sequence[Examined]) -> Iterator[Finding]:
     by_model: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for one in shown:
         for model, tokens in one.prompts.items():
@@ -219,7 +219,7 @@ def _check_prompts(shown: Sequence[Replica]) -> Iterator[Finding]:
         yield from differing("replica.prompts", model, counts, "{} tokens at {}")
 
 
-def _check_ways(shown: Sequence[Replica]) -> Iterator[Finding]:
+def _check_ways(shown: Sequence[Examined]) -> Iterator[Finding]:
     by_pool: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for one in shown:
         for row in one.workers.pools if one.workers is not None else ():
@@ -229,7 +229,7 @@ def _check_ways(shown: Sequence[Replica]) -> Iterator[Finding]:
         yield from differing("replica.ways", pool, ways)
 
 
-def compared_urls(replicas: Sequence[Replica], known: Set[str]) -> list[str]:
+def compared_urls(replicas: Sequence[Examined], known: Set[str]) -> list[str]:
     """The replicas of this namespace that can be compared, each once."""
     urls: dict[str, str] = {}
     for one in replicas:

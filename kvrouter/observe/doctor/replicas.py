@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from kvrouter.observe.doctor.findings import clean
-from kvrouter.observe.document import Fleet, Health, PoolState, Ready, Routing, Workers
+from kvrouter.observe.document import Fleet, PoolState, ReplicaHealth, ReplicaReady, Routing, Workers
 from kvrouter.observe.replica import MOST_BYTES, ReplicaClient, ReplicaError, decoded
 
 WORKERS_S = 10.0
@@ -45,15 +45,15 @@ PROBE = {
 
 
 @dataclass(slots=True)
-class Replica:
+class Examined:
     """One replica as it answers. `is_given`: by the command line; else a heartbeat named it."""
 
     url: str
     is_given: bool
     announced: str = ""
     """The router id of the heartbeat that named the URL."""
-    health: Health | None = None
-    ready: Ready | None = None
+    health: ReplicaHealth | None = None
+    ready: ReplicaReady | None = None
     ready_status: int = 0
     routing: Routing | None = None
     workers: Workers | None = None
@@ -92,13 +92,13 @@ def _message(body: bytes) -> str:
     return clean(said.get("error", {}).get("message", "no reason"), 200)
 
 
-class Replicas:
+class ExaminedReplicas:
     """Asks replicas over HTTP, each URL twice. `own_addresses`: of this machine, to others."""
 
     def __init__(
         self, http: aiohttp.ClientSession, key: str | None, tls_name: str | None, own_addresses: Sequence[str]
     ) -> None:
-        self.met: dict[str, Replica] = {}
+        self.met: dict[str, Examined] = {}
         self._http = http
         self._key = key
         self._tls_name = tls_name
@@ -111,14 +111,14 @@ class Replicas:
         if known is not None:
             known.announced = known.announced or announced
         elif len(self.met) < MOST_REPLICAS:
-            one = self.met[url] = Replica(url, is_given, announced)
+            one = self.met[url] = Examined(url, is_given, announced)
             async with self._turns:
                 await self._look(one, self._client(url, self._key))
 
     async def look_again(self) -> None:
         """The second look at those that answered, and how many tokens they count in one chat."""
 
-        async def again(one: Replica, pools: Sequence[PoolState]) -> None:
+        async def again(one: Examined, pools: Sequence[PoolState]) -> None:
             async with self._turns:
                 client = self._client(one.url, self._key)
                 one.later, one.fleet_later = await _workers(one, client), await _fleet(client)
@@ -132,7 +132,7 @@ class Replicas:
     def _client(self, url: str, key: str | None = None) -> ReplicaClient:
         return ReplicaClient(url, self._http, key, self._tls_name)
 
-    async def _look(self, one: Replica, client: ReplicaClient) -> None:
+    async def _look(self, one: Examined, client: ReplicaClient) -> None:
         fetched = await client.fetch("/health")
         one.skew_s, one.expires_s = fetched.skew_s, fetched.expires_s
         if not fetched.status:
@@ -141,13 +141,13 @@ class Replicas:
         if fetched.status in _NOT_LET_IN:
             one.workers_trouble = f"it answers {fetched.status}: {_message(fetched.body)}"
             return
-        one.health = decoded(fetched.body, Health) if fetched.status == 200 else None
+        one.health = decoded(fetched.body, ReplicaHealth) if fetched.status == 200 else None
         if one.health is None:
             one.is_impostor = True
             one.trouble = f"/health answers {fetched.status}, not as a kvrouter replica"
             return
         ready = await client.fetch("/ready")
-        one.ready, one.ready_status = decoded(ready.body, Ready), ready.status
+        one.ready, one.ready_status = decoded(ready.body, ReplicaReady), ready.status
         one.workers = await _workers(one, client)
         if one.workers is not None:
             one.fleet = await _fleet(client)
@@ -156,7 +156,7 @@ class Replicas:
             one.series = read_series((await client.fetch(f"/metrics?{query}")).body)
             await self._look_at_doors(one, one.health)
 
-    async def _look_at_doors(self, one: Replica, health: Health) -> None:
+    async def _look_at_doors(self, one: Examined, health: ReplicaHealth) -> None:
         """The clients' port; and whether the operators' routes are open to the network."""
         clients = clients_url(one.url, health.url) if health.url else ""
         if clients:
@@ -168,7 +168,7 @@ class Replicas:
             outside = self._client(url)
             answer = await outside.fetch("/routing")
             if answer.status == 200 and decoded(answer.body, Routing) is not None:
-                there = decoded((await outside.fetch("/health")).body, Health)
+                there = decoded((await outside.fetch("/health")).body, ReplicaHealth)
                 if there is not None and there.router_id == one.router_id:
                     one.open_at = url
                     return
@@ -180,7 +180,7 @@ class Replicas:
         return [replaced for address in self._own if (replaced := _with_host(url, address))]
 
 
-async def _workers(one: Replica, client: ReplicaClient) -> Workers | None:
+async def _workers(one: Examined, client: ReplicaClient) -> Workers | None:
     fetched = await client.fetch("/workers", MOST_BYTES, WORKERS_S)
     workers = decoded(fetched.body, Workers) if fetched.status == 200 else None
     if fetched.status != 200:
@@ -197,7 +197,7 @@ async def _fleet(client: ReplicaClient) -> Fleet | None:
         return None
 
 
-async def _probe_prompt(one: Replica, client: ReplicaClient, model: str) -> None:
+async def _probe_prompt(one: Examined, client: ReplicaClient, model: str) -> None:
     """By a dry run: nothing is sent to an engine."""
     fetched = await client.fetch("/v1/route", json={**PROBE, "model": model})
     route = decoded(fetched.body, dict[str, Any]) if fetched.status == 200 else None

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import msgspec
 
 from kvrouter.errors import counted
-from kvrouter.observe.doctor.findings import Finding, Report
+from kvrouter.observe.doctor.findings import DoctorReport, Finding
 from kvrouter.observe.doctor.kinds import SEVERITIES, Kind
 
 # Of one kind of finding.
@@ -17,7 +17,7 @@ _INDENT = " " * 9
 _WIDTH = 110
 
 
-def as_text(report: Report) -> str:
+def as_text(report: DoctorReport) -> str:
     """Findings by kind, the most severe first; then what is well, and the count."""
     parts = [f"kvrouter doctor: {report.fleet} · {report.seconds:.1f} s", ""]
     for kind, findings in report.grouped():
@@ -52,7 +52,7 @@ def _wrapped(mark: str, text: str) -> list[str]:
     )
 
 
-def as_json(report: Report) -> str:
+def as_json(report: DoctorReport) -> str:
     """One object; of each kind the first findings, and their number."""
     groups = [
         {

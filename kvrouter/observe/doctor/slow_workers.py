@@ -15,7 +15,7 @@ from statistics import median_low
 from typing import TypeAlias
 
 from kvrouter.observe.doctor.findings import Finding
-from kvrouter.observe.doctor.replicas import Replica
+from kvrouter.observe.doctor.replicas import Examined
 from kvrouter.observe.document import Fleet, TargetRow
 
 # A slow worker gets few requests, so few answers have to do. The fewer, the longer they have to take.
@@ -29,7 +29,7 @@ _STEP_TOKENS = 512
 
 
 @dataclass(slots=True)
-class Served:
+class ServedRequests:
     """Answers of one worker. `ttft_s`, `uncached_tokens`: sums; `uncached_tokens` as predicted."""
 
     answers: int = 0
@@ -50,11 +50,11 @@ class Served:
         return self.uncached_tokens / self.answers
 
 
-_Pool: TypeAlias = Mapping[str, Served]
+_Pool: TypeAlias = Mapping[str, ServedRequests]
 """By worker."""
 
 
-def check_slow_workers(replicas: Sequence[Replica]) -> Iterator[Finding]:
+def check_slow_workers(replicas: Sequence[Examined]) -> Iterator[Finding]:
     """Findings about workers that are slow now, or have been since the replicas' start."""
     looks = [*dict(_looks(replicas)).values()]
     now, ever = _served(looks, since_first=True), _served(looks, since_first=False)
@@ -74,7 +74,7 @@ def check_slow_workers(replicas: Sequence[Replica]) -> Iterator[Finding]:
                 )
 
 
-def _looks(replicas: Sequence[Replica]) -> Iterator[tuple[str, tuple[Fleet, Fleet]]]:
+def _looks(replicas: Sequence[Examined]) -> Iterator[tuple[str, tuple[Fleet, Fleet]]]:
     """By router id, both looks if they were at one process: counters begin anew with another one."""
     for one in replicas:
         first, later = one.fleet, one.fleet_later
@@ -84,8 +84,10 @@ def _looks(replicas: Sequence[Replica]) -> Iterator[tuple[str, tuple[Fleet, Flee
 
 def _served(
     looks: Sequence[tuple[Fleet, Fleet]], *, since_first: bool
-) -> defaultdict[str, defaultdict[str, Served]]:
-    found: defaultdict[str, defaultdict[str, Served]] = defaultdict(lambda: defaultdict(Served))
+) -> defaultdict[str, defaultdict[str, ServedRequests]]:
+    found: defaultdict[str, defaultdict[str, ServedRequests]] = defaultdict(
+        lambda: defaultdict(ServedRequests)
+    )
     for first, later in looks:
         for row in later.targets:
             found[row.pool][row.worker].add(row, 1)

@@ -25,7 +25,7 @@ from kvrouter.observe.output import console, forget_stdout
 from kvrouter.observe.replica import ReplicaClient, ReplicaError, open_replicas
 from kvrouter.observe.top.screen import Choices, draw, plain
 from kvrouter.observe.top.settings import COLUMNS, COMMAND, TopSettings
-from kvrouter.observe.top.view import History, Seen, View, arranged, view
+from kvrouter.observe.top.view import History, Seen, TopView, arranged, view
 from kvrouter.settings.read import Loaded, run
 
 _MOVES = {"up": -1, "k": -1, "down": 1, "j": 1, "page up": -10, "page down": 10}
@@ -99,11 +99,11 @@ async def _print_once(settings: TopSettings) -> int:
     return 0 if any(isinstance(one.now, Fleet) for one in seen.values()) else 1
 
 
-def _print(shown: View, settings: TopSettings) -> None:
+def _print(shown: TopView, settings: TopSettings) -> None:
     console().print(plain(shown, settings.sort, settings.filter), highlight=False)
 
 
-def _as_json(shown: View, settings: TopSettings) -> dict[str, Any]:
+def _as_json(shown: TopView, settings: TopSettings) -> dict[str, Any]:
     rows = arranged(shown.rows, settings.sort, settings.filter)
     return {
         "facts": asdict(shown.facts),

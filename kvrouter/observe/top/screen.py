@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrouter.observe.top.settings import COLUMNS, Column
-from kvrouter.observe.top.view import Facts, Key, Row, View, arranged
+from kvrouter.observe.top.view import Facts, Key, TopRow, TopView, arranged
 
 HELP = """\
 ↑ ↓ j k        select a target            PgUp PgDn  a page
@@ -47,7 +47,7 @@ class Choices:
     shows_detail: bool = False
     shows_help: bool = False
     is_typing: bool = False
-    rows: Sequence[Row] = field(default_factory=list)
+    rows: Sequence[TopRow] = field(default_factory=list)
     """The rows of the last drawing, in order."""
 
     def choose(self) -> None:
@@ -56,7 +56,7 @@ class Choices:
         self.chosen = self.rows[self.selected].key if self.rows else None
 
 
-def draw(view: View, choices: Choices, *, width: int, height: int) -> RenderableType:
+def draw(view: TopView, choices: Choices, *, width: int, height: int) -> RenderableType:
     """The whole screen."""
     choices.rows = arranged(view.rows, choices.sort, choices.text, is_reversed=choices.is_reversed)
     _select(choices)
@@ -96,7 +96,7 @@ def _wrapped(texts: Sequence[tuple[str, str]], width: int, most: int) -> list[Te
     ]
 
 
-def plain(view: View, sort: Column, text: str) -> RenderableType:
+def plain(view: TopView, sort: Column, text: str) -> RenderableType:
     """Everything, without a screen."""
     rows, choices, facts = arranged(view.rows, sort, text), Choices(sort), _facts(view.facts)
     problems = [Text(_printable(f"! {one}")) for one in view.problems]
@@ -111,7 +111,7 @@ def plain(view: View, sort: Column, text: str) -> RenderableType:
     )
 
 
-def _marks(rows: Sequence[Row]) -> list[Text]:
+def _marks(rows: Sequence[TopRow]) -> list[Text]:
     texts = [(row.name, text) for row in rows for text in (row.differs, *row.fact.problems) if text]
     return [Text(_printable(f"! {name}: {text}")) for name, text in texts]
 
@@ -130,7 +130,7 @@ def _facts(facts: Facts) -> list[str]:
     return [part.replace(" ", _JOINED) for part in parts]
 
 
-def _table(rows: Sequence[Row], choices: Choices, width: int | None, selected: int) -> Table:
+def _table(rows: Sequence[TopRow], choices: Choices, width: int | None, selected: int) -> Table:
     columns = list(COLUMNS)
     for column in _LESS_NEEDED:
         if width is not None and len(columns) * _WIDTH_OF_A_COLUMN > width:
@@ -153,7 +153,7 @@ def _table(rows: Sequence[Row], choices: Choices, width: int | None, selected: i
     return table
 
 
-_CELLS: dict[Column, tuple[str, Callable[[Row], str]]] = {
+_CELLS: dict[Column, tuple[str, Callable[[TopRow], str]]] = {
     "target": ("target", lambda row: ("! " if row.fact.problems or row.differs else "") + row.name),
     "state": ("state", lambda row: row.state),
     "requests": ("in flight", lambda row: str(row.fact.requests)),
@@ -184,7 +184,7 @@ def _foot(choices: Choices, total: int, width: int, height: int) -> list[Text]:
     return [*lines, Text(f"{kept}   ? help   q end", "dim", no_wrap=True, overflow="ellipsis")]
 
 
-def _detail(row: Row) -> list[str]:
+def _detail(row: TopRow) -> list[str]:
     fact = row.fact
     feed = (
         "its KV events are not followed"

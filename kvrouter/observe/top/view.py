@@ -63,7 +63,7 @@ class History:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TopRow:
     """One target. Load as its first replica has it; answers are those of all replicas together."""
 
     fact: TargetRow
@@ -108,14 +108,14 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class TopView:
     facts: Facts
-    rows: Sequence[Row]
+    rows: Sequence[TopRow]
     problems: Sequence[str]
     """Replicas that do not answer, or disagree, and problems of pools."""
 
 
-def view(seen: Mapping[str, Seen]) -> View:
+def view(seen: Mapping[str, Seen]) -> TopView:
     """What is shown of the replicas' answers, by URL."""
     fleets = {url: one.now for url, one in seen.items() if isinstance(one.now, Fleet)}
     rows: dict[Key, list[tuple[TargetRow, TargetRow | None, float]]] = {}
@@ -125,7 +125,7 @@ def view(seen: Mapping[str, Seen]) -> View:
         for row in fleet.targets:
             rows.setdefault(_key(row), []).append((row, known.get(_key(row)), seen[url].seconds))
     made = [_row(facts, len(fleets)) for facts in rows.values()]
-    return View(_facts(seen.values()), made, _problems(seen, fleets))
+    return TopView(_facts(seen.values()), made, _problems(seen, fleets))
 
 
 def _key(row: TargetRow) -> Key:
@@ -137,13 +137,13 @@ def _is_same(old: Fleet, new: Fleet) -> bool:
     return (old.router_id, old.started_s) == (new.router_id, new.started_s)
 
 
-def _row(facts: Sequence[tuple[TargetRow, TargetRow | None, float]], replicas: int) -> Row:
+def _row(facts: Sequence[tuple[TargetRow, TargetRow | None, float]], replicas: int) -> TopRow:
     """One target, of each replica that knows it: its facts now and before, and the seconds between."""
     known = [(now, before, seconds) for now, before, seconds in facts if before is not None and seconds > 0]
     first_bytes = sum(now.ttft_count - before.ttft_count for now, before, _ in known)
     spent_s = sum(now.ttft_sum_s - before.ttft_sum_s for now, before, _ in known)
     rate = sum(max(0, now.answers - before.answers) / seconds for now, before, seconds in known)
-    return Row(
+    return TopRow(
         facts[0][0],
         rate=rate if known else None,
         ttft_s=max(0.0, spent_s) / first_bytes if first_bytes > 0 else None,
@@ -236,7 +236,7 @@ def _problems(seen: Mapping[str, Seen], fleets: Mapping[str, Fleet]) -> list[str
     return found
 
 
-_ORDER: dict[Column, Callable[[Row], Any]] = {
+_ORDER: dict[Column, Callable[[TopRow], Any]] = {
     "target": lambda row: (),
     "state": lambda row: (row.fact.eligible and not row.fact.problems, row.state),
     "requests": lambda row: -row.fact.requests,
@@ -250,7 +250,7 @@ _ORDER: dict[Column, Callable[[Row], Any]] = {
 }
 
 
-def arranged(rows: Iterable[Row], sort: Column, text: str, *, is_reversed: bool = False) -> list[Row]:
+def arranged(rows: Iterable[TopRow], sort: Column, text: str, *, is_reversed: bool = False) -> list[TopRow]:
     """The rows that contain the text, in order: the greatest first, names and states from the least."""
     wanted = text.casefold()
     kept = [row for row in rows if wanted in _searched(row)]
@@ -262,5 +262,5 @@ def _natural(name: str) -> list[str | int]:
     return [int(part) if at % 2 else part for at, part in enumerate(_DIGITS.split(name))]
 
 
-def _searched(row: Row) -> str:
+def _searched(row: TopRow) -> str:
     return " ".join([row.name, row.fact.pool, row.state, row.differs, *row.fact.problems]).casefold()

@@ -35,7 +35,7 @@ log = structlog.get_logger()
 _LEARN_EVERY_S = 0.5
 
 
-class Kind(NamedTuple):
+class EngineKind(NamedTuple):
     """What a kind of engine needs: a function that asks it (or raises EngineError), and its event adapter."""
 
     learn: Callable[[EngineHttp, Models, AgentOptions], Awaitable[EngineFacts]]
@@ -43,17 +43,17 @@ class Kind(NamedTuple):
     health_path: str = HEALTH_PATH
 
 
-_VLLM = Kind(learn_vllm, VllmAdapter)
-KINDS: Mapping[str, Kind] = {
+_VLLM = EngineKind(learn_vllm, VllmAdapter)
+KINDS: Mapping[str, EngineKind] = {
     "vllm": _VLLM,
     # its /health generates a token and takes a second: too slow and too costly for one probe per second
-    "sglang": Kind(learn_sglang, SglangAdapter, MODELS_PATH),
-    OWNER: Kind(learn_tensorrt, TensorrtAdapter),
+    "sglang": EngineKind(learn_sglang, SglangAdapter, MODELS_PATH),
+    OWNER: EngineKind(learn_tensorrt, TensorrtAdapter),
     "mocker": _VLLM,
 }
 
 
-def kind_named(name: str) -> Kind:
+def kind_named(name: str) -> EngineKind:
     """The kind of engine with this name. An unknown kind is treated as vLLM."""
     return KINDS.get(name, _VLLM)
 

@@ -151,13 +151,13 @@ class Scrape:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class EngineWork:
     """What an engine has done since its start; None: it does not report it."""
 
     generated_tokens: float | None = None
     ended_requests: float | None = None
 
-    def surely_filled(self, before: Work, running: int, block_size: int) -> bool:
+    def surely_filled(self, before: EngineWork, running: int, block_size: int) -> bool:
         """Whether the work since `before` has filled a block with generated tokens."""
         if None in (
             self.generated_tokens,
@@ -171,7 +171,7 @@ class Work:
         return requests >= 0 and tokens > requests * block_size
 
 
-NO_WORK = Work()
+NO_WORK = EngineWork()
 
 
 def read_metrics(text: str, extra: Mapping[str, str] | None = None) -> Scrape:
@@ -200,7 +200,7 @@ def _wanted(text: str, starts: tuple[str, ...]) -> str:
     return "".join(lines)
 
 
-def read_work(exposition: bytes) -> Work:
+def read_work(exposition: bytes) -> EngineWork:
     """Tokens and requests, of all ranks together."""
     sums: dict[bytes, float] = {}
     for name, number in _COUNTED.findall(exposition):
@@ -209,7 +209,7 @@ def read_work(exposition: bytes) -> Work:
         except ValueError:
             continue
     requests = sums.get(b"request_success", sums.get(b"num_requests"))
-    return Work(sums.get(b"generation_tokens"), requests)
+    return EngineWork(sums.get(b"generation_tokens"), requests)
 
 
 class _Reading:

@@ -72,7 +72,7 @@ PAGE_SIZE_1 = (
 )
 
 
-class ServerInfo(Struct, frozen=True):
+class SglangInfo(Struct, frozen=True):
     """The settings that the agent uses, out of several hundred."""
 
     version: Text = ""
@@ -97,10 +97,10 @@ class ServerInfo(Struct, frozen=True):
         return chunk if 0 < chunk <= MOST_AMOUNT else self.max_prefill_tokens or 0
 
 
-_decode_info = msgspec.json.Decoder(ServerInfo).decode
+_decode_info = msgspec.json.Decoder(SglangInfo).decode
 
 
-def read_server_info(body: bytes) -> ServerInfo:
+def read_server_info(body: bytes) -> SglangInfo:
     """Read /server_info. Raises EngineError."""
     try:
         return _decode_info(body)
@@ -142,7 +142,7 @@ def _facts_without_settings(models: Models, scrape: Scrape, options: AgentOption
     )
 
 
-def _facts(info: ServerInfo, models: Models, scrape: Scrape, options: AgentOptions) -> EngineFacts:
+def _facts(info: SglangInfo, models: Models, scrape: Scrape, options: AgentOptions) -> EngineFacts:
     block_size = scrape.block_size or info.page_size or options.block_size
     if block_size == 1:
         raise EngineError(PAGE_SIZE_1)
@@ -168,7 +168,7 @@ def _facts(info: ServerInfo, models: Models, scrape: Scrape, options: AgentOptio
     )
 
 
-def _endpoints(info: ServerInfo, host: str) -> tuple[EventEndpoints, ...]:
+def _endpoints(info: SglangInfo, host: str) -> tuple[EventEndpoints, ...]:
     config = info.kv_events_config
     if not config:
         return ()
@@ -176,7 +176,7 @@ def _endpoints(info: ServerInfo, host: str) -> tuple[EventEndpoints, ...]:
     return read_config(text, host, max(info.dp_size, 1))
 
 
-def _lacks(info: ServerInfo, endpoints: tuple[EventEndpoints, ...], options: AgentOptions) -> Iterator[str]:
+def _lacks(info: SglangInfo, endpoints: tuple[EventEndpoints, ...], options: AgentOptions) -> Iterator[str]:
     if info.disable_radix_cache:
         yield CACHING_OFF
     if not endpoints:

@@ -103,7 +103,7 @@ class _Updated(Struct, frozen=True, tag="updated"):
     cache_level: _Change | None = None
 
 
-class Event(Struct, frozen=True):
+class TensorRtEvent(Struct, frozen=True):
     """One event. `window_size` is the attention window that it belongs to, if the engine names it."""
 
     event_id: Number
@@ -124,7 +124,7 @@ class _Typed(Struct, frozen=True):
     data: _Type = _Type()
 
 
-_decode_event = msgspec.json.Decoder(Event).decode
+_decode_event = msgspec.json.Decoder(TensorRtEvent).decode
 _decode_number = msgspec.json.Decoder(_Numbered).decode
 _decode_type = msgspec.json.Decoder(_Typed).decode
 _decode_answer = msgspec.json.Decoder(list[msgspec.Raw]).decode
@@ -140,7 +140,7 @@ def read_answer(body: bytes) -> list[tuple[int, bytes]]:
     return [(number, event) for number, event in numbered if number is not None]
 
 
-class TensorrtAdapter(Adapter[Event]):
+class TensorrtAdapter(Adapter[TensorRtEvent]):
     """Passes TensorRT-LLM's events to a publisher. A payload is one event."""
 
     def __init__(self) -> None:
@@ -157,14 +157,14 @@ class TensorrtAdapter(Adapter[Event]):
     def forget(self) -> None:
         self._window, self._has_windows, self._block_size = 0, False, 0
 
-    def decode(self, payload: bytes) -> Batch[Event]:
+    def decode(self, payload: bytes) -> Batch[TensorRtEvent]:
         try:
             event = _decode_event(payload)
         except UNREADABLE as error:
             return Batch(0.0, None, [], Counter([_skip_reason(payload, error)]))
         return Batch(0.0, event.attention_dp_rank, [event])
 
-    def publish(self, batch: Batch[Event], sink: Sink) -> None:
+    def publish(self, batch: Batch[TensorRtEvent], sink: Sink) -> None:
         for reason, times in batch.skipped.items():
             self.skipped.note(reason, times)
         for event in batch.events:

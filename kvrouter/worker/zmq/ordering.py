@@ -57,11 +57,11 @@ class Continued:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class LostBatches:
     """Batches are missing and cannot be had: blocks in the table may no longer exist."""
 
 
-Action: TypeAlias = Apply | Restarted | Continued | Lost
+Action: TypeAlias = Apply | Restarted | Continued | LostBatches
 Numbered: TypeAlias = tuple[int, bytes]
 # A batch with its sequence number.
 
@@ -241,7 +241,7 @@ class EngineStream:
     def _lose(self, next_seq: int | None) -> Action:
         self._start_over()
         self.next_seq = next_seq
-        return Lost()
+        return LostBatches()
 
     def _start_over(self) -> None:
         self.is_complete = False

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvrouter.lab.simulate import generated, workloads
 from kvrouter.lab.simulate.cells import Cell
-from kvrouter.lab.simulate.compare import Compared, Row, compare
+from kvrouter.lab.simulate.compare import Compared, ModeRow, compare
 from kvrouter.lab.simulate.placement import Sync
 from kvrouter.lab.simulate.report import as_json
 from kvrouter.lab.simulate.settings import mode_name
@@ -158,7 +158,7 @@ def markdown(title: str, compared: Sequence[Compared]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _figure(row: Row, oracle: Row) -> str:
+def _figure(row: ModeRow, oracle: ModeRow) -> str:
     spread = row.spread.ttft_p90_s / oracle.mean.ttft_p90_s
     return f"{100 * row.regret:+.1f} ±{100 * spread:.1f} %, {row.mean.goodput:.1%}, {row.mean.busiest:.2f} ×"
 

@@ -21,7 +21,7 @@ from kvrouter.core.tables.predictions import (
     ANNOUNCE_S,
     LEAST,
     WINDOW,
-    Kind,
+    PredictionKind,
     PredictionTable,
     Usage,
     WorkerRecord,
@@ -44,7 +44,7 @@ def answers(usage: Usage, blocks: int, count: int = WINDOW, **facts: Any) -> Sto
     return add_to
 
 
-def events(found: bool, kind: Kind = TEXT) -> Story:
+def events(found: bool, kind: PredictionKind = TEXT) -> Story:
     """Requests whose blocks events have named, or not."""
 
     def add_to(truth: PredictionTable) -> None:
@@ -77,7 +77,7 @@ def pool() -> Pool:
 
 
 RIGHT = answers(Usage(100, 64), 4)
-SALTED, ADAPTED = Kind("text", salt=True), Kind("text", lora=True)
+SALTED, ADAPTED = PredictionKind("text", salt=True), PredictionKind("text", lora=True)
 
 CASES: dict[str, tuple[list[Story], str, str]] = {
     "tokenizer": (
@@ -221,7 +221,9 @@ EQUAL = TokenComparison(frozenset({"chat", "text"}))
         (TokenComparison(difference="at position 7: do this"), TEXT, "at position 7: do this"),
     ],
 )
-def test_events_of_another_engine(pool: Pool, compared: TokenComparison, kind: Kind, pattern: str) -> None:
+def test_events_of_another_engine(
+    pool: Pool, compared: TokenComparison, kind: PredictionKind, pattern: str
+) -> None:
     """Token ids that an engine has confirmed are not blamed for events that never match."""
     (problem,) = problems_of(pool, pool.workers[W1], record_after(events(False, kind)), compared)
 

@@ -6,7 +6,7 @@ import msgpack
 import pytest
 
 from kvrouter.core.feeds.buffers import HELD_BYTES
-from kvrouter.core.feeds.receipt import OTHER_VERSION, STALE, TAKEN, Receipt, Verdict
+from kvrouter.core.feeds.receipt import OTHER_VERSION, STALE, TAKEN, FrameVerdict, Receipt
 from kvrouter.core.feeds.trust import BROKEN_RETRY_S, LAST_RETRY_S, FeedState
 from kvrouter.core.wire.hashes import pack_hashes
 from kvrouter.core.wire.ops import VERSION, Check, ReplayFrames, ReplayRequest, SnapshotChunk, Stored, encode
@@ -21,7 +21,7 @@ def link() -> Link:
     return link
 
 
-def facts(receipt: Receipt) -> tuple[Verdict, str]:
+def facts(receipt: Receipt) -> tuple[FrameVerdict, str]:
     """Its verdict, and the beginning of its trouble."""
     return receipt.verdict, receipt.trouble.partition(":")[0]
 
@@ -55,15 +55,15 @@ def test_receipts_of_frames(link: Link) -> None:
     frames = [link.write(*link.owner.store(node)) for node in (40, 41, 42)]
     now = link.now
 
-    assert (Verdict.MALFORMED, "not a frame") == facts(link.reader.frame(frames[0][:3], now))
-    assert (Verdict.TAKEN, "an op is malformed") == facts(link.reader.frame(malformed(frames[0]), now))
+    assert (FrameVerdict.MALFORMED, "not a frame") == facts(link.reader.frame(frames[0][:3], now))
+    assert (FrameVerdict.TAKEN, "an op is malformed") == facts(link.reader.frame(malformed(frames[0]), now))
     assert TAKEN is link.reader.frame(malformed(frames[1]), now), "held, and read when it is its turn"
     assert STALE is link.reader.frame(frame_of(999, 1), now)
     assert OTHER_VERSION is link.reader.frame(frame_of(1000, 2, version=VERSION + 1), now)
 
     answer = link.ask()
     assert answer is not None
-    assert (Verdict.TAKEN, "an op is malformed") == facts(
+    assert (FrameVerdict.TAKEN, "an op is malformed") == facts(
         link.reader.answer(encode(ReplayFrames([frames[0]], 4)), now)
     )
     assert TAKEN is link.reader.frame(frames[0], now), "known already"
@@ -79,10 +79,10 @@ def test_receipts_of_answers(link: Link) -> None:
 
     link.ask()
     receipt = link.reader.answer(encode(ReplayFrames([frames[0], b"\xc1"], 4)), link.now)
-    assert (Verdict.TAKEN, "not a frame") == facts(receipt)
+    assert (FrameVerdict.TAKEN, "not a frame") == facts(receipt)
     link.ask()
     receipt = link.reader.answer(b"\xc1", link.now)
-    assert (Verdict.MALFORMED, "not a replay answer") == facts(receipt)
+    assert (FrameVerdict.MALFORMED, "not a replay answer") == facts(receipt)
 
     link.settle()
     assert link.agrees()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvrouter.core.feeds.receipt import REFUSED, STALE, TAKEN, UNKNOWN, Verdict
+from kvrouter.core.feeds.receipt import REFUSED, STALE, TAKEN, UNKNOWN, FrameVerdict
 from kvrouter.core.feeds.source import FeedSource
 from kvrouter.core.feeds.trust import FeedState
 from kvrouter.core.fleet.pool import PoolSettings
@@ -212,7 +212,7 @@ def test_damaged_heartbeats_are_counted(replica: Replica) -> None:
         replica.router_heartbeat(PEER, b"\x96\x01\x01\xa2up\xa1\xff\x80\x01", 0.0),
     ]
 
-    assert [Verdict.MALFORMED] * 2 == [receipt.verdict for receipt in receipts]
+    assert [FrameVerdict.MALFORMED] * 2 == [receipt.verdict for receipt in receipts]
     assert ["not a worker heartbeat", "not a router heartbeat"] == [
         receipt.trouble.partition(":")[0] for receipt in receipts
     ]
@@ -229,7 +229,7 @@ def test_receipts_of_heartbeats(replica: Replica) -> None:
     assert REFUSED is replica.worker_heartbeat(W2, encode(worker_beat(W2)), 0.0)
     assert TAKEN is replica.worker_heartbeat(W1, encode(late), 0.0)
     assert STALE is replica.worker_heartbeat(W1, encode(early), 0.0)
-    assert Verdict.MALFORMED is replica.worker_heartbeat(W2, encode(elsewhere), 0.0).verdict
+    assert FrameVerdict.MALFORMED is replica.worker_heartbeat(W2, encode(elsewhere), 0.0).verdict
     assert TAKEN is replica.router_heartbeat(ME, encode(own), 0.0)
     assert STALE is replica.router_heartbeat(ME, encode(msgspec.structs.replace(own, round=9)), 0.0)
     assert TAKEN is replica.worker_heartbeat(W1, encode(worker_beat(state="leave")), 0.0)

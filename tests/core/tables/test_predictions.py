@@ -13,8 +13,8 @@ from kvrouter.core.tables.predictions import (
     MAX_EXPECTED,
     WINDOW,
     Alarm,
-    Kind,
     Prediction,
+    PredictionKind,
     PredictionTable,
     Usage,
     WorkerRecord,
@@ -22,7 +22,7 @@ from kvrouter.core.tables.predictions import (
 from kvrouter.core.wire.ids import Target
 from tests.core.worlds import T1, T2, W1, W2
 
-CHAT, TEXT, TOKENS = Kind("chat"), Kind("text"), Kind("tokens")
+CHAT, TEXT, TOKENS = PredictionKind("chat"), PredictionKind("text"), PredictionKind("tokens")
 
 
 def predicted(blocks: int, **facts: Any) -> Prediction:
@@ -39,7 +39,7 @@ def observed(*pairs: tuple[Prediction, Usage]) -> WorkerRecord:
     return table.records[W1]
 
 
-def raised(record: WorkerRecord, kind: Kind = TEXT) -> set[str]:
+def raised(record: WorkerRecord, kind: PredictionKind = TEXT) -> set[str]:
     """The names of the alarms that are raised."""
     own = {"uncached": record.uncached, "uneven": record.uneven, "inexact": record.inexact}
     evidence = record.evidence(kind)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvrouter.errors import ConfigError
 from kvrouter.lab.mocker.answers import Vocabulary
 from kvrouter.lab.mocker.cache import Chain
-from kvrouter.lab.mocker.engine import Engine, EngineConfig, EngineRequest, Output, speed_up
+from kvrouter.lab.mocker.engine import Engine, EngineConfig, EngineOutput, EngineRequest, speed_up
 from kvrouter.lab.mocker.events import AllBlocksCleared
 from kvrouter.lab.mocker.hashing import token_ids
 from tests.lab.mocker.conftest import Shadow
@@ -26,9 +26,9 @@ def request(number: int, prompt: list[int], max_tokens: int = 4, **more: str) ->
     return EngineRequest(str(number), token_ids(prompt), max_tokens, **more)  # type: ignore[arg-type]
 
 
-def finish(engine: Engine) -> list[Output]:
+def finish(engine: Engine) -> list[EngineOutput]:
     """Step until no request is left; every output, in order."""
-    outputs: list[Output] = []
+    outputs: list[EngineOutput] = []
     while engine.has_work():
         outputs += engine.step().outputs
         engine.check()

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvrouter.lab.mocker.config import MockerConfig
-from kvrouter.lab.mocker.engine import Engine, EngineConfig, EngineRequest, Output, StepResult
+from kvrouter.lab.mocker.engine import Engine, EngineConfig, EngineOutput, EngineRequest, StepResult
 from kvrouter.lab.mocker.hashing import token_ids
 from kvrouter.lab.mocker.rank import Mailbox, Rank
 
@@ -18,7 +18,7 @@ def request(name: str, max_tokens: int = 3) -> EngineRequest:
     return EngineRequest(name, token_ids(range(20)), max_tokens)
 
 
-async def read(mailbox: Mailbox) -> list[Output]:
+async def read(mailbox: Mailbox) -> list[EngineOutput]:
     """Everything up to the first end."""
     outputs = await mailbox.take()
     while outputs[-1].finish_reason is None:

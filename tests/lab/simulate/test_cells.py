@@ -15,9 +15,9 @@ from kvrouter.lab.simulate.agenda import Agenda
 from kvrouter.lab.simulate.cells import ORACLE, Cell
 from kvrouter.lab.simulate.compare import compare
 from kvrouter.lab.simulate.engines import Arrival
-from kvrouter.lab.simulate.fleet import Fleet
+from kvrouter.lab.simulate.fleet import SimulatedFleet
 from kvrouter.lab.simulate.measures import Measures
-from kvrouter.lab.simulate.placement import Frontend, Oracle, Replicas, Sync
+from kvrouter.lab.simulate.placement import Frontend, Oracle, SimulatedReplicas, Sync
 from kvrouter.lab.simulate.step_model import REFERENCE, SHORTEST
 from kvrouter.lab.simulate.traces import CONVERSATION_EXCERPT, read_trace
 from kvrouter.policies import PolicySettings, new_policy
@@ -98,8 +98,8 @@ def test_late_kv_events() -> None:
 
     def cached(delay_s: float) -> int:
         policies = [new_policy("kv", replace(DEFAULTS, overlap_weight=8.0))]
-        fleet = Fleet(
-            lambda agenda: Replicas(agenda, policies, random.Random(1), kv_delay_s=delay_s),
+        fleet = SimulatedFleet(
+            lambda agenda: SimulatedReplicas(agenda, policies, random.Random(1), kv_delay_s=delay_s),
             REFERENCE,
             100,
             [1.0] * 4,
@@ -135,16 +135,16 @@ def twins(sync: Sync | None, gap_s: float) -> dict[WorkerId, int]:
     """Two requests without shared blocks through two replicas: how many each worker got."""
     agenda_of: list[Agenda] = []
 
-    def placer(agenda: Agenda) -> Replicas:
+    def placer(agenda: Agenda) -> SimulatedReplicas:
         agenda_of.append(agenda)
-        made = Replicas(
+        made = SimulatedReplicas(
             agenda, [new_policy("kv", DEFAULTS) for _ in range(2)], random.Random(SAME_SIDE), sync
         )
         made._entrance = Alternating()  # type: ignore[assignment]  # one through each
         return made
 
     arrivals = [Arrival(number * gap_s, [number], 600, 5) for number in range(2)]
-    run = Fleet(placer, REFERENCE, 100, [1.0, 1.0]).run(arrivals)
+    run = SimulatedFleet(placer, REFERENCE, 100, [1.0, 1.0]).run(arrivals)
     return {worker: sum(target.worker_id == worker for target in run.targets) for worker in run.deepest}
 
 
@@ -176,7 +176,7 @@ def test_oracle_breaks_ties_by_chance() -> None:
     """Idle engines are equal."""
     chances = iter([0.0, 0.99])
     oracle = Oracle(lambda: next(chances))
-    fleet = Fleet(lambda _agenda: oracle, REFERENCE, 100, [1.0, 1.0])
+    fleet = SimulatedFleet(lambda _agenda: oracle, REFERENCE, 100, [1.0, 1.0])
 
     run = fleet.run([Arrival(0.0, [1], 600, 1), Arrival(9.0, [2], 600, 1)])
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 from kvrouter.lab.simulate.agenda import Agenda
 from kvrouter.lab.simulate.cells import policy_of
 from kvrouter.lab.simulate.engines import Arrival
-from kvrouter.lab.simulate.fleet import Fleet
-from kvrouter.lab.simulate.placement import Replicas
+from kvrouter.lab.simulate.fleet import SimulatedFleet
+from kvrouter.lab.simulate.placement import SimulatedReplicas
 from kvrouter.lab.simulate.step_model import REFERENCE
 from kvrouter.policies import PolicySettings
 
@@ -37,13 +37,13 @@ def chats(rate: float, seconds: float) -> tuple[list[Arrival], float]:
 def test_a_new_engine_is_used_while_nearly_everything_is_cached() -> None:
     """The time of a token is known, so its prompts are not taken for ten times as long as they are."""
     arrivals, start = chats(rate=38.0, seconds=45.0)
-    placers: list[Replicas] = []
+    placers: list[SimulatedReplicas] = []
 
-    def placer(agenda: Agenda) -> Replicas:
-        placers.append(Replicas(agenda, [policy_of("kv", PolicySettings())], random.Random(0)))
+    def placer(agenda: Agenda) -> SimulatedReplicas:
+        placers.append(SimulatedReplicas(agenda, [policy_of("kv", PolicySettings())], random.Random(0)))
         return placers[0]
 
-    fleet = Fleet(placer, MODEL, 20_000, [1.0, 1.0], joins={"new": start + 15})
+    fleet = SimulatedFleet(placer, MODEL, 20_000, [1.0, 1.0], joins={"new": start + 15})
     run = fleet.run(arrivals)
 
     speed = placers[0].routers[0].tables.speeds.speed

@@ -17,7 +17,17 @@ from kvrouter.lab.simulate.measures import Measures
 from kvrouter.lab.simulate.traces import CONVERSATION_EXCERPT, read_trace
 from kvrouter.lab.simulate.workloads import trace
 from kvrouter.lab.tune.__main__ import command_line, main
-from kvrouter.lab.tune.search import DEFAULT, MODES, PUBLISHED, Choice, Found, HeldOut, Search, Tried, drawn
+from kvrouter.lab.tune.search import (
+    DEFAULT,
+    MODES,
+    PUBLISHED,
+    HeldOut,
+    Search,
+    SearchResult,
+    Tried,
+    TunedSettings,
+    drawn,
+)
 from kvrouter.policies.endpoint_picker import load_endpoint_picker
 from kvrouter.settings.read import load
 
@@ -78,10 +88,10 @@ def test_pareto() -> None:
     """Only trials that no other beats in both times."""
     figures = CELL.measure("round-robin", DEFAULT.settings(), 0)
     tried = [
-        Tried(Choice(str(place)), replace(figures, ttft_p90_s=ttft, itl_p90_s=itl))
+        Tried(TunedSettings(str(place)), replace(figures, ttft_p90_s=ttft, itl_p90_s=itl))
         for place, (ttft, itl) in enumerate([(1, 9), (2, 5), (3, 6), (4, 1), (1, 10)])
     ]
-    found = Found(
+    found = SearchResult(
         tried, [HeldOut(DEFAULT, [figures])], Search(CELL, "ttft", 1, 2, 1, 0)._gain([figures], [figures])
     )
 
@@ -118,7 +128,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_command_line_names_the_file() -> None:
     """Mode scored needs its EndpointPickerConfig."""
-    choice = Choice("scored", weights={"queue-scorer": 1.0})
+    choice = TunedSettings("scored", weights={"queue-scorer": 1.0})
 
     assert ["--router-mode=scored", "--router-config=FILE"] == shlex.split(command_line(choice))[2:]
 

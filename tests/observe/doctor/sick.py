@@ -20,7 +20,7 @@ from kvrouter.core.wire.heartbeats import encode as encode_beat
 from kvrouter.core.wire.ids import PoolId, RouterId, WorkerId
 from kvrouter.core.wire.ops import VERSION
 from kvrouter.observe.doctor.examination import examine
-from kvrouter.observe.doctor.findings import Report
+from kvrouter.observe.doctor.findings import DoctorReport
 from kvrouter.observe.doctor.settings import DoctorSettings
 
 POOL = PoolId("m-12345678")
@@ -124,7 +124,7 @@ class Namespace:
             self._answer("", b"", "")
             await asyncio.sleep(0.02)
 
-    async def examine(self, **settings: Any) -> Report:
+    async def examine(self, **settings: Any) -> DoctorReport:
         """The doctor's report on it."""
         return await examination(self.nats, self.name, **settings)
 
@@ -145,13 +145,13 @@ async def sick_namespace(nats: str) -> AsyncIterator[Namespace]:
         yield namespace
 
 
-async def examination(nats: str, namespace: str, **settings: Any) -> Report:
+async def examination(nats: str, namespace: str, **settings: Any) -> DoctorReport:
     """A short one."""
     bus = NamespaceOptions(NatsOptions(tuple(nats.split(","))), namespace)
     return await examine(DoctorSettings(**{"listen_s": 0.5, "timeout_s": 20.0, "bus": bus, **settings}))
 
 
-def codes(report: Report) -> dict[str, list[str]]:
+def codes(report: DoctorReport) -> dict[str, list[str]]:
     """What each kind of finding is about, by code."""
     found: dict[str, list[str]] = {}
     for finding in report.findings:
@@ -159,7 +159,7 @@ def codes(report: Report) -> dict[str, list[str]]:
     return found
 
 
-def seen(report: Report, code: str) -> str:
+def seen(report: DoctorReport, code: str) -> str:
     """The text of the only finding of a kind."""
     (finding,) = [finding for finding in report.findings if finding.code == code]
     return finding.seen

@@ -11,7 +11,7 @@ from kvrouter.core.wire.ids import SequenceHash, WorkerId
 from kvrouter.core.wire.ops import DEVICE, VERSION, Stored
 from kvrouter.observe.doctor.fleet_checks import check_agents
 from kvrouter.observe.doctor.replica_checks import different
-from kvrouter.observe.listening import Listener, Worker
+from kvrouter.observe.listening import HeardWorker, Listener
 from kvrouter.observe.verify.engines import EngineHistory
 from kvrouter.observe.verify.tier_sets import TierSets
 from kvrouter.worker.engines.endpoints import endpoint_lacks
@@ -63,7 +63,7 @@ def test_exchanged_events() -> None:
         _noted("d", "tcp://g:2", "tcp://g:1"),
         _noted("e", "tcp://h:5", "tcp://localhost:5"),
     ):
-        listener.workers[WorkerId(card.worker_id)] = Worker(
+        listener.workers[WorkerId(card.worker_id)] = HeardWorker(
             WorkerBeat(VERSION, 1, "up", "p", [], 1), card=card
         )
 

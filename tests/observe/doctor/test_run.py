@@ -26,14 +26,14 @@ from kvrouter.observe.doctor import __main__ as command
 from kvrouter.observe.doctor import examination, fleet_checks, machine, replica_checks, replicas
 from kvrouter.observe.doctor.engine_checks import check_engines
 from kvrouter.observe.doctor.examination import examine
-from kvrouter.observe.doctor.findings import Finding, Report, clean
+from kvrouter.observe.doctor.findings import DoctorReport, Finding, clean
 from kvrouter.observe.doctor.replicas import clients_url, read_series
 from kvrouter.observe.doctor.report import as_json, as_text
 from kvrouter.observe.doctor.settings import DoctorSettings
-from kvrouter.observe.engine import Engine, Engines
-from kvrouter.observe.listening import Listener, Worker
+from kvrouter.observe.engine import EngineProbe, Engines
+from kvrouter.observe.listening import HeardWorker, Listener
 from kvrouter.observe.replica import Fetched, _skew_s, fetch, open_http
-from kvrouter.worker.engines.metrics import Work, read_work
+from kvrouter.worker.engines.metrics import EngineWork, read_work
 from tests.certificates import Authority
 from tests.observe.doctor.sick import CLOSED, answering, codes, engine, replica, seen, sick_namespace
 from tests.observe.doctor.sick import examination as examined
@@ -60,7 +60,7 @@ def test_command(
 def test_a_large_fleet_is_a_page() -> None:
     """A fault of a thousand workers is five lines and a count; its JSON has a hundred rows."""
     findings = [Finding("engine.unreachable", f"w{n}", "refused") for n in range(1000)]
-    report = Report("fleet", [*findings, Finding("nats.slow", "n", "slow")], {}, 1.0)
+    report = DoctorReport("fleet", [*findings, Finding("nats.slow", "n", "slow")], {}, 1.0)
     text, body = as_text(report), json.loads(as_json(report))
 
     assert len(text.splitlines()) < 25
@@ -75,7 +75,7 @@ def test_exit_codes() -> None:
     kinds = ("fleet.versions", "nats.slow", "nats.denied")
     findings = [Finding(code, "a", "b") for code in kinds]
 
-    assert [0, 0, 1, 2] == [Report("", findings[:count], {}, 0.0).exit_code for count in range(4)]
+    assert [0, 0, 1, 2] == [DoctorReport("", findings[:count], {}, 0.0).exit_code for count in range(4)]
 
 
 def test_texts_of_others_are_cleaned() -> None:
@@ -205,10 +205,10 @@ def test_certificate_that_expires() -> None:
     """An hour before its end."""
     listener = Listener(Subjects("n"))
     card = Card(worker_id="w", url="https://e", model="m", block_size=16)
-    listener.workers[WorkerId("w")] = Worker(WorkerBeat(VERSION, 1, "up", "p", [], 1, card), card=card)
+    listener.workers[WorkerId("w")] = HeardWorker(WorkerBeat(VERSION, 1, "up", "p", [], 1, card), card=card)
     engines = Engines(cast("aiohttp.ClientSession", None), None)
     models = Fetched(200, expires_s=3600.0)
-    engines.met["https://e"] = Engine("https://e", models, models, ("m",))
+    engines.met["https://e"] = EngineProbe("https://e", models, models, ("m",))
 
     (found,) = check_engines(listener, engines, {})
 
@@ -281,8 +281,8 @@ def test_work() -> None:
 
     assert later.surely_filled(before, running=1, block_size=16)
     assert not later.surely_filled(before, running=2, block_size=16)
-    assert not Work(100).surely_filled(Work(), 0, 16)
-    assert Work() == read_work(b"vllm:generation_tokens_total e\n")
+    assert not EngineWork(100).surely_filled(EngineWork(), 0, 16)
+    assert EngineWork() == read_work(b"vllm:generation_tokens_total e\n")
 
 
 def test_series() -> None:
@@ -306,7 +306,9 @@ def test_silence_between_heartbeats() -> None:
     card = Card(worker_id="w", url="http://e", model="m", block_size=16)
     listener = Listener(Subjects("n"))
     for name, times in {"well": (0, 1, 3, 4), "gap": (0, 1, 5, 6), "silent": (0, 1, 2)}.items():
-        one = listener.workers[WorkerId(name)] = Worker(WorkerBeat(VERSION, 1, "up", "p", [], 1), card=card)
+        one = listener.workers[WorkerId(name)] = HeardWorker(
+            WorkerBeat(VERSION, 1, "up", "p", [], 1), card=card
+        )
         for at in times:
             one.sender.beat(1, 1000, float(at))
 
@@ -321,15 +323,15 @@ def test_no_block_since_the_start() -> None:
     """An engine has filled blocks, ever or just now, and replicas know none; with one all is well."""
     listener = Listener(Subjects("n"))
     card = Card(worker_id="w", url="http://e", model="m", block_size=16)
-    listener.workers[WorkerId("w")] = Worker(WorkerBeat(VERSION, 1, "up", "p", [], 1, card), card=card)
+    listener.workers[WorkerId("w")] = HeardWorker(WorkerBeat(VERSION, 1, "up", "p", [], 1, card), card=card)
     engines = Engines(cast("aiohttp.ClientSession", None), None)
     answer = Fetched(200)
-    work = Work(1000, 2)
-    engines.met["http://e"] = Engine("http://e", answer, answer, ("m",), "", work)
+    work = EngineWork(1000, 2)
+    engines.met["http://e"] = EngineProbe("http://e", answer, answer, ("m",), "", work)
     engines.later["http://e"] = work
 
     ever = [*check_engines(listener, engines, {"w": 0})]
-    engines.later["http://e"] = Work(1100, 4)
+    engines.later["http://e"] = EngineWork(1100, 4)
     just_now = [*check_engines(listener, engines, {"w": 0})]
 
     assert ["engine.no_blocks_known"] == [found.code for found in ever]

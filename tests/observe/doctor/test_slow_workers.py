@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec import to_builtins
 
-from kvrouter.observe.doctor.replicas import Replica
+from kvrouter.observe.doctor.replicas import Examined
 from kvrouter.observe.doctor.slow_workers import LEAST_ANSWERS, check_slow_workers
 from kvrouter.observe.document import Fleet, TargetRow
 from tests.e2e.fleet import running_fleet
@@ -29,7 +29,7 @@ def row(worker: str, answers: int, mean_s: float, tokens: int = 1000, **more: An
 def found(*replicas: tuple[Fleet, Fleet]) -> dict[str, str]:
     """What is seen of each slow worker, of replicas that answer with these two /fleet."""
     made = [
-        Replica(f"http://r{number}", is_given=True, fleet=first, fleet_later=later)
+        Examined(f"http://r{number}", is_given=True, fleet=first, fleet_later=later)
         for number, (first, later) in enumerate(replicas)
     ]
     return {finding.about: finding.seen for finding in check_slow_workers(made)}

@@ -13,7 +13,7 @@ from kvrouter.worker.zmq.ordering import (
     Action,
     Apply,
     EngineStream,
-    Lost,
+    LostBatches,
     Numbered,
     Restarted,
     Step,
@@ -32,7 +32,7 @@ def batches(first: int, end: int, life: str = "a") -> list[Numbered]:
 
 
 def applied(step: Step) -> list[str]:
-    """A short form of a step's actions: payloads, `Restarted`, `Lost`."""
+    """A short form of a step's actions: payloads, `Restarted`, `LostBatches`."""
     return [
         action.payload.decode() if isinstance(action, Apply) else type(action).__name__
         for action in step.actions
@@ -391,5 +391,5 @@ def test_any_loss(history: list[str]) -> None:
     engine.settle()
 
     last_clear = max(i for i, action in enumerate(engine.actions) if not isinstance(action, Apply))
-    assert not any(isinstance(action, Lost) for action in engine.actions)
+    assert not any(isinstance(action, LostBatches) for action in engine.actions)
     assert [Apply(*sent) for sent in engine.sent] == engine.actions[last_clear + 1 :]
