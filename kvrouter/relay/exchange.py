@@ -524,9 +524,7 @@ class Attempt:
         if self._sent_before is None:
             self._sent_before = frozenset(begun.openings)
         sent = self._sent_before
-        kept = [
-            event for event in self._events if event.kind is not EventKind.OPENING or event.name not in sent
-        ]
+        kept = [one for one in self._events if one.kind is not EventKind.OPENING or one.name not in sent]
         begun.openings.update(event.name for event in kept if event.kind is EventKind.OPENING)
         self._events, self._held = [], bytearray()
         return b"".join([event.text for event in kept])

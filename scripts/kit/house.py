@@ -26,8 +26,8 @@ LARGER = {
     "ReferenceEngine": 305,
 }  # fmt: skip
 FILES = 25
-LINES = 69_600
-COMMENTS = 28.0
+LINES = 68_300
+COMMENTS = 28.8
 _IMPORT = re.compile(r"^\s*from kvrouter\.core\.(\w+)", re.MULTILINE)
 _FOR_TOOLS = ("noqa", "type:", "pragma", "fmt:", "cython:")
 
