@@ -98,7 +98,9 @@ def test_all_filtered_is_a_503(pool: Pool) -> None:
     for _ in range(3):
         router.route(request(prompt(CHAIN)), 0.0)
 
-    with pytest.raises(NoWorkersError, match=r"all 3 workers of 'llama'.* filtered: max-ongoing-requests$"):
+    with pytest.raises(
+        NoWorkersError, match=r"filters left none of 3 workers of 'llama'.*: max-ongoing-requests$"
+    ):
         router.route(request(prompt(CHAIN)), 0.0)
 
 
