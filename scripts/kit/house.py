@@ -1,4 +1,4 @@
-"""How large the package is: files, lines, its fullest folder, functions, classes, comments, arrows in core/.
+"""How large the package is: files, lines, functions, classes, comments, arrows in core/; words of docs/.
 
 Exits 1 if anything is above its limit here. A change may raise one, with its reason beside it.
 """
@@ -28,6 +28,8 @@ LARGER = {
 FILES = 25
 LINES = 68_300
 COMMENTS = 28.8
+# Of docs/, as `wc -w` counts them, without the changes of the next release.
+DOC_WORDS = 60_000
 _IMPORT = re.compile(r"^\s*from kvrouter\.core\.(\w+)", re.MULTILINE)
 _FOR_TOOLS = ("noqa", "type:", "pragma", "fmt:", "cython:")
 
@@ -74,6 +76,12 @@ def above(sources: dict[Path, str]) -> Iterator[str]:
         yield f"{share:.1f} comments per 1,000 lines, fewer than {COMMENTS}"
 
 
+def doc_words(root: Path) -> int:
+    """The words of the documentation."""
+    pages = [page for page in (root / "docs").rglob("*.md") if page.parent.name != "changes"]
+    return sum(len(page.read_text().split()) for page in pages)
+
+
 def core_arrows(sources: dict[Path, str]) -> set[tuple[str, str]]:
     """Which folder of core/ imports from which. Files directly in core/ count as a folder each."""
     core = {path.relative_to("kvrouter/core"): text for path, text in sources.items() if "core" in path.parts}
@@ -106,7 +114,11 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"lines of a function              median {median}, p90 {p90}, longest {longest}")
     print(f"arrows between folders of core/  {len(core_arrows(sources))}")
     print(f"lines with a comment per 1,000   {1000 * written / lines:.1f}")
+    words = doc_words(root)
+    print(f"words of docs/                   {words}")
     found = list(above(sources))
+    if words > DOC_WORDS:
+        found.append(f"docs: {words} words, more than {DOC_WORDS}")
     for one in found:
         print(one, file=sys.stderr)
     return int(bool(found))

@@ -34,6 +34,7 @@ def test_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "lines of a function": "median 2, p90 2, longest 2",
         "arrows between folders of core/": "1",
         "lines with a comment per 1,000": "200.0",
+        "words of docs/": "0",
     } == {name: value.strip() for name, value in values.items()}
 
 
@@ -65,6 +66,24 @@ def test_limits(
 
     assert 1 == main(["--root", str(tmp_path)])
     assert trouble in capsys.readouterr().err
+
+
+def test_long_docs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Words of docs/ have a limit; changes of the next release do not count."""
+    monkeypatch.setattr(house, "DOC_WORDS", 3)
+    (tmp_path / "kvrouter").mkdir()
+    (tmp_path / "kvrouter" / "a.py").write_text("# why\nx = 1\n")
+    (tmp_path / "docs" / "changes").mkdir(parents=True)
+    (tmp_path / "docs" / "changes" / "a.md").write_text("one two three four")
+    (tmp_path / "docs" / "a.md").write_text("one two three")
+    assert 0 == main(["--root", str(tmp_path)])
+
+    (tmp_path / "docs" / "a.md").write_text("one two three four")
+
+    assert 1 == main(["--root", str(tmp_path)])
+    assert "docs: 4 words, more than 3" in capsys.readouterr().err
 
 
 def test_full_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
