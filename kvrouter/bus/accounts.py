@@ -34,7 +34,7 @@ SERVER_FILE = "accounts.conf"
 LEAF = "leaf"
 _RESERVED = (FRONTEND, VERIFY, LEAF)
 # The pods of a StatefulSet, as in kvrouter-vllm-0..49.
-_RANGE = re.compile(r"(?P<prefix>(?:.*[^0-9])?)(?P<first>0|[1-9][0-9]{0,5})\.\.(?P<last>0|[1-9][0-9]{0,5})")
+_RANGE = re.compile(r"(?P<prefix>(?:.*[^0-9])?)(?P<first>0|[1-9][0-9]{0,8})\.\.(?P<last>0|[1-9][0-9]{0,8})")
 # An id is 220 bytes of accounts.conf, and a secret of Kubernetes has 1 MiB.
 WORKERS_MOST = 1000
 
@@ -68,7 +68,7 @@ def _ids(text: str) -> Iterator[str]:
         return
     first, last = int(found["first"]), int(found["last"])
     if not first <= last < first + WORKERS_MOST:
-        raise ValueError(f"{text}: FIRST..LAST, at most {WORKERS_MOST:,} workers")
+        raise ValueError(f"{text}: must be FIRST..LAST, upwards, with at most {WORKERS_MOST:,} workers")
     yield from (f"{found['prefix']}{number}" for number in range(first, last + 1))
 
 

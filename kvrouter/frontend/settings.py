@@ -390,7 +390,7 @@ class FrontendOptions(CommonOptions):
     tokens: TokenOptions = field(default_factory=TokenOptions)
     index_metrics: bool = setting(
         True,
-        "metrics of the index: holders, bytes, stores, removes, rejected blocks, time of look-ups",
+        "metrics of the index: bytes, stores, removes, rejected blocks, time of look-ups",
         heading="Block index",
     )
     rules: RuleOptions = field(default_factory=RuleOptions)

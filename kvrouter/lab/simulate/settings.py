@@ -244,8 +244,9 @@ COMMAND = Command(
         "seed": "use --seeds N: the mean of runs with N seeds, and their spread",
         "speedup": "use --speeds: --speeds 2 makes all engines twice as fast",
         "num-blocks": "use --kv-tokens, or --cache",
+        "block-size": "use --kv-tokens for the size of the cache: blocks have 512 tokens",
         **dict.fromkeys(
-            ("block-size", "tokens-per-id", "output-divisor", "max-model-len"),
+            ("tokens-per-id", "output-divisor", "max-model-len"),
             "it was for --timing mocker: step models serve the trace's prompts as they are, in blocks of 512"
             " tokens; leave it out",
         ),

@@ -42,6 +42,7 @@ from kvrouter.worker.options import AgentOptions, worker_id_of
 from kvrouter.worker.zmq.sockets import EventEndpoints
 from scripts.kit.deployment import open_stage
 from scripts.kit.http_client import Client, HttpError
+from scripts.kit.script import ScriptError
 
 # Files of each walk, with the hot tables in C. A change may raise one, with its reason here.
 # chat: 29 was the aim. 2 more are parts of core/fleet/router.py, which nobody held in mind any longer:
@@ -336,6 +337,8 @@ async def run(flags: argparse.Namespace) -> int:
             print(line)
     if flags.plots is not None:
         page = flags.plots / "design.md"
+        if not page.is_file():
+            raise ScriptError(f"{page}: no such page; use --plots docs/concepts")
         before, _, _ = page.read_text().partition(HEADING)
         page.write_text(before + section(walks))
     if flags.json is not None:
