@@ -1,8 +1,5 @@
-"""`python -m kvrouter.mocker`, the earlier spelling of `kvrouter mocker`."""
+"""The name of kvrouter.lab.mocker before it moved."""
 
-import sys
+from kvrouter.moved import moved
 
-from kvrouter.lab.mocker.__main__ import main
-
-if __name__ == "__main__":
-    sys.exit(main())
+moved(__name__, "kvrouter.lab.mocker")

@@ -1,8 +1,5 @@
-"""`python -m kvrouter.simulate`, the earlier spelling of `kvrouter simulate`."""
+"""The name of kvrouter.lab.simulate before it moved."""
 
-import sys
+from kvrouter.moved import moved
 
-from kvrouter.lab.simulate.__main__ import main
-
-if __name__ == "__main__":
-    sys.exit(main())
+moved(__name__, "kvrouter.lab.simulate")
