@@ -1,6 +1,6 @@
 """Changes settings of a running frontend: SIGHUP, or POST /config/reload on the admin listener.
 
-flags, environment, file ──read again, in a thread──> all checked ──> Running.apply, in one step
+flags, environment, file ──read again, in a thread──> all checked ──> RunningSettings.apply, in one step
                                     └── wrong: nothing changes ──> the reason
 
 No await comes between two changes, so each request is served with the old settings or with the new ones.

@@ -46,7 +46,6 @@ HARMLESS = {
     "lost_requests.py: len(found.workers)": "a number",
     "openai_client.py: worker_id": "no part of a replica",
     "overrides.py: target": "what the client has sent",
-    "remote_tokenizer.py: url": "another NoRouteError, which ends in the log",
     "worker_blocks.py: worker_id": "what the client has sent, behind the gate",
 }
 

@@ -153,4 +153,5 @@ def test_house(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "median 2, p90 2, longest 2",
         "1",
         "125.0",
+        "0",
     ]

@@ -85,7 +85,7 @@ def test_begin_too_late() -> None:
     stream = EngineStream(can_replay=True)
     stream.begin()
 
-    assert ["Lost", "a7", "a8"] == applied(stream.replayed(0, batches(7, 9)))
+    assert ["LostBatches", "a7", "a8"] == applied(stream.replayed(0, batches(7, 9)))
     assert not stream.is_complete
     assert ["a9"] == applied(stream.receive(*batch(9)))
 
@@ -116,7 +116,7 @@ def test_gap_beyond_the_buffer(stream: EngineStream) -> None:
     """A gap that the engine's buffer no longer covers is lost history."""
     stream.receive(*batch(9))
 
-    assert ["Lost", "a8", "a9"] == applied(stream.replayed(1, batches(8, 10)))
+    assert ["LostBatches", "a8", "a9"] == applied(stream.replayed(1, batches(8, 10)))
     assert not stream.is_complete
 
 
@@ -179,7 +179,7 @@ def test_no_answer(stream: EngineStream) -> None:
         if step.replay_from is not None:
             step = stream.replay_failed(step.replay_from)
 
-    assert ["Lost", "a4"] == applied(step)
+    assert ["LostBatches", "a4"] == applied(step)
     assert not stream.is_complete
 
 
@@ -201,7 +201,7 @@ def test_answers_that_do_not_help(stream: EngineStream) -> None:
         assert asked is not None
         assert [] == applied(stream.replayed(asked, batches(1, 2)))
 
-    assert ["Lost", "a9"] == applied(stream.receive(*batch(9)))
+    assert ["LostBatches", "a9"] == applied(stream.receive(*batch(9)))
 
 
 def test_received_before_asking() -> None:
@@ -230,7 +230,7 @@ def test_without_replay(deaf: EngineStream) -> None:
     """Without a replay endpoint the first batch received begins the history; a gap is lost history."""
     assert ["a3"] == applied(deaf.receive(*batch(3)))
     assert not deaf.is_complete
-    assert ["Lost", "a7"] == applied(deaf.receive(*batch(7)))
+    assert ["LostBatches", "a7"] == applied(deaf.receive(*batch(7)))
     assert Step() == deaf.verify()
 
 
@@ -309,7 +309,7 @@ def test_resume_too_late() -> None:
     """If the engine no longer has the batch, its history is lost."""
     stream = resumed()
 
-    assert ["Lost", "a7"] == applied(stream.replayed(4, batches(7, 8)))
+    assert ["LostBatches", "a7"] == applied(stream.replayed(4, batches(7, 8)))
     assert (False, False) == (stream.is_complete, stream.is_beginning)
 
 
@@ -320,7 +320,7 @@ def test_resume_unanswered() -> None:
     for _ in range(MAX_ATTEMPTS):
         step = stream.replay_failed(4)
 
-    assert ["Lost", "a5"] == applied(step)
+    assert ["LostBatches", "a5"] == applied(step)
     assert not stream.is_complete
 
 
