@@ -56,7 +56,7 @@ async def _run(flags: argparse.Namespace) -> int:
         console.print(_about(chats), highlight=False)
         results: list[report.ModeResult] = []
         for mode in MODES:
-            result, deployed = await _measure(console, stage, mode, requests)
+            result, deployed = await measure(console, stage, mode, requests)
             results.append(result)
             if mode != MODES[-1]:
                 await stage.stop(deployed)
@@ -79,13 +79,18 @@ async def _run(flags: argparse.Namespace) -> int:
         return 0
 
 
-async def _measure(
-    console: Console, stage: Stage, mode: str, requests: Sequence[LoadRequest]
+async def measure(
+    console: Console, stage: Stage, mode: str, requests: Sequence[LoadRequest], speedup: float = SPEEDUP
 ) -> tuple[report.ModeResult, Deployment]:
-    """Deploy with cold caches, send the requests, and read the replicas' final state."""
+    """Deploy with cold caches, send the requests, and read the replicas' final state.
+
+    `mode` may have a weight: `kv:1`.
+    """
+    name, _, weight = mode.partition(":")
     plan = Plan(
-        mode, stage.model_path, engines=ENGINES, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE,
-        speedup=SPEEDUP, namespace=f"demo-{mode}",
+        name, stage.model_path, engines=ENGINES, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE,
+        speedup=speedup, namespace=f"demo-{name}-{weight}",
+        frontend_flags=(f"--kv-overlap-score-weight={weight}",) if weight else (),
     )  # fmt: skip
     deployed = await stage.deploy(plan)
     before = MachineTime.now()

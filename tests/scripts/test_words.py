@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.kit import house, words
+from scripts.kit import words
 
 SENTENCES = {
     "told": "The worker was told of it.",
@@ -136,22 +136,3 @@ def test_lists_the_places_in_files_asked_for(tmp_path: Path, capsys: pytest.Capt
 def test_neither_a_row_nor_a_path(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         words.main(["--root", str(tmp_path), "tolled"])
-
-
-def test_house(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path / "kvrouter/a.py", 'x = "#"  # why\n# noqa: F401\n')
-    write(tmp_path / "kvrouter/core/a.py", "from kvrouter.core.b import f\n")
-    write(tmp_path / "kvrouter/core/b.py", "def f():\n    pass\n\n\ndef g(): ...\n")
-
-    assert house.main(["--root", str(tmp_path)]) == 0
-    values = [line.split("  ")[-1].strip() for line in capsys.readouterr().out.splitlines()]
-    assert values == [
-        "3",
-        "8",
-        "kvrouter/core, 2 files",
-        "3, without __init__.py",
-        "median 2, p90 2, longest 2",
-        "1",
-        "125.0",
-        "0",
-    ]
