@@ -46,8 +46,8 @@ LOOK_EVERY_S = 0.5
 _POLL_S = 0.05
 # Workers that are probed at one time because peers say that they are lost.
 _PROBES_MOST = 16
-# More losses than this prove nothing else.
-_LOSSES_MOST = 2
+# Workers that may be lost with one request in hand.
+_WORKERS_MOST = 2
 # What vLLM answers when its engine process has died, just before the server ends.
 _ENGINE_DIED = re.compile(
     r"EngineCore encountered an issue|EngineDeadError|Engine loop is not running|Background loop has errored"
@@ -226,8 +226,8 @@ class LostRequests:
     async def settle(self, case: Case, running: AttemptRecord, reason: str, retries: int) -> None:
         """Wait until it is known what else was lost. Raises KvRouterError if the request is not tried again.
 
-        `retries`: the losses after which it is tried again. Those count that can be its fault: a death that
-        fits other prompts as well does not.
+        That is so after losses at two workers, whoever is to blame. `retries`: the losses after which it is
+        tried again, not counting a death that fits other prompts as well.
         """
         await asyncio.sleep(SETTLE_S)
         worker_id, prompt = running.placement.target.worker_id, case.prompt
@@ -237,11 +237,11 @@ class LostRequests:
             self._check(case)
         if prompt is None or not self.prompts.is_shared(prompt, worker_id):
             case.charged += 1
-        if case.charged >= _LOSSES_MOST:
-            count = len(set(case.lost))
+        count = len(set(case.lost))
+        if count >= _WORKERS_MOST:
             raise RequestEndsWorkersError(
                 f"{count} workers were lost with this request in hand, so it is not tried again: look at the "
-                "logs of the engines, and change the prompt or its options (request_ends_workers)"
+                "engines' logs; if they blame it, change the prompt or its options (request_ends_workers)"
             )
         if case.charged > retries:
             raise WorkerDiedError(
