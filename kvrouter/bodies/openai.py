@@ -38,6 +38,8 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     """Overrides for the router (overrides.py). They are removed before the engine gets the body."""
     nvext: Nvext | None = None
     """The same, from Dynamo's clients."""
+    echoes: bool = False
+    """Whether its answer repeats the prompt."""
     reads_cache: bool = True
     """False for requests for the prompt's logprobs: vLLM then computes the whole prompt, cached or not."""
     is_beam_search: bool = False
@@ -236,6 +238,7 @@ def _request(
         n=max(1, body.n or 1),
         kvrouter=body.kvrouter,
         nvext=body.nvext,
+        echoes=bool(body.echo),
         reads_cache=body.prompt_logprobs is None and not _echoes_logprobs(body),
         is_beam_search=bool(body.use_beam_search),
         priority=priority_of(body.priority, body.nvext),

@@ -80,6 +80,22 @@ SECTIONS: dict[str, dict[str, Metric]] = {
             "with the request in hand), or `retried` (moved from an engine that hangs, or no longer has the "
             "model)",
         ),
+        "kvrouter_pd_requests_total": Metric(
+            "counter",
+            ("path",),
+            "prefill and decode apart: requests handed from a prefill to a decode worker (`pair`), served "
+            "whole by a decode worker as that is sooner (`decode`), or because no prefill worker is left or "
+            "nothing was handed over (`fallback`)",
+            see="prefill-decode.md",
+        ),
+        "kvrouter_pd_pair_failures_total": Metric(
+            "counter", (), "requests that failed at a decode worker after they were handed over"
+        ),
+        "kvrouter_kv_transfer_seconds": Metric(
+            "histogram",
+            (),
+            "from the end of a prefill to the first byte of the decode worker's streamed answer",
+        ),
         "kvrouter_deadly_prompts_refused_total": Metric(
             "counter", (), "requests that were refused for such a prompt"
         ),

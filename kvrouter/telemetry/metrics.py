@@ -207,6 +207,9 @@ class RequestMetrics:
         self.targets: dict[Target, TargetCounts] = {}
         self.requests = CountByMany("kvrouter_requests_total", registry, _failures)
         self.failed_attempts = CountBy("kvrouter_failed_attempts_total", registry)
+        self.pd_requests = CountBy("kvrouter_pd_requests_total", registry)
+        self.pd_pair_failures = Count("kvrouter_pd_pair_failures_total", registry)
+        self.kv_transfer = Spread("kvrouter_kv_transfer_seconds", registry)
         self.refused_prompts = Count("kvrouter_deadly_prompts_refused_total", registry)
         self.removed_fields = CountBy("kvrouter_removed_fields_total", registry)
         self.token_ids_sent = CountBy("kvrouter_token_ids_sent_total", registry)

@@ -318,4 +318,5 @@ def _booking(router_id: RouterId, op: AddRequest, now: float) -> Booking:
         anonymous_blocks=op.anonymous_blocks,
         sent_at=now,
         is_text=op.is_text,
+        role=op.role,
     )

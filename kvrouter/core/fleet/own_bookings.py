@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from kvrouter.core.fleet.pool import Pool
+from kvrouter.core.fleet.split import DECODE
 from kvrouter.core.fleet.sync_feed import SyncFeed
 from kvrouter.core.routing.breaker import CircuitBreakers
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment, RoutingTables
@@ -92,8 +93,8 @@ class OwnBookings:
         """Whether none of its requests is in flight."""
         return not self._own
 
-    def book(self, request: RouteRequest, choice: Candidate, now: float) -> Booking:
-        """Book the request here, and publish its AddRequest."""
+    def book(self, request: RouteRequest, choice: Candidate, now: float, role: str = "") -> Booking:
+        """Book the request here, and publish its AddRequest. `role`: "prefill" or "decode" of a pair."""
         self._last_number += 1
         named, anonymous_blocks = self._blocks(request) if request.prompts else ((), 0)
         booking = Booking(
@@ -103,10 +104,11 @@ class OwnBookings:
             hashes=named,
             isl=request.isl,
             overlap_blocks=choice.overlap_blocks,
-            prefill_tokens=choice.own_prefill_tokens,
+            prefill_tokens=choice.own_prefill_tokens if role != DECODE else 0,
             anonymous_blocks=anonymous_blocks,
             sent_at=now,
             is_text=request.is_text,
+            role=role,
         )
         self._pool.active.book(booking)
         if self._feed.is_followed:
@@ -123,19 +125,23 @@ class OwnBookings:
         """Record what later decisions depend on."""
         request, target, now = own.request, choice.target, own.sent_at
         number = own.booking.key.number
-        self._own[number] = own
+        self.remember_prefill(own)
         if self._feed.is_followed:  # else no bookings of peers arrive to be counted
             self._feed.unseen.booked_here(own.booking, now)
         self._tables.arrivals.count(now)
         selection.policy.routed(request, choice, moment)
-        if self._circuits is not None:
-            self._circuits.sent(target, now)
         if request.session and selection.keeps_sessions:
             self.bind(request.session, target, now)
         if not own.streamed:
             seconds = self._tables.rates.seconds(target, own.charged_tokens)
             if seconds is not None:
                 self._predict(now + seconds, number)
+
+    def remember_prefill(self, own: OwnBooking) -> None:
+        """Record the booking of a request's other half: later decisions depend on it through its load."""
+        self._own[own.booking.key.number] = own
+        if self._circuits is not None:
+            self._circuits.sent(own.booking.target, own.sent_at)
 
     def bind(self, session: str, target: Target, now: float) -> None:
         """The target has served the session just now: tell the peers, too."""
@@ -174,7 +180,7 @@ class OwnBookings:
             own.ttft_s = now - own.sent_at
             if own.predicted_ttft_s is not None:
                 self.calibration.measured(own.predicted_ttft_s, own.ttft_s)
-        if own.streamed and own.booking.isl:
+        if own.streamed and own.booking.isl and own.booking.role != DECODE:  # it did not compute the prompt
             self._tables.rates.observe(own.booking.target, own.charged_tokens, now - own.sent_at)
             self._learn(key, now, now - own.sent_at)
         self.mark_prefill_completed(key, now)

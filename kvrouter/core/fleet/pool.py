@@ -11,14 +11,15 @@ Invariant: `targets` holds the ranks of exactly those workers that take requests
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from msgspec.structs import replace
 
 from kvrouter.core.fleet.block_size import PoolBlockSize, others_note
 from kvrouter.core.fleet.places import OWN, place_of
+from kvrouter.core.fleet.split import BOTH, Split, refusal, split_of
 from kvrouter.core.routing.candidates import Candidates, Roster, form_candidates, unnamed_blocks
 from kvrouter.core.routing.policy import Prompt, RouteRequest
 from kvrouter.core.routing.worker import Worker
@@ -75,6 +76,21 @@ class PoolSettings(Settings):
     """Whether a request for an adapter may go where the adapter is not loaded (`Multiplex` in filters.py)."""
     counts_tokens: bool = False
     """Whether prompts are tokenized for any policy, because the admission queue counts charged tokens."""
+    pd_min_uncached_tokens: int | None = setting(
+        None,
+        "prefill and decode apart: hand a prompt over if every decode worker lacks more tokens of it",
+        least=0,
+        default_text="by predicted seconds",
+    )
+    pd_fallback: Literal["local", "refuse"] = setting(
+        "local", "decode workers without a prefill worker: serve whole requests, or none"
+    )
+    pd_same_label: tuple[str, ...] = setting(
+        (),
+        "hand over only between workers with an equal label, such as zone",
+        metavar="NAME",
+        is_repeated=True,
+    )
     index_bounds: IndexBounds = field(default_factory=IndexBounds)
     new_index: NewIndex = BlockIndex
     """Makes a pool's index, such as one that measures itself."""
@@ -135,6 +151,7 @@ class Pool:
         self.approx = ApproxIndex(self.assumed, settings.ttl_s)
         self.active = BookingTable(settings.placement_secret, booked)
         self._roster = Roster()  # `targets` in columns
+        self.split = Split()  # the roles of the targets
         self._one_less: set[WorkerId] = set()
 
     # Workers
@@ -338,8 +355,10 @@ class Pool:
         self.takes_token_ids = any(worker.card.takes_token_ids for worker in eligible)
         self.targets = dict(sorted(pairs, key=lambda pair: pair[0]))
         self._use_ids()
-        self._not_targets = self._refusals()
         self._roster = Roster(self.targets.items())
+        refuses = self.settings.pd_fallback == "refuse"
+        self.split = split_of(self.targets, self.settings.pd_same_label, refuses=refuses)
+        self._not_targets = self._refusals()
         self.active.line_up(self._roster.targets)
         self.changes += 1
         self.room_blocks = sum(self.capacity_blocks(target) for target in self.targets)
@@ -362,8 +381,10 @@ class Pool:
 
     @property
     def has_live_target(self) -> bool:
-        """Whether a target exists whose lease has not ended."""
-        return any(not worker.silent for worker in self.targets.values())
+        """Whether a target exists that serves whole requests and whose lease has not ended."""
+        return any(
+            not worker.silent for target, worker in self.targets.items() if target not in self.split.others
+        )
 
     def size_note(self, worker: Worker) -> str:
         """A sentence if the worker's block size is not the pool's; else empty."""
@@ -414,14 +435,24 @@ class Pool:
             with_prefills=with_prefills,
             one_less=self._one_less,
         )
+        return self.among(formed, self.split.whole, request, exclude)
+
+    def among(
+        self,
+        formed: Candidates,
+        places: Sequence[int] | None,
+        request: RouteRequest,
+        exclude: frozenset[Target] = frozenset(),
+    ) -> Candidates:
+        """Of the targets at these places of the roster those that may serve it; None: at all places."""
         if not exclude and not request.is_named:
-            return formed
-        pairs = enumerate(self.targets.items())
+            return formed if places is None else formed.only(places)
+        roster = self._roster
         return formed.only(
             [
                 place
-                for place, (target, worker) in pairs
-                if target not in exclude and self._serves(worker, request)
+                for place in (roster.every_place if places is None else places)
+                if roster.targets[place] not in exclude and self._serves(roster.workers[place], request)
             ]
         )
 
@@ -445,7 +476,9 @@ class Pool:
             target: self._why_refused(worker, request)
             for worker in self.workers.values()
             for target in worker.targets()
-            if target not in self.targets or (request and not self._serves(worker, request))
+            if target not in self.targets
+            or target in self.split.others
+            or (request and not self._serves(worker, request))
         }
 
     def _why_refused(self, worker: Worker, request: RouteRequest | None) -> str:
@@ -457,6 +490,8 @@ class Pool:
         twin = self.twins.get(worker_id)
         if twin is not None:
             return f"is the same engine as {twin}"
+        if worker.card.role != BOTH and worker.targets()[0] in self.targets:
+            return refusal(worker.card)
         if worker.silent or request is None:
             return "silent"
         name = request.served_name

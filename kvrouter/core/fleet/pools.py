@@ -22,6 +22,8 @@ from kvrouter.core.feeds.lease import DEFAULT_ROUNDS
 from kvrouter.core.fleet.block_size import NAMED_MOST
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.router import Router
+from kvrouter.core.fleet.split import BOTH, refusal
+from kvrouter.core.routing.worker import Worker
 from kvrouter.core.wire.ids import PoolId
 from kvrouter.errors import BadRequestError, NoWorkersError, UnknownModelError
 
@@ -81,10 +83,10 @@ class Pools:
         return {str(pool.id): pool.block_size for pool in pools if pool.has_live_target}
 
     def why_no_target(self, pool_id: PoolId) -> str:
-        """The states of the pool's workers."""
+        """The states of the pool's workers; of those that are up, why they serve no whole request."""
         router = self.routers.get(pool_id)
         workers = router.pool.workers if router is not None else {}
-        states = [f"{name} {'silent' if one.silent else one.state}" for name, one in workers.items()]
+        states = [f"{name} {_state(one)}" for name, one in workers.items()]
         return ", ".join(states[:NAMED_MOST]) or "no worker is known"
 
     def has_met(self, pool_id: PoolId) -> bool:
@@ -183,3 +185,9 @@ def listed(names: Set[str]) -> str:
     """The first LISTED_MOST names, for a sentence."""
     first = sorted(names)[:LISTED_MOST]
     return ", ".join([*first, *([f"… {len(names)} in all"] if len(names) > len(first) else [])])
+
+
+def _state(worker: Worker) -> str:
+    if worker.silent or worker.state != "up":
+        return "silent" if worker.silent else worker.state
+    return refusal(worker.card) if worker.card.role != BOTH else worker.state

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 from msgspec.structs import replace
 
+from kvrouter.core.fleet.block_size import NAMED_MOST
 from kvrouter.core.fleet.own_bookings import OwnBooking, OwnBookings
 from kvrouter.core.fleet.pool import Pool
+from kvrouter.core.fleet.split import DECODE, PREFILL, refusal
 from kvrouter.core.fleet.sync_feed import SyncFeed
 from kvrouter.core.routing.admission import AdmissionQueue
 from kvrouter.core.routing.breaker import CircuitBreakers
@@ -21,6 +23,7 @@ from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment, RoutingT
 from kvrouter.core.routing.candidates import Candidates
 from kvrouter.core.routing.decisions import Decided, DecisionRing
 from kvrouter.core.routing.filters import Filter
+from kvrouter.core.routing.pairs import Pair, choose_pair
 from kvrouter.core.routing.policy import Candidate, RouteRequest
 from kvrouter.core.routing.selection import Decision, Modes, Selection
 from kvrouter.core.tables.bookings import Booking
@@ -53,6 +56,10 @@ class Placement(Struct, frozen=True, gc=False):
     """The targets that the policy tries next if this one fails."""
     block_size: int
     """The pool's block size, in which `choice` counts."""
+    connector: str = ""
+    """By which its engine hands KV blocks over."""
+    prefill: Placement | None = None
+    """Where its prompt is computed, if another worker does that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +192,14 @@ class Router:
         if not eligible:
             removed = selection.removed(request, candidates, moment)
             raise NoWorkersError(_why_none(self.pool, exclude, avoid, removed))
+        pair = None
+        if request.may_split and self.pool.split.islands:
+            pair = self._pair(request, selection, candidates, eligible, moment, left_out)
         best = _preferred(eligible, prefer) if prefer else []
-        best = best or selection.choose(request, eligible, moment)
+        if pair is None:
+            best = best or selection.choose(request, eligible, moment)
+        else:
+            selection, eligible, best = pair.decode, pair.decoders, [pair.answers]
         order = tuple([one.target for one in best])
         if self.decisions is not None:
             refused = self._refused(request, exclude, avoid)
@@ -199,27 +212,69 @@ class Router:
                     candidates=candidates,
                     eligible=eligible,
                     refusals=refused,
+                    pair=pair,
                 )
             )
         choice = best[0]
         if policy.compares_seconds:
             self.tables.shares.count(*candidates.held_of(request))
-        booking = self.bookings.book(request, choice, now)
+        prefill = None if pair is None else self._book_prefill(request, pair, policy, now)
+        booking = self.bookings.book(request, choice, now, "" if pair is None else DECODE)
         if request.prompts and not (exclude or prefer):  # a retry is the same request
-            _count_reuse(self.reuse, self.pool, request, choice, candidates)
+            _count_reuse(self.reuse, self.pool, request, pair.computes if pair else choice, candidates)
         own = OwnBooking(
             booking=booking,
             request=request,
             policy=policy,
-            charged_tokens=choice.prefill_tokens,
+            charged_tokens=choice.prefill_tokens if pair is None else 0,
             sent_at=now,
             streamed=streamed,
             block_size=self.pool.block_size,
         )
-        if policy.reads_speed:
+        if policy.reads_speed and pair is None:
             own.predicted_ttft_s = self._count_decision(eligible, choice.target, moment)
         self.bookings.remember(own, choice, selection, moment)
-        return _placement(self.pool, booking, choice, order[1:]), candidates
+        return _placement(self.pool, booking, choice, order[1:], prefill), candidates
+
+    def _pair(  # noqa: PLR0917
+        self,
+        request: RouteRequest,
+        selection: Selection,
+        candidates: Candidates,
+        whole: Candidates,
+        moment: Moment,
+        left_out: frozenset[Target],
+    ) -> Pair | None:
+        """The two workers that serve the request together; None: one is better, or no two are left."""
+        islands = [
+            (
+                self.pool.among(candidates, island.prefill, request, left_out),
+                self.pool.among(candidates, island.decode, request, left_out),
+            )
+            for island in self.pool.split.islands
+        ]
+        return choose_pair(
+            request, selection, islands, whole, moment, self.pool.settings.pd_min_uncached_tokens
+        )
+
+    def _book_prefill(
+        self, request: RouteRequest, pair: Pair, policy: BuiltInPolicy, now: float
+    ) -> Placement:
+        """Book the first half of a pair."""
+        choice = pair.computes
+        booking = self.bookings.book(request, choice, now, PREFILL)
+        self.bookings.remember_prefill(
+            OwnBooking(
+                booking=booking,
+                request=request,
+                policy=policy,
+                charged_tokens=choice.prefill_tokens,
+                sent_at=now,
+                streamed=True,  # the end of its answer is that of its prefill
+                block_size=self.pool.block_size,
+            )
+        )
+        return _placement(self.pool, booking, choice, ())
 
     def has_eligible(self, request: RouteRequest, now: float, *, exclude: frozenset[Target]) -> bool:
         """Whether `route` would find a target."""
@@ -243,9 +298,14 @@ class Router:
     ) -> Decision:
         """What `route` would choose, and why; nothing is booked."""
         request, selection = self.pool.in_present_size(request), self._selection(request)
-        candidates = self.pool.candidates(request, exclude)
+        candidates, moment = self.pool.candidates(request, exclude), self._moment(selection.policy, now)
         refused = self._refused(request, exclude)
-        return selection.explain(request, candidates, self._moment(selection.policy, now), refused)
+        eligible = selection.eligible(request, candidates, moment)
+        if eligible and request.may_split and self.pool.split.islands:
+            pair = self._pair(request, selection, candidates, eligible, moment, exclude)
+            if pair is not None:
+                return pair.explain(request, candidates, moment, refused)
+        return selection.explain(request, candidates, moment, refused)
 
     def forget(self, targets: list[Target]) -> None:
         """Remove targets that are gone from every table."""
@@ -331,6 +391,10 @@ def _why_none(
     if exclude or avoid:
         why = "failed this request" if exclude else f"are {AVOIDED}"
         return f"all workers of {pool.model!r} {why}: {', '.join(map(str, exclude or avoid))}"
+    if pool.split.others:
+        cards = [pool.targets[target].card for target in sorted(pool.split.others)[:NAMED_MOST]]
+        found = ", ".join(f"{card.worker_id} {refusal(card)}" for card in cards)
+        return f"no worker of {pool.model!r} answers requests: {found}"
     known = ", ".join(pool.workers) or "none"
     return f"no live worker for model {pool.model!r}; known: {known}"
 
@@ -347,7 +411,13 @@ def _count_reuse(
         reuse.count(prompt.hashes, prompt.isl, size, pool.room_blocks)
 
 
-def _placement(pool: Pool, booking: Booking, choice: Candidate, fallbacks: tuple[Target, ...]) -> Placement:
+def _placement(
+    pool: Pool,
+    booking: Booking,
+    choice: Candidate,
+    fallbacks: tuple[Target, ...],
+    prefill: Placement | None = None,
+) -> Placement:
     target = choice.target
     worker = pool.targets[target]
     card = worker.card
@@ -364,6 +434,8 @@ def _placement(pool: Pool, booking: Booking, choice: Candidate, fallbacks: tuple
         sends_token_ids=pool.sends_token_ids and worker.sends_token_ids,
         fallbacks=fallbacks,
         block_size=pool.block_size,
+        connector=card.kv_connector,
+        prefill=prefill,
     )
 
 

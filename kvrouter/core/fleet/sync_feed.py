@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from kvrouter.core.feeds.sinks import SyncSink
 from kvrouter.core.feeds.source import FeedSource
 from kvrouter.core.fleet.pool import Pool
+from kvrouter.core.fleet.split import PREFILL
 from kvrouter.core.routing.builtin_policy import RoutingTables
 from kvrouter.core.tables.bookings import Booking, UnseenBookings, booking_ops
 from kvrouter.core.tables.claimed_losses import ClaimedLosses
@@ -203,6 +204,8 @@ class SyncFeed:
         self.part = self._smaller_peers / (len(self._peers) + 1)
 
     def _booked_elsewhere(self, booking: Booking, now: float) -> None:
+        if booking.role == PREFILL:  # one of two bookings of a request: the other one counts
+            return
         self._reuse.booked_elsewhere(booking.hashes, self._pool.room_blocks)
         self.unseen.booked_elsewhere(booking, now)
         self._tables.arrivals.count(now)

@@ -24,6 +24,7 @@ from kvrouter.core.tables.prefill_speeds import PrefillSpeeds, Speed
 from kvrouter.core.tables.rates import PrefillRates
 from kvrouter.core.tables.sessions import SessionTable
 from kvrouter.core.tables.text_index import TextIndex
+from kvrouter.core.tables.transfers import Transfers
 from kvrouter.core.wire.ids import Target
 
 
@@ -39,6 +40,7 @@ class RoutingTables:
     arrivals: Arrivals = field(default_factory=Arrivals)
     shares: PrefixShares = field(default_factory=PrefixShares)
     rests: Rests = field(default_factory=Rests)
+    transfers: Transfers = field(default_factory=Transfers)
 
     def forget(self, targets: Iterable[Target]) -> None:
         """Remove targets that are gone from every table."""
@@ -50,6 +52,7 @@ class RoutingTables:
             self.rests.forget(target)
         if gone:
             self.sessions.drop(gone)
+            self.transfers.forget(target.worker_id for target in gone)
 
 
 class Moment(Struct, frozen=True, gc=False):

@@ -183,6 +183,12 @@ class Candidates(Sequence[Candidate]):
         """The requests in flight on each, booked by any replica."""
         return self._amounts(self._columns.requests)
 
+    def decoding(self) -> list[int]:
+        """The sequences that each one generates now."""
+        columns = self._columns
+        counts = zip(self._amounts(columns.requests), self._amounts(columns.unfinished), strict=True)
+        return [requests - unfinished for requests, unfinished in counts]
+
     def charged_tokens(self) -> list[int]:
         """The prefill tokens charged on each, without this request."""
         return self._amounts(self._columns.charged_tokens)

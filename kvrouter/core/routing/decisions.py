@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from kvrouter.core.routing.builtin_policy import Moment
 from kvrouter.core.routing.candidates import Candidates
+from kvrouter.core.routing.pairs import Pair
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.routing.selection import Decision, Selection
 from kvrouter.core.wire.ids import Target
@@ -40,6 +41,8 @@ class Decided(Struct, frozen=True, gc=False):
     eligible: Candidates
     refusals: dict[Target, str]
     """Targets that were not candidates, and why."""
+    pair: Pair | None = None
+    """The two workers that serve it together; then `order`, `eligible` and `selection` are the second's."""
 
     def about_bytes(self) -> int:
         """An estimate of what keeping it takes."""
@@ -52,6 +55,8 @@ class Decided(Struct, frozen=True, gc=False):
 
         Tables that a policy reads (`BuiltInPolicy.reads_tables`) are read as they are now, not as they were.
         """
+        if self.pair is not None:
+            return self.pair.explain(self.request, self.candidates, self.moment, self.refusals)
         return self.selection.decision(
             self.request,
             self.candidates,

@@ -88,6 +88,8 @@ class RouteRequest(Struct, frozen=True, gc=False):
     """The base model's name that the client uses, if not every worker of the pool has it."""
     context_tokens: int = 0
     """What prompt and asked output take of an engine's context; 0: it takes any, or all are equally long."""
+    may_split: bool = False
+    """Whether one worker may compute its prompt and another one generate its answer."""
 
     @property
     def isl(self) -> int:

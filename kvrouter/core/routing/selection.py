@@ -53,6 +53,10 @@ class Decision(Struct, frozen=True):
     """The target that would be tried next, else the one nearest to the choice in the terms that decide."""
     decisive: tuple[str, ...] = ()
     """The names of the terms that decide."""
+    prefill: Decision | None = None
+    """Of the worker that computes the prompt, if another one than `target`."""
+    remote: Mapping[str, float] = {}
+    """Why two workers serve the request: the terms of that choice."""
 
     @property
     def target(self) -> Target | None:

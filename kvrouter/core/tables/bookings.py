@@ -73,6 +73,9 @@ class Booking(Struct, eq=False, gc=False):
     """Blocks of a peer's booking whose names are not kept, as there was no room for them."""
     left_out_digest: int = 0
     """Over their names."""
+    role: str = ""
+    """Of AddRequest. In no digest: older replicas do not read it, and it follows from the target and its
+    prefill tokens."""
 
     def without_names(self) -> Booking:
         """With the same load and the same digest, in little room."""
@@ -592,6 +595,7 @@ def add_request(booking: Booking, hashes: bytes) -> AddRequest:
         prefill_tokens=booking.prefill_tokens,
         anonymous_blocks=booking.anonymous_blocks,
         is_text=booking.is_text,
+        role=booking.role,
     )
 
 

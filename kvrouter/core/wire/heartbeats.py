@@ -93,6 +93,13 @@ class Card(Struct, frozen=True, kw_only=True):
     tokenizer: Line = ""
     # of the program that announces the worker; empty: it reports none
     agent_version: Text = ""
+    # "both", "prefill" or "decode" (core/fleet/split.py)
+    role: Text = "both"
+    kv_connector: Text = ""  # by which KV blocks are handed over
+    bootstrap_port: Amount = 0
+    kv_address: Text = ""
+    # what must be equal on both sides of a hand-over, besides engine, version and block size
+    kv_hash: Text = ""
 
     def names(self) -> tuple[str, ...]:
         """Every model name that a client may use for this worker."""

@@ -108,6 +108,7 @@ class DecisionViews:
             "model": choice.card.model,
             "winner": str(choice.target),
             "overlap_blocks": choice.overlap_blocks,
+            **({"prefill": str(decided.pair.computes.target)} if decided.pair is not None else {}),
             "candidates": len(decided.candidates),
             "eligible": len(decided.eligible),
         }
@@ -167,7 +168,17 @@ def _view(decision: Decision) -> dict[str, Any]:
         "part": round(decision.part, 3),
         "candidates": [_candidate(one) | {"why_not": decision.why_not(one)} for one in judged],
         "removed": [_target(one) | {"by": one.removed_by} for one in removed],
-    }
+    } | _view_of_prefill(decision)
+
+
+def _view_of_prefill(decision: Decision) -> dict[str, Any]:
+    """The other half of a pair, and why two workers are better than one."""
+    first = decision.prefill
+    if first is None:
+        return {}
+    candidates = [_candidate(one) | {"why_not": first.why_not(one)} for one in first.verdicts]
+    prefill = {"winner": str(first.target), "candidates": candidates}
+    return {"prefill": prefill, "remote": _rounded(dict(decision.remote))}
 
 
 def _terms(decided: Decided) -> dict[str, Any]:

@@ -193,6 +193,9 @@ def _routed(work: Work, record: Record) -> dict[str, Any]:
     if last is not None:
         choice, target = last.placement.choice, last.placement.target
         facts |= {"worker": str(target.worker_id), "rank": target.rank, "retries": len(record.attempts) - 1}
+        if last.prefill is not None:
+            facts["prefill_worker"] = str(last.prefill.placement.target.worker_id)
+            choice = last.prefill.placement.choice
         if work.route.isl:
             facts["predicted_cached_tokens"] = choice.overlap_blocks * last.placement.block_size
     return facts

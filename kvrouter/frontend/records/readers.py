@@ -59,7 +59,7 @@ class Readers:
                 metrics.between.observe((clock() - running.first_at) / (events - 1), running.model)
         if work.traits is not None or record.is_noted:
             running.usage = work.api.find_usage(attempt.tail)
-        if running.is_good:
+        if running.is_good and running.prefill is None:  # else its engine has computed no prompt
             check_answer(running, self._audit, self._now())
 
     def attempt_failed(self, running: AttemptRecord, failure: Rejected | Lost | Retried) -> str:

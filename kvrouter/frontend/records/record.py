@@ -131,6 +131,12 @@ class AttemptRecord(Struct):
     """Whether its worker was lost with it in hand."""
     is_refused: bool = False
     """Whether its worker refused the connection at once."""
+    prefill: AttemptRecord | None = None
+    """The other half of the request, if another worker computes its prompt."""
+    body: bytes | None = None
+    """What its worker gets in place of the client's body."""
+    is_handed_over: bool = False
+    """Whether its worker was given what the other half has computed."""
     # From here on: once it is over.
     outcome: Outcome | None = None
     """None: it was cancelled, as the client left or this replica ended."""
@@ -146,6 +152,16 @@ class AttemptRecord(Struct):
     def is_good(self) -> bool:
         """Whether its worker has answered with 200, to the end."""
         return isinstance(self.outcome, Done) and self.outcome.status == 200 and not self.outcome.failure
+
+    @property
+    def reached(self) -> AttemptRecord:
+        """The half that the request has come to, and ended at if it failed: itself if there are no two."""
+        first = self.prefill
+        return first if first is not None and not first.is_good else self
+
+    def legs(self) -> list[AttemptRecord]:
+        """Its halves, in turn."""
+        return [self] if self.prefill is None else [self.prefill, self]
 
 
 class Record(Struct):
@@ -171,8 +187,8 @@ class Record(Struct):
     work: Work | None = None
     """None: it was not accepted."""
     attempts: list[AttemptRecord] = []
-    """Where it was sent, in turn. Each has a worker, a booking, times and an outcome of its own: the two legs
-    of a request (prefill, decode), or a stream that moves to another worker, are two of them."""
+    """Where it was sent, in turn. Each has a worker, a booking, times and an outcome of its own, as has the
+    prefill half of one. A stream that moves to another worker would be two of them."""
     served: Served | None = None
     """None: it is not over, or its client left."""
     error: Exception | None = None

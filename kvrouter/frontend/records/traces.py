@@ -54,7 +54,7 @@ def end_trace(trace: Trace, record: Record, facts: dict[str, Any], bug: BaseExce
         trace.step("tokenize", *record.tokenized)
     if record.queued_at:
         trace.step("queue", record.accepted_at, record.queued_at)
-    for running in record.attempts:
+    for running in (leg for attempt in record.attempts for leg in attempt.legs()):
         _end_attempt(trace, running)
     attributes = {
         _ATTRIBUTES.get(name, f"kvrouter.{name}"): value

@@ -142,6 +142,7 @@ class Accept:
             reads_cache=asked.reads_cache,
             served_name=asked.model if asked.model in router.pool.uneven_names else "",
             context_tokens=0 if router.pool.has_equal_contexts else _context_tokens(asked, prompts),
+            may_split=bool(router.pool.split.islands) and wanted is None and _may_split(asked, prompts, api),
         )
         sent, response = _with_id(self._edited(request, read, may_override=may_override), read)
         return Work(
@@ -341,6 +342,12 @@ async def _sent_ids(
 ) -> SentIds:
     field = await in_slices(token_ids_field(sendable.ids))
     return SentIds(field, sendable, _context_tokens(asked, prompts))
+
+
+def _may_split(asked: openai.CompletionRequest, prompts: Sequence[Prompt], api: Api) -> bool:
+    """Whether two workers may serve it: what is handed over can be read once, for one answer."""
+    is_one = len(prompts) == 1 and asked.n == 1 and not asked.is_beam_search
+    return api.is_native and is_one and asked.reads_cache and not asked.echoes and asked.token_ids is None
 
 
 def _context_tokens(asked: openai.CompletionRequest, prompts: tuple[Prompt, ...]) -> int:

@@ -19,7 +19,10 @@ import structlog
 from kvrouter.bodies import responses
 from kvrouter.bodies.apis import Api
 from kvrouter.bodies.edits import with_field, with_report_mode
+from kvrouter.connectors import decode_body, prefill_body
+from kvrouter.connectors.names import SERVED
 from kvrouter.core.fleet.router import Placement
+from kvrouter.core.fleet.split import DECODE
 from kvrouter.core.wire.ids import Target
 from kvrouter.errors import (
     KvRouterError,
@@ -41,9 +44,11 @@ from kvrouter.frontend.requests.lost_requests import Case, LostRequests
 from kvrouter.frontend.requests.rules import record_busy, record_outcome, record_refusal
 from kvrouter.relay.answer import Answer, Served, internal_error, rejected_answer
 from kvrouter.relay.begun import KeepAlive, begin_unplaced
+from kvrouter.relay.collected import Collected
 from kvrouter.relay.events import message_in
 from kvrouter.relay.exchange import (
     Attempt,
+    ClientSide,
     Done,
     Limits,
     Lost,
@@ -220,14 +225,15 @@ class Completions:
             outcome, case = await self._attempt(record, running, case)
             if isinstance(outcome, (Done, TimedOut)):
                 break
+            leg = running.reached
             # Exclude all ranks of the worker: they share its HTTP server.
-            failed = failed.union(work.router.pool.targets_of(running.placement.target.worker_id))
-            fallbacks = running.placement.fallbacks
-            refusals += running.is_refused
+            failed = failed.union(work.router.pool.targets_of(leg.placement.target.worker_id))
+            fallbacks = leg.placement.fallbacks
+            refusals += leg.is_refused
             tries = len(record.attempts) - min(refusals, MOST_REFUSALS if limits.retries else 0)
-            reason = self.readers.attempt_failed(running, outcome)
-            if running.is_lost and case is not None:
-                await self.lost.settle(case, running, reason, limits.retries_after_death)
+            reason = self.readers.attempt_failed(leg, outcome)
+            if leg.is_lost and case is not None:
+                await self.lost.settle(case, leg, reason, limits.retries_after_death)
         return outcome
 
     def _place(
@@ -248,18 +254,26 @@ class Completions:
         placement, _ = work.router.route_among(
             work.route, now, streamed=work.stream, exclude=failed, prefer=fallbacks, avoid=avoided
         )
-        ended, target = clock(), placement.target
+        ended = clock()
         if next(self._times_decision):
             metrics.decide.observe(ended - began)
-        running = AttemptRecord(
-            work=work,
-            placement=placement,
-            excluded=None if is_last else failed,
-            model=metrics.models[work.router.pool.model],
-            counts=metrics.targets.get(target) or metrics.new_target(target),
-            decided=(began, ended),
-            sent_at=now,
-        )
+
+        def begun(placement: Placement) -> AttemptRecord:
+            return AttemptRecord(
+                work=work,
+                placement=placement,
+                excluded=None if is_last else failed,
+                model=metrics.models[work.router.pool.model],
+                counts=metrics.targets.get(placement.target) or metrics.new_target(placement.target),
+                decided=(began, ended),
+                sent_at=now,
+            )
+
+        running = begun(placement)
+        if placement.prefill is not None:
+            running.prefill = begun(placement.prefill)
+        elif work.router.pool.split.whole is not None:
+            self._count_whole(running)
         record.attempts.append(running)
         if work.route.prompts:
             self._count_placed(running)
@@ -272,8 +286,9 @@ class Completions:
         return running
 
     def _count_placed(self, running: AttemptRecord) -> None:
-        work, counts, tokens = running.work, running.counts, running.work.route.isl
-        overlap_tokens = running.placement.choice.overlap_blocks * work.router.pool.block_size
+        first = running.prefill or running
+        work, counts, tokens = running.work, first.counts, running.work.route.isl
+        overlap_tokens = first.placement.choice.overlap_blocks * work.router.pool.block_size
         running.prompt_tokens, running.overlap_tokens = tokens, overlap_tokens
         self._metrics.prompt_tokens.inc(running.model, tokens)
         self._metrics.overlap_tokens.inc(running.model, overlap_tokens)
@@ -285,11 +300,11 @@ class Completions:
     ) -> tuple[Outcome, Case | None]:
         """One worker's try. Returns the case of the request, which a loss begins."""
         try:
-            outcome = await self._exchange(record, running)
-            if isinstance(outcome, Lost) and outcome.was_idle:
-                # The worker closed an idle connection meanwhile, as HTTP/1.1 allows: it has not failed.
-                running.outcome = None
-                outcome = await self._exchange(record, running, fresh=True)
+            if running.prefill is not None:
+                failure, case = await self._prefill(record, running, running.prefill, case)
+                if failure is not None:
+                    return failure, case
+            outcome = await self._exchange(record, running, running.work.request.client)
             # nearly all need no call
             if not isinstance(outcome, Done) or outcome.failure or self.lost.prompts.suspected:
                 case = await self.lost.ended(case, running, outcome)
@@ -299,10 +314,63 @@ class Completions:
                 self.lost.end_trial(case)
             self._end(running)
 
+    async def _prefill(
+        self, record: Record, running: AttemptRecord, first: AttemptRecord, case: Case | None
+    ) -> tuple[Outcome | None, Case | None]:
+        """Have the prompt of a request computed by the other worker of its pair; returns why it was not.
+
+        Raises WorkerRejectedError if the request is at fault.
+        """
+        work, connector, collected = running.work, SERVED[first.placement.connector], Collected()
+        first.body = prefill_body(work.body, connector.asking)
+        try:
+            outcome = await self._exchange(record, first, collected)
+            if not first.is_good:
+                case = await self.lost.ended(case, first, outcome)
+        finally:
+            first.body = None
+            if first.is_good:  # the end of this answer is the end of its prefill
+                work.router.bookings.first_byte(first.placement.key, self._now())
+            self._end(first)
+        if isinstance(outcome, Done) and outcome.status >= 300:
+            raise WorkerRejectedError(outcome.status, *message_in(collected.body))
+        if not first.is_good:
+            return Lost(outcome.failure) if isinstance(outcome, Done) else outcome, case
+        handed = connector.handed_over(collected.body, first.placement.url)
+        running.is_handed_over = handed is not None or connector.asking is None
+        running.body = decode_body(work.body, handed)
+        self._metrics.pd_requests.inc("pair" if running.is_handed_over else "fallback")
+        return None, case
+
+    def _count_whole(self, running: AttemptRecord) -> None:
+        """Count a request that one worker of a pool with roles serves."""
+        pool = running.work.router.pool
+        worker = pool.workers.get(running.placement.target.worker_id)
+        if worker is not None and worker.card.role == DECODE:
+            self._metrics.pd_requests.inc("decode" if pool.split.islands else "fallback")
+
+    def _handed_over(self, running: AttemptRecord, outcome: Outcome, now: float) -> None:
+        """What has become of a pair."""
+        first = running.prefill
+        if first is None or not running.is_handed_over:
+            return
+        pair = first.placement.target.worker_id, running.placement.target.worker_id
+        if running.is_good:
+            running.work.router.tables.transfers.worked(*pair)
+        elif not isinstance(outcome, Done) or outcome.status >= 500 or outcome.failure:
+            self._metrics.pd_pair_failures.inc()
+            running.work.router.tables.transfers.failed(*pair, now)
+
     def _end(self, running: AttemptRecord) -> None:
         """Free the booking of an attempt. It has no outcome if the client left or an error was raised."""
         router, placement, outcome, now = running.work.router, running.placement, running.outcome, self._now()
         running.ended_at = clock()
+        if running.reached is not running:  # the other half of its pair failed: its own worker got nothing
+            router.bookings.free(placement.key, now)
+            self._publishing.flush_soon()
+            return
+        if outcome is not None:
+            self._handed_over(running, outcome, now)
         if router.circuits is not None:
             record_outcome(router.circuits, placement.target, outcome)
         # Nearly all are good: asked first, and without a `match`, which takes 0.5 µs.
@@ -325,8 +393,18 @@ class Completions:
         router.bookings.free(placement.key, now, running.output_tokens)
         self._publishing.flush_soon()
 
-    async def _exchange(self, record: Record, running: AttemptRecord, *, fresh: bool = False) -> Outcome:
+    async def _exchange(self, record: Record, running: AttemptRecord, client: ClientSide) -> Outcome:
         """Send the request to the placement's worker, and its answer to the client."""
+        outcome = await self._exchange_once(record, running, client)
+        if isinstance(outcome, Lost) and outcome.was_idle:
+            # The worker closed an idle connection meanwhile, as HTTP/1.1 allows: it has not failed.
+            running.outcome = None
+            outcome = await self._exchange_once(record, running, client, fresh=True)
+        return outcome
+
+    async def _exchange_once(
+        self, record: Record, running: AttemptRecord, client: ClientSide, *, fresh: bool = False
+    ) -> Outcome:
         work, placement, request = running.work, running.placement, running.work.request
         if record.trace is not None and not fresh:
             begin_upstream(record.trace, running, len(record.attempts))
@@ -341,21 +419,22 @@ class Completions:
             # `fresh`: a connection has just broken with the request
             lost = running.outcome = Lost(str(error), is_cut=fresh)
             return lost
+        is_clients = client is request.client
         attempt = Attempt(
-            request.client,
+            client,
             connection,
             record.limits,
             work.api,
             _response_headers(work, placement, self._replica.router_id),
             partial(self._first_output, running),
-            request.head.wants_keep_alive and not self.in_flight.is_draining,
-            work.response is not None,
+            is_clients and request.head.wants_keep_alive and not self.in_flight.is_draining,
+            work.response is not None or not is_clients,
         )
         self.in_flight.running[attempt] = running
         try:
             attempt.send(self._bytes_for(running))
             running.outcome = outcome = await attempt.outcome
-            if running.is_good:
+            if running.is_good and is_clients:
                 self._good_answer(running, attempt)
             return outcome
         except asyncio.CancelledError:
@@ -368,8 +447,8 @@ class Completions:
     def _bytes_for(self, running: AttemptRecord) -> bytes:
         """The request as its worker gets it, head and body."""
         work, placement = running.work, running.placement
-        body = work.body
-        if work.ids is not None and placement.sends_token_ids:
+        body = work.body if running.body is None else running.body
+        if work.ids is not None and running.body is None and placement.sends_token_ids:
             worker = work.router.pool.workers.get(placement.target.worker_id)
             if work.ids.may_go_to(worker):
                 body = with_field(body, work.ids.field)
@@ -406,11 +485,21 @@ class Completions:
         running.first_at = clock()
         if work.ids is not None:
             work.ids.release()
+        if running.prefill is not None:
+            running.body = None
+            self._first_transferred(running, running.prefill)
         self._metrics.first_byte.observe(now - work.received_at, running.model)
         if ttft_s is not None:
             running.counts.first_byte_s += ttft_s
             running.counts.first_bytes += 1
         self._publishing.flush_soon()
+
+    def _first_transferred(self, running: AttemptRecord, first: AttemptRecord) -> None:
+        """Learn how long it took to hand a prompt over."""
+        tokens, seconds = running.placement.choice.own_prefill_tokens, running.first_at - first.ended_at
+        if running.is_handed_over:
+            running.work.router.tables.transfers.observe(seconds, tokens)
+            self._metrics.kv_transfer.observe(seconds)
 
     def samples(self) -> Iterator[Sample]:
         yield "kvrouter_requests_in_flight", {}, self.in_flight.count
@@ -459,8 +548,10 @@ def _status_of(outcome: Outcome) -> int:
 def _response_headers(work: Work, placement: Placement, router_id: str) -> bytes:
     if not work.shows_worker:
         return f"x-request-id: {work.id}\r\nx-kvrouter-router: {router_id}\r\n".encode()
-    lines = _target_lines(placement.target, router_id)
-    blocks = placement.choice.overlap_blocks
+    lines, first = _target_lines(placement.target, router_id), placement.prefill
+    if first is not None:
+        lines += f"x-kvrouter-prefill-worker: {first.target.worker_id}\r\n"
+    blocks = (first or placement).choice.overlap_blocks
     return f"x-request-id: {work.id}\r\n{lines}x-kvrouter-overlap-blocks: {blocks}\r\n".encode()
 
 

@@ -1,0 +1,86 @@
+"""A pool whose workers are of several roles.
+
+    both     whole requests
+    prefill  the prompts of requests that a decode worker of its island answers
+    decode   what prefill workers hand over; whole requests, too
+
+An island: the workers that can hand over to each other. Engines refuse others: vLLM compares a hash of
+version, layout and way of transfer, so a rolling upgrade has two islands, and no pair crosses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+from msgspec import Struct
+
+from kvrouter.core.routing.worker import Worker
+from kvrouter.core.wire.heartbeats import Card
+from kvrouter.core.wire.ids import Target
+
+BOTH, PREFILL, DECODE = "both", "prefill", "decode"
+ROLES = (BOTH, PREFILL, DECODE)
+
+_Key: TypeAlias = tuple[object, ...]
+
+
+class Island(Struct, frozen=True):
+    """The places of its workers' targets in the roster."""
+
+    prefill: list[int]
+    decode: list[int]
+
+
+class Split(Struct, frozen=True):
+    """`whole`: the places of targets that serve whole requests; None: all do. `others`: those that do not."""
+
+    whole: list[int] | None = None
+    others: frozenset[Target] = frozenset()
+    islands: tuple[Island, ...] = ()
+
+
+def split_of(targets: Mapping[Target, Worker], labels: Sequence[str], *, refuses: bool) -> Split:
+    """`targets`: in the order of the roster. `labels`: those in which the two of a pair agree.
+
+    `refuses`: decode workers without a prefill worker serve nothing.
+    """
+    workers = list(targets.values())
+    roles = [worker.card.role for worker in workers]
+    if all(role == BOTH for role in roles):
+        return Split()
+    islands = tuple(_islands(workers, labels))
+    paired = {place for island in islands for place in island.decode}
+    whole = [
+        place
+        for place, role in enumerate(roles)
+        if role == BOTH or (role == DECODE and (place in paired or not refuses))
+    ]
+    serving = set(whole)
+    others = frozenset(target for place, target in enumerate(targets) if place not in serving)
+    return Split(whole, others, islands)
+
+
+def _islands(workers: Sequence[Worker], labels: Sequence[str]) -> Iterator[Island]:
+    found: dict[_Key, Island] = {}
+    for place, worker in enumerate(workers):
+        if worker.card.role in {PREFILL, DECODE}:
+            island = found.setdefault(_key(worker.card, labels), Island([], []))
+            (island.prefill if worker.card.role == PREFILL else island.decode).append(place)
+    for island in found.values():
+        if island.prefill and island.decode:
+            yield island
+
+
+def _key(card: Card, labels: Sequence[str]) -> _Key:
+    bound = [card.labels.get(name) for name in labels]
+    return card.engine, card.engine_version, card.block_size, card.kv_connector, card.kv_hash, *bound
+
+
+def refusal(card: Card) -> str:
+    """Why a worker serves no whole request."""
+    if card.role == PREFILL:
+        return "computes prompts only (role prefill)"
+    if card.role == DECODE:
+        return "has no prefill worker (--pd-fallback refuse)"
+    return f"has role {card.role!r}, which this version does not know"

@@ -1,0 +1,319 @@
+"""Requests that a prefill and a decode worker serve together."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from kvrouter.connectors.nixl import NEEDED
+from tests.frontend.clients import connected
+from tests.frontend.fleet import BODY, STREAM, Fleet, FleetOf
+from tests.frontend.workers import (
+    END,
+    OK,
+    SSE_HEAD,
+    Received,
+    Script,
+    Wire,
+    answer,
+    chunk,
+    event,
+    in_turn,
+    says,
+    says_and_closes,
+    says_and_resets,
+    says_and_stalls,
+    stream,
+    until,
+)
+
+HANDED = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [[1, 2, 3, 4]],
+    "remote_engine_id": "e1",
+    "remote_request_id": "r1",
+    "remote_host": "127.0.0.1",
+    "remote_port": 5600,
+    "tp_size": 1,
+    "remote_num_tokens": 64,
+    "invented": {"by": "a later version"},
+}
+USAGE = {"prompt_tokens": 64, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
+
+
+def prefilled(**changes: Any) -> bytes:
+    """A prefill worker's answer. A change of None removes the parameter."""
+    handed = {name: value for name, value in (HANDED | changes).items() if value is not None}
+    choice = {"index": 0, "text": "x", "finish_reason": "length"}
+    whole = {"id": "p", "choices": [choice], "usage": USAGE, "kv_transfer_params": handed}
+    return answer(json.dumps(whole).encode())
+
+
+P = says(prefilled())
+D = says(stream("hi", "!"))
+# Any prompt is handed over.
+ALWAYS = ("--pd-min-uncached-tokens", "0")
+
+
+@asynccontextmanager
+async def pair(
+    fleet_of: FleetOf,
+    *flags: str,
+    prefill: tuple[Script, ...] = (P,),
+    decode: tuple[Script, ...] = (D,),
+    connector: str = "nixl",
+    **card: Any,
+) -> AsyncIterator[Fleet]:
+    """A fleet whose first workers compute prompts, and the others generate."""
+    flags = ("--router-mode", "kv", *(flags or ALWAYS))
+    async with fleet_of(*flags, scripts=(*prefill, *decode), replicas=1) as fleet:
+        assign(fleet, len(prefill), kv_connector=connector, **card)
+        (router,) = fleet.frontend.replica.routers.values()
+        await until(lambda: len(router.pool.split.islands) == 1)
+        yield fleet
+
+
+def assign(fleet: Fleet, prefills: int, **card: Any) -> None:
+    """Announce the first workers as prefill workers, and the others as decode workers."""
+    for number, worker in enumerate(fleet.workers):
+        role = "prefill" if number < prefills else "decode"
+        fleet.announce(worker, role=role, started_at_us=2, **card)
+
+
+async def metric(fleet: Fleet, line: str) -> bool:
+    return line in (await fleet.get("/metrics")).body.decode()
+
+
+async def test_two_calls(fleet_of: FleetOf) -> None:
+    """The prompt goes to the prefill worker, and what it hands over goes, verbatim, to the decode worker."""
+    async with pair(fleet_of) as fleet:
+        response = await fleet.ask(
+            STREAM | {"max_tokens": 9, "stream_options": {"include_usage": True}, "seed": 1}
+        )
+
+        assert 200 == response.status
+        first, second = fleet.workers
+        (asked,), (answered,) = first.requests, second.requests
+        assert {"stream": False, "max_tokens": 1, "seed": 1}.items() <= asked.json.items()
+        assert "stream_options" not in asked.json
+        assert asked.json["kv_transfer_params"]["do_remote_decode"] is True
+        assert HANDED == answered.json.pop("kv_transfer_params")
+        assert (STREAM | {"max_tokens": 9})["prompt"] == answered.json["prompt"]
+        assert {"max_tokens": 9, "stream": True}.items() <= answered.json.items()
+        assert asked.headers("x-request-id") == answered.headers("x-request-id")
+        assert "w0" == response.header("x-kvrouter-prefill-worker")
+        assert "w1" == response.header("x-kvrouter-worker")
+        assert await metric(fleet, 'kvrouter_pd_requests_total{path="pair"} 1')
+
+
+async def test_two_bookings(fleet_of: FleetOf) -> None:
+    """Both halves are booked at once; the first ends with its answer, the second with the client's."""
+    begun, release = asyncio.Event(), asyncio.Event()
+
+    async def prefill(_received: Received, wire: Wire) -> None:
+        begun.set()
+        await release.wait()
+        await wire.send(prefilled())
+
+    async with pair(fleet_of, prefill=(prefill,), decode=(says_and_stalls(stream("a")[:-20]),)) as fleet:
+        (router,) = fleet.frontend.replica.routers.values()
+
+        def loads() -> list[tuple[int, int, int]]:
+            return [router.pool.active.load(target) for target in router.pool.targets]
+
+        asking = asyncio.create_task(fleet.ask(STREAM))
+        await begun.wait()
+        assert [(64, 4, 1), (0, 4, 1)] == loads()
+        release.set()
+        await until(lambda: loads() == [(0, 0, 0), (0, 4, 1)])
+        asking.cancel()
+        await until(lambda: loads() == [(0, 0, 0)] * 2)
+
+
+async def test_decision(fleet_of: FleetOf) -> None:
+    """A dry run and a kept decision show both halves, and why two are better than one."""
+    async with pair(fleet_of) as fleet:
+        planned = (await fleet.ask(BODY, path="/v1/route")).json
+        response = await fleet.ask(BODY)
+        kept = (await fleet.get(f"/decisions/{response.header('x-request-id')}")).json["decisions"][0]
+
+        for one in (planned, kept):
+            assert ("w1/0", "w0/0") == (one["winner"], one["prefill"]["winner"])
+            assert {"w1"} == {each["worker_id"] for each in one["candidates"]}
+            assert {"w0"} == {each["worker_id"] for each in one["prefill"]["candidates"]}
+            assert {"uncached_tokens": 64, "least_tokens": 0} == one["remote"]
+        assert [] == planned["removed"]
+
+
+WHOLE = {
+    "two answers": {"n": 2},
+    "two prompts": {"prompt": [[1, 2, 3], [4, 5, 6]]},
+    "echo": {"echo": True},
+    "logprobs of the prompt": {"prompt_logprobs": 1},
+    "beam search": {"use_beam_search": True, "n": 1},
+}
+
+
+@pytest.mark.parametrize("fields", WHOLE.values(), ids=WHOLE)
+async def test_whole(fleet_of: FleetOf, fields: dict[str, Any]) -> None:
+    """What can be read only once is not handed over: the decode worker computes it."""
+    async with pair(fleet_of, decode=(OK,)) as fleet:
+        assert 200 == (await fleet.ask(BODY | fields)).status
+        assert ["w1"] == fleet.requests
+
+
+async def test_few_tokens_stay(fleet_of: FleetOf) -> None:
+    async with pair(fleet_of, "--pd-min-uncached-tokens", "64", decode=(OK,)) as fleet:
+        await fleet.ask(BODY)
+        assert ["w1"] == fleet.requests
+        assert await metric(fleet, 'kvrouter_pd_requests_total{path="decode"} 1')
+
+
+@pytest.mark.parametrize("name", NEEDED)
+async def test_all_or_none(fleet_of: FleetOf, name: str) -> None:
+    """With a parameter missing the decode worker gets none, and computes the prompt."""
+    async with pair(fleet_of, prefill=(says(prefilled(**{name: None})),)) as fleet:
+        assert 200 == (await fleet.ask(STREAM)).status
+        assert "kv_transfer_params" not in fleet.workers[1].requests[0].json
+        assert await metric(fleet, 'kvrouter_pd_requests_total{path="fallback"} 1')
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"{", b'{"kv_transfer_params": 7}', b'{"kv_transfer_params": null, "x": 12345}']
+)
+async def test_strange_answer_of_the_prefill_worker(fleet_of: FleetOf, body: bytes) -> None:
+    """Whatever a prefill worker answers with 200, the client is answered."""
+    async with pair(fleet_of, prefill=(says(answer(body)),)) as fleet:
+        assert 200 == (await fleet.ask(STREAM)).status
+
+
+async def test_shared_storage(fleet_of: FleetOf) -> None:
+    """Connector `example` adds no field to either body."""
+    async with pair(fleet_of, connector="example") as fleet:
+        assert 200 == (await fleet.ask(STREAM)).status
+        assert ["w0", "w1"] == fleet.requests
+        assert "kv_transfer_params" not in fleet.workers[0].requests[0].json
+        assert STREAM == fleet.workers[1].requests[0].json
+
+
+FAILURES = {
+    "reset": says_and_resets(),
+    "closed": says_and_closes(b"HTTP/1.1 200 OK\r\ncontent-length: 900\r\n\r\n{"),
+    "503": says(answer(b'{"error": {"message": "full"}}', 503)),
+    "429": says(answer(b'{"error": {"message": "later"}}', 429)),
+    "an error under 200": says(answer(b'{"error": {"message": "no memory", "code": 500}}')),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES)
+async def test_prefill_worker_fails(fleet_of: FleetOf, failure: Script) -> None:
+    """Another prefill worker is tried, and the client notices nothing."""
+    shared = in_turn(failure, P)
+    async with pair(fleet_of, prefill=(shared, shared)) as fleet:
+        assert 200 == (await fleet.ask(STREAM)).status
+        assert ["w0", "w1", "w2"] == sorted(fleet.requests)
+        assert HANDED == fleet.workers[2].requests[0].json["kv_transfer_params"]
+
+
+@pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES)
+async def test_last_prefill_worker_fails(fleet_of: FleetOf, failure: Script) -> None:
+    """Without another prefill worker the decode worker computes the prompt."""
+    async with pair(fleet_of, prefill=(failure,)) as fleet:
+        assert 200 == (await fleet.ask(STREAM)).status
+        assert "kv_transfer_params" not in fleet.workers[1].requests[0].json
+
+
+ERROR = b'data: {"error": {"message": "KV load failure", "code": 500}}\n\n'
+LATE = {
+    **FAILURES,
+    "an error as the first event": says(SSE_HEAD + chunk(ERROR) + END),
+    "an abort without a token": says(SSE_HEAD + chunk(event("", "abort")) + END),
+}
+
+
+@pytest.mark.parametrize("failure", LATE.values(), ids=LATE)
+async def test_decode_worker_fails(fleet_of: FleetOf, failure: Script) -> None:
+    """The prompt is computed again, as its blocks may be gone, and handed to another decode worker."""
+    shared = in_turn(failure, D)
+    async with pair(fleet_of, decode=(shared, shared)) as fleet:
+        assert 200 == (await fleet.ask(STREAM)).status
+        assert ["w0", "w0", "w1", "w2"] == sorted(fleet.requests)
+        assert await metric(fleet, "kvrouter_pd_pair_failures_total 1")
+
+
+async def test_pair_that_fails_rests(fleet_of: FleetOf) -> None:
+    """After three failures in a row the pair is left alone; the decode worker still serves whole requests."""
+    bad = says(answer(b'{"error": {"message": "handshake"}}', 500))
+
+    async def decode(received: Received, wire: Wire) -> None:
+        await (bad if b"kv_transfer_params" in received.body else D)(received, wire)
+
+    async with pair(fleet_of, *ALWAYS, "--retries", "0", decode=(decode,)) as fleet:
+        statuses = [(await fleet.ask(STREAM)).status for _ in range(5)]
+        assert [500, 500, 500, 200, 200] == statuses
+
+
+async def test_bad_request(fleet_of: FleetOf) -> None:
+    """The prefill worker's 400 is the client's answer, and nothing else is tried."""
+    refusal = says(answer(b'{"error": {"message": "max_tokens is wrong", "type": "BadRequestError"}}', 400))
+    async with pair(fleet_of, prefill=(refusal, refusal)) as fleet:
+        response = await fleet.ask(STREAM)
+        assert 400 == response.status
+        assert "max_tokens is wrong" in response.json["error"]["message"]
+        assert 1 == len(fleet.requests)
+
+
+async def test_client_leaves(fleet_of: FleetOf) -> None:
+    """A client that leaves ends the prefill, and nothing reaches the decode worker."""
+    async with pair(fleet_of, prefill=(says_and_stalls(),)) as fleet, connected(fleet.url) as client:
+        client.send(STREAM)
+        await until(lambda: fleet.requests == ["w0"])
+        client.leave()
+        await until(lambda: not fleet.workers[0].wires[0].is_open)
+        await fleet.until_free()
+        assert ["w0"] == fleet.requests
+
+
+async def test_no_decode_worker(fleet_of: FleetOf) -> None:
+    """Prefill workers alone serve nothing: the error and /ready say so."""
+    async with fleet_of("--router-mode", "kv", scripts=(P,)) as fleet:
+        fleet.announce(fleet.workers[0], role="prefill", kv_connector="nixl", started_at_us=2)
+        (router,) = fleet.frontend.replica.routers.values()
+        await until(lambda: not router.pool.has_live_target)
+        response = await fleet.ask(STREAM)
+        assert 503 == response.status
+        assert "role prefill" in response.json["error"]["message"]
+        assert "role prefill" in (await fleet.get("/ready")).body.decode()
+
+
+@pytest.mark.parametrize(("flags", "status"), [((), 200), (("--pd-fallback", "refuse"), 503)])
+async def test_no_prefill_worker(fleet_of: FleetOf, flags: tuple[str, ...], status: int) -> None:
+    """Decode workers alone serve whole requests, or none."""
+    async with fleet_of("--router-mode", "kv", *flags, scripts=(D,)) as fleet:
+        fleet.announce(fleet.workers[0], role="decode", kv_connector="nixl", started_at_us=2)
+        (router,) = fleet.frontend.replica.routers.values()
+        await until(lambda: router.pool.split.whole is not None)
+        response = await fleet.ask(STREAM)
+        assert status == response.status
+        if status != 200:
+            assert "--pd-fallback refuse" in response.json["error"]["message"]
+
+
+async def test_islands(fleet_of: FleetOf) -> None:
+    """No prompt is handed over to an engine of another version, and both versions serve."""
+    async with fleet_of("--router-mode", "kv", *ALWAYS, scripts=(P, P, D, D)) as fleet:
+        for number, worker in enumerate(fleet.workers):
+            role, version = ("prefill", "decode")[number // 2], str(number % 2)
+            fleet.announce(worker, role=role, engine_version=version, kv_connector="nixl", started_at_us=2)
+        (router,) = fleet.frontend.replica.routers.values()
+        await until(lambda: len(router.pool.split.islands) == 2)
+        for _ in range(12):
+            response = await fleet.ask(STREAM)
+            pair_of = response.header("x-kvrouter-prefill-worker"), response.header("x-kvrouter-worker")
+            assert pair_of in {("w0", "w2"), ("w1", "w3")}
