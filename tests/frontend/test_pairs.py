@@ -289,7 +289,8 @@ async def test_no_decode_worker(fleet_of: FleetOf) -> None:
         response = await fleet.ask(STREAM)
         assert 503 == response.status
         assert "role prefill" in response.json["error"]["message"]
-        assert "role prefill" in (await fleet.get("/ready")).body.decode()
+        await until(lambda: fleet.frontend.replica.readiness.is_ready)
+        assert b"role prefill" in (await fleet.get("/ready")).body
 
 
 @pytest.mark.parametrize(("flags", "status"), [((), 200), (("--pd-fallback", "refuse"), 503)])
