@@ -104,6 +104,8 @@ class TargetRow(Struct, frozen=True, gc=False):
     overlap_tokens: int = 0
     started_s: float | None = None
     """When its agent started, by the agent's clock; None: it does not report it."""
+    role: str = "both"
+    """As its card has it."""
 
 
 class Following(Struct, frozen=True, gc=False):
@@ -459,6 +461,7 @@ class FleetView:
             prompt_tokens=counts.prompt_tokens if counts else 0,
             overlap_tokens=counts.overlap_tokens if counts else 0,
             started_s=card.started_at_us / 1e6 or None,
+            role=card.role,
         )
 
     def _bookings(self, router_id: RouterId) -> int:

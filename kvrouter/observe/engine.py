@@ -38,7 +38,13 @@ class EngineAccess:
         """The endpoints, by rank, as given or as the engine reports them. Raises KvRouterError."""
         if given := self.replays.get(card.worker_id):
             return given
-        options = AgentOptions(card.url, card.worker_id, block_size=card.block_size, whole=True)
+        options = AgentOptions(
+            card.url,
+            card.worker_id,
+            block_size=card.block_size,
+            role=card.role,
+            kv_connector=card.kv_connector,
+        )
         async with EngineHttp.open(card.url, self.api_key, self.tls_ca) as http:
             return [feed.replay or "" for feed in (await learn(http, options)).endpoints]
 

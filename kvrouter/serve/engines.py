@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from kvrouter.core.wire.ids import check_identifier
 from kvrouter.errors import ConfigError
 from kvrouter.settings.declare import SWITCHES
-from kvrouter.worker.options import check_url, worker_id_of
+from kvrouter.worker.options import check_url, read_connector, worker_id_of
 
 _FLAGS = {
     "kv": "--kv-events",
@@ -18,12 +18,20 @@ _FLAGS = {
     "topic": "--kv-topic",
     "model": "--model",
     "block-size": "--kv-cache-block-size",
+    "role": "--role",
+    "connector": "--kv-connector",
+    "bootstrap-port": "--bootstrap-port",
+    "kv-address": "--kv-address",
+    "kv-hash": "--kv-hash",
     "whole": "--whole",
 }
 _FORMS = {
     "kv": (re.compile(r"tcp://.+:\d{1,5}|ipc://.+"), "tcp://HOST:PORT"),
     "replay": (re.compile(r"tcp://.+:\d{1,5}|ipc://.+"), "tcp://HOST:PORT"),
     "block-size": (re.compile(r"[1-9][0-9]{0,6}"), "a number of tokens"),
+    "role": (re.compile("both|prefill|decode"), "both, prefill or decode"),
+    "bootstrap-port": (re.compile(r"[0-9]{1,5}"), "a port"),
+    "kv-address": (re.compile(r".+:[0-9]{1,5}"), "HOST:PORT"),
     "whole": (re.compile("|".join(SWITCHES)), "true or false"),
 }
 # 0.0.0.0 as a destination is the loopback, too; the addresses 127.x.y.z stay different
@@ -115,4 +123,7 @@ def _checked(text: str, key: str, value: str) -> str:
     form, shown = _FORMS.get(key, (None, ""))
     if form is not None and not form.fullmatch(value):
         raise ConfigError(f"--engine {text!r}: {key}={value}: use {shown}")
-    return value
+    try:
+        return read_connector(value) if key == "connector" else value
+    except ConfigError as error:
+        raise ConfigError(f"--engine {text!r}: {error}") from None

@@ -17,6 +17,14 @@ from kvrouter.worker.zmq.sockets import EventEndpoints
 # Every heartbeat carries them.
 MOST_METRICS = 16
 _MOST_ID_CHARACTERS = 64
+BOTH, PREFILL, DECODE = "both", "prefill", "decode"
+# Ways to hand KV blocks over that routers serve, and why they do not serve the others.
+CONNECTORS = ("nixl", "example")
+_NOT_SERVED = {
+    "nixl-push": "not served: a second use of its parameters hangs both engines (vLLM 0.33)",
+    **dict.fromkeys(("mooncake", "lmcache", "moriio", "offload-p2p", "sglang"), "not served yet"),
+}
+_ADDRESS = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]{1,253}):([0-9]{1,5})")
 _METRIC = re.compile(r"([A-Za-z_]\w{0,63})=([A-Za-z_:][\w:]{0,199})", re.ASCII)
 
 
@@ -50,7 +58,13 @@ class AgentOptions:
     state_file: Path | None = None
     state_every_s: float = 10.0
     kv_repair: bool = True
-    # Whether the engine computes whole requests, where it has a connector to others; None: as it says itself.
+    # Which part of a request the engine computes; None: as it says itself. See Card for these five.
+    role: str | None = None
+    kv_connector: str = ""
+    bootstrap_port: int = 0
+    kv_address: str = ""
+    kv_hash: str = ""
+    # Whether the role is `both` where the engine does not tell; False: half of a pair, which is not used.
     whole: bool | None = None
     drain_timeout_s: float = 300.0
 
@@ -61,6 +75,24 @@ def check_url(flag: str, url: str) -> None:
         raise ConfigError(f"{flag}: {problem}")
     if url.rstrip("/").endswith("/v1"):  # the base URL of an OpenAI client: /v1 is in each request's path
         raise ConfigError(f"{flag} {url!r}: give the server's URL without /v1")
+
+
+def read_connector(text: str) -> str:
+    """The name of a connector that is served. Raises ConfigError."""
+    known = " or ".join(CONNECTORS)
+    if text in CONNECTORS:
+        return text
+    if reason := _NOT_SERVED.get(text):
+        raise ConfigError(f"connector {text!r} is {reason}; use {known}")
+    raise ConfigError(f"connector {text[:64]!r} is unknown; use {known}")
+
+
+def read_address(text: str) -> str:
+    """HOST:PORT. Raises ValueError."""
+    match = _ADDRESS.fullmatch(text)
+    if match is None or not 0 < int(match[1]) <= 65535:
+        raise ValueError("must be HOST:PORT")
+    return text
 
 
 def worker_id_of(url: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from socket import gethostname
+from typing import Literal
 
 from kvrouter.bus.addresses import reachable
 from kvrouter.config import CommonOptions, read_identifier, read_key
@@ -17,6 +18,8 @@ from kvrouter.tls import trusting
 from kvrouter.worker.options import (
     AgentOptions,
     check_url,
+    read_address,
+    read_connector,
     read_endpoints,
     read_metrics,
     worker_id_of,
@@ -51,13 +54,25 @@ class EngineSettings(Settings):
         is_top=True,
     )
     engine_api_key_file: Path | None = setting(None, "bearer token for the engine", is_top=True)
+    role: Literal["both", "prefill", "decode"] | None = setting(
+        None, "which part of a request the engine computes", default_text="as the engine says, else both"
+    )
+    kv_connector: str | None = setting(
+        None,
+        "how it hands over KV blocks: nixl or example",
+        metavar="NAME",
+        read=read_connector,
+        default_text="as the engine says",
+    )
+    bootstrap_port: int = setting(0, "port of its connector", metavar="PORT", least=0, most=65535)
+    kv_address: str | None = setting(None, "address of its connector", metavar="HOST:PORT", read=read_address)
+    kv_hash: str = setting("", "hands over only to engines with the same text", metavar="TEXT")
     whole: bool | None = setting(
         None,
-        "whether the engine computes whole requests; off: it is half of a prefill/decode pair, and not used. "
-        "For a vLLM with a connector to other engines that does not say its kv_role",
+        "former --role: on is both; off: half of a pair, not used",
         old=("--whole-requests", "--no-whole-requests"),
         variable="KVROUTER_WHOLE_REQUESTS",
-        default_text="on, unless the engine says that it is half of a pair",
+        default_text="--role",
     )
     worker_tls_ca: Path | None = setting(
         None, "authorities of the engine's certificate (https:// URL), trusted in addition to the system's"
@@ -182,6 +197,11 @@ class WorkerSettings(CommonOptions):
             probe_s=card.probe_s,
             state_file=_writable(card.state_file),
             kv_repair=card.kv_repair,
+            role=engine.role,
+            kv_connector=engine.kv_connector or "",
+            bootstrap_port=engine.bootstrap_port,
+            kv_address=engine.kv_address or "",
+            kv_hash=engine.kv_hash,
             whole=engine.whole,
             drain_timeout_s=card.drain_timeout_s,
         )

@@ -26,7 +26,8 @@ LARGER = {
     "ReferenceEngine": 305,
 }  # fmt: skip
 FILES = 25
-LINES = 68_300
+# 200 of them for roles: prefill and decode apart.
+LINES = 68_400
 COMMENTS = 28.8
 # Of docs/, as `wc -w` counts them, without the changes of the next release.
 DOC_WORDS = 60_000

@@ -348,6 +348,14 @@ async def test_own_statistics(fleet_of: FleetOf) -> None:
         assert ({"preempted": 7.0}, ("a",)) == (candidate.metrics, candidate.loaded_loras)
 
 
+async def test_roles(fleet_of: FleetOf) -> None:
+    """/workers has each worker's role and connector."""
+    async with fleet_of(role="both", kv_connector="nixl") as fleet:
+        rows = (await fleet.get("/workers")).json["targets"]
+
+    assert {("both", "nixl")} == {(row["role"], row["kv_connector"]) for row in rows}
+
+
 async def test_models(fleet_of: FleetOf) -> None:
     """/v1/models lists every name once, adapters with their parent."""
     async with fleet_of(

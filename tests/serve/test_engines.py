@@ -17,6 +17,7 @@ def test_every_key() -> None:
     """Each key is a flag of the agent."""
     spec = read_engine(
         "http://e:1,kv=tcp://e:2,replay=tcp://e:3,id=w,topic=kv@e@m,model=m,block-size=32,whole=true,"
+        "role=prefill,connector=nixl,bootstrap-port=8998,kv-address=e:4,kv-hash=h,"
         "label.zone=a,label.node=n=1"
     )
 
@@ -29,6 +30,11 @@ def test_every_key() -> None:
         "--model=m",
         "--kv-cache-block-size=32",
         "--whole=true",
+        "--role=prefill",
+        "--kv-connector=nixl",
+        "--bootstrap-port=8998",
+        "--kv-address=e:4",
+        "--kv-hash=h",
         "--label=zone=a",
         "--label=node=n=1",
     ] == spec.flags()
@@ -51,6 +57,11 @@ def test_every_key() -> None:
         ("http://e:1/a?b=c,kv=tcp://e:2", "without a query or fragment"),
         ("http://e:1/a|b", "write it as %XX"),
         ("http://e:1,whole=perhaps", "use true or false"),
+        ("http://e:1,role=prefiller", "use both, prefill or decode"),
+        ("http://e:1,connector=mooncake", "not served yet; use nixl or example"),
+        ("http://e:1,connector=p2pnccl", "unknown; use nixl or example"),
+        ("http://e:1,bootstrap-port=x", "use a port"),
+        ("http://e:1,kv-address=e", "use HOST:PORT"),
         ("http://e:1,block-size=0", "use a number of tokens"),
         ("http://e:1,block-size=many", "use a number of tokens"),
         ("http://e:1,kv", "not key=value"),

@@ -29,6 +29,8 @@ SAMPLES = {
     "ignore": ["nats.slow", "clock.skew"],
     "imbalanced-threshold": ["10", "2.5", "inf"],
     "kv-replay": ["w=tcp://a:1", "w=tcp://a:1,tcp://a:2"],
+    "kv-address": ["a:1", "[::1]:5710"],
+    "kv-connector": ["nixl", "example"],
     "label": ["zone=a", "zone=a=b"],
     "live": ["http://a:1", "https://a:1"],
     "load": ["0.5", "0.5,1.5"],

@@ -108,6 +108,17 @@ def test_whole(tmp_path: Path, flags: tuple[str, ...], key: str, whole: bool | N
     assert whole is read(path, *flags).agents[0].whole
 
 
+def test_roles(tmp_path: Path) -> None:
+    """Each entry has its half of a pair."""
+    entry = "[[engine]]\nengine-url = 'http://{0}'\nrole = '{0}'\nkv-connector = 'nixl'\nbootstrap-port = 1\n"
+    path = written(tmp_path, entry.format("prefill") + entry.format("decode"))
+
+    agents = read(path, "--role=both", "--whole").agents
+
+    assert ["prefill", "decode"] == [agent.role for agent in agents]
+    assert {("nixl", 1)} == {(agent.kv_connector, agent.bootstrap_port) for agent in agents}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

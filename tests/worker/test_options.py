@@ -120,6 +120,48 @@ def test_whole(flags: tuple[str, ...], whole: bool | None) -> None:
     assert whole is read(*flags).whole
 
 
+PAIR = ("--role=prefill", "--kv-connector=nixl", "--kv-address=[::1]:5710")
+
+
+@pytest.mark.parametrize(
+    ("flags", "shown"),
+    [
+        ((), (None, "", 0, "", "")),
+        (("--role=both", "--whole"), ("both", "", 0, "", "")),
+        ((*PAIR, "--bootstrap-port=8998", "--kv-hash=a"), ("prefill", "nixl", 8998, "[::1]:5710", "a")),
+    ],
+)
+def test_roles(flags: tuple[str, ...], shown: tuple[str | None, str, int, str, str]) -> None:
+    """The half of a prefill/decode pair, and how it hands over."""
+    options = read(*flags)
+
+    assert shown == (
+        options.role,
+        options.kv_connector,
+        options.bootstrap_port,
+        options.kv_address,
+        options.kv_hash,
+    )
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--role=prefil", "must be both, prefill or decode; did you mean"),
+        ("--kv-connector=nixl-push", "'nixl-push' is not served: a second use of its parameters hangs"),
+        ("--kv-connector=mooncake", "'mooncake' is not served yet; use nixl or example"),
+        ("--kv-connector=p2pnccl", "'p2pnccl' is unknown; use nixl or example"),
+        ("--kv-connector=", "'' is unknown"),
+        ("--bootstrap-port=65536", "--bootstrap-port"),
+        *((f"--kv-address={text}", "must be HOST:PORT") for text in ("", "h", "h:0", "h:65536", "u@h:1")),
+    ],
+)
+def test_bad_roles(flag: str, said: str) -> None:
+    """A wrong value is refused with the right ones."""
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        read(flag)
+
+
 @pytest.mark.parametrize("flag", ["--engine-url", "--advertise-url"])
 @pytest.mark.parametrize("scheme", ["http", "https", "ftp"])
 @pytest.mark.parametrize("user", ["u:secret", "secret", "u:se/cret"])

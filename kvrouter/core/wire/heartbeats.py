@@ -93,9 +93,10 @@ class Card(Struct, frozen=True, kw_only=True):
     tokenizer: Line = ""
     # of the program that announces the worker; empty: it reports none
     agent_version: Text = ""
-    # "both", "prefill" or "decode" (core/fleet/split.py)
+    # which part of a request it computes: "both", "prefill" or "decode"; another word is a newer agent's
     role: Text = "both"
-    kv_connector: Text = ""  # by which KV blocks are handed over
+    # how it hands blocks over to the other half of a pair, and where that happens; empty or 0: not known
+    kv_connector: Text = ""
     bootstrap_port: Amount = 0
     kv_address: Text = ""
     # what must be equal on both sides of a hand-over, besides engine, version and block size

@@ -333,6 +333,8 @@ def _target(pool: Pool, worker: Worker, target: Target, reader: FeedReader | Non
         "rank": target.rank,
         "url": worker.card.url,
         "engine": f"{worker.card.engine} {worker.card.engine_version}".strip(),
+        "role": worker.card.role,
+        "kv_connector": worker.card.kv_connector,
         "state": "silent" if worker.silent else worker.state,
         "refused": "",  # always empty; kept for programs that read it
         "block_size": worker.card.block_size,

@@ -40,8 +40,7 @@ class MockerConfig(Settings):
     topic: str = setting("", "ZMQ topic of the events")
     event_shape: str = setting(
         "map",
-        "shape of the events: map as in vLLM 0.32, array as in vLLM up to 0.23, map-0.33 as in 0.33 with "
-        "EAGLE, whose blocks are named by the token behind them, too",
+        "shape of the events: map as in vLLM 0.32, array up to 0.23, map-0.33 with EAGLE",
         choices=EVENT_SHAPES,
     )
     model_name: str = setting(

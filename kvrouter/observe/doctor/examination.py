@@ -323,7 +323,9 @@ class Examination:
             good["agent"] = (
                 f"{counted(len(listener.workers), 'agent')}, heartbeats every {every} s, all ranks whole"
             )
-            good["engine"] = f"{counted(len(engines), 'engine')} met, serving the models of the cards"
+            roles = Counter(card.role for card in listener.cards().values())
+            parts = "".join(f", {roles[role]} {role}" for role in ("prefill", "decode") if roles[role])
+            good["engine"] = f"{counted(len(engines), 'engine')} met, serving the models of the cards{parts}"
             feeds = counted(len(listener.feeds), "feed")
             good["events"] = f"{frames} of {feeds} while listening, none missing"
         if replicas:

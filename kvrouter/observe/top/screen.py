@@ -155,7 +155,7 @@ def _table(rows: Sequence[TopRow], choices: Choices, width: int | None, selected
 
 _CELLS: dict[Column, tuple[str, Callable[[TopRow], str]]] = {
     "target": ("target", lambda row: ("! " if row.fact.problems or row.differs else "") + row.name),
-    "state": ("state", lambda row: row.state),
+    "state": ("state", lambda row: row.state + row.part),
     "requests": ("in flight", lambda row: str(row.fact.requests)),
     "waiting": ("engine run+wait", lambda row: _load(row.fact.running, row.fact.waiting)),
     "charged": ("prefill tokens", lambda row: f"{row.fact.charged_prefill_tokens:,}"),
@@ -200,7 +200,7 @@ def _detail(row: TopRow) -> list[str]:
     capacity = f" of {fact.total_blocks:,}" if fact.total_blocks else ""
     return [
         "",
-        f"{row.name}   {fact.engine}   {fact.url}   pool {fact.pool}",
+        f"{row.name}{row.part}   {fact.engine}   {fact.url}   pool {fact.pool}",
         f"active blocks {fact.active_blocks:,}{capacity}; {feed}",
         f"{row.answers:,} answers, {row.errors:,} errors; {cached}",
         *[f"! {text}" for text in (row.differs, *fact.problems) if text],

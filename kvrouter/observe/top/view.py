@@ -88,6 +88,11 @@ class TopRow:
     def state(self) -> str:
         return self.fact.state if self.fact.eligible or self.fact.state != "up" else "not eligible"
 
+    @property
+    def part(self) -> str:
+        """Its role, behind a comma, if it serves only a part of requests."""
+        return "" if self.fact.role == "both" else f", {self.fact.role[:16]}"
+
 
 @dataclass(frozen=True, slots=True)
 class Facts:
@@ -263,4 +268,5 @@ def _natural(name: str) -> list[str | int]:
 
 
 def _searched(row: TopRow) -> str:
-    return " ".join([row.name, row.fact.pool, row.state, row.differs, *row.fact.problems]).casefold()
+    texts = [row.name, row.fact.pool, row.state, row.part, row.differs, *row.fact.problems]
+    return " ".join(texts).casefold()

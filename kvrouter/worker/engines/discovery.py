@@ -28,7 +28,7 @@ from kvrouter.worker.engines.sglang import SglangAdapter, learn_sglang
 from kvrouter.worker.engines.tensorrt import OWNER, TensorrtAdapter, learn_tensorrt
 from kvrouter.worker.engines.usual_ports import with_usual_events
 from kvrouter.worker.engines.vllm import CACHED_TOKENS_UNKNOWN, VllmAdapter, learn_vllm
-from kvrouter.worker.options import AgentOptions
+from kvrouter.worker.options import BOTH, AgentOptions
 
 log = structlog.get_logger()
 
@@ -60,10 +60,12 @@ def kind_named(name: str) -> EngineKind:
 
 async def learn(engine: EngineHttp, options: AgentOptions) -> EngineFacts:
     """Ask the engine what it is. Raises EngineError."""
-    if options.whole is False:
-        raise EngineError(half_of_a_pair("--no-whole", "leave that (whole=false) out if it computes them"))
+    if options.whole is False and options.role is None:
+        raise EngineError(half_of_a_pair("--no-whole", "give --role prefill or decode instead"))
     models = await engine.models()
     kind = kind_named(models.owner)
+    if kind is not _VLLM and options.role not in {None, BOTH}:
+        raise EngineError(f"--role {options.role}: pairs of {models.owner} are not served yet")
     engine.health_path = kind.health_path
     return await kind.learn(engine, models, options)
 

@@ -13,7 +13,7 @@ from kvrouter.version import __version__
 from kvrouter.worker.engines.endpoints import noted, settled_endpoints
 from kvrouter.worker.engines.http import Models
 from kvrouter.worker.engines.metrics import Scrape
-from kvrouter.worker.options import AgentOptions
+from kvrouter.worker.options import BOTH, AgentOptions
 from kvrouter.worker.zmq.sockets import EventEndpoints
 
 # vLLM and SGLang both read it.
@@ -28,7 +28,7 @@ class EngineFacts:
     directory or a name on a hub. `lacks` names missing settings, each with the flag that adds it.
     `assumed_block_size` counts as long as neither a flag, nor the metrics, nor an event shows the size.
     `has_metrics`: its metrics say something of its load or its blocks. `takes_token_ids`: see Card.
-    `takes_text`: it has a tokenizer, and takes more than token ids.
+    `takes_text`: it has a tokenizer, and takes more than token ids. `role`, `kv_connector`: see Card.
     """
 
     models: Models
@@ -45,6 +45,8 @@ class EngineFacts:
     has_metrics: bool = True
     takes_token_ids: bool = False
     takes_text: bool = True
+    role: str = BOTH
+    kv_connector: str = ""
 
     def block_size(self, options: AgentOptions, event_block_size: int = 0) -> int:
         """The larger of the engine's own size and that of its events.
@@ -118,6 +120,11 @@ def build_card(
         engine_started_at_us=min(round(scrape.started_s * 1e6), MOST_NUMBER),
         tokenizer=facts.tokenizer if facts.tokenizer.isprintable() and len(facts.tokenizer) <= 1024 else "",
         agent_version=__version__,
+        role=facts.role,
+        kv_connector=facts.kv_connector,
+        bootstrap_port=options.bootstrap_port,
+        kv_address=options.kv_address,
+        kv_hash=options.kv_hash,
     )
 
 

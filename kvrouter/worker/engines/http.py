@@ -55,12 +55,9 @@ def reason_of(error: EngineError) -> str:
     return "".join(one if one.isprintable() else "?" for one in str(error)[:_MOST_REASON])
 
 
-def half_of_a_pair(shown_by: str, remedy: str = "start it without that") -> str:
+def half_of_a_pair(shown_by: str, remedy: str) -> str:
     """Why an engine that only prefills or only decodes is not used."""
-    return (
-        f"the engine is one half of a prefill/decode pair ({shown_by}), and kvrouter sends whole requests: "
-        f"{remedy}"
-    )
+    return f"the engine is one half of a prefill/decode pair ({shown_by}): {remedy}"
 
 
 class EngineGoneError(EngineError):

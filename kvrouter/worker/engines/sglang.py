@@ -113,7 +113,8 @@ async def learn_sglang(engine: EngineHttp, models: Models, options: AgentOptions
     body = await engine.find_if_shown("server_info") or await engine.find_if_shown("get_server_info")
     info = read_server_info(body) if body is not None else None
     if info is not None and info.disaggregation_mode in {"prefill", "decode"}:
-        raise EngineError(half_of_a_pair(f"--disaggregation-mode {info.disaggregation_mode}"))
+        shown_by = f"--disaggregation-mode {info.disaggregation_mode}"
+        raise EngineError(half_of_a_pair(shown_by, "SGLang's are not served yet, start it without that"))
     scrape, _ = await engine.scrape_if_any()
     if info is None:
         return _facts_without_settings(models, scrape, options)

@@ -50,10 +50,10 @@ from kvrouter.worker.engines.http import (
     EngineGoneError,
     EngineHttp,
     Models,
-    half_of_a_pair,
     reason_of,
 )
 from kvrouter.worker.engines.metrics import Scrape
+from kvrouter.worker.engines.roles import settled
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.publisher import Sink
 from kvrouter.worker.zmq.sockets import EventEndpoints
@@ -520,10 +520,6 @@ NO_LOAD = (
 )
 NO_SERIES = "/metrics has no vllm:num_requests_running"
 _KEY = ", or give --engine-api-key-file"
-ROLE_UNKNOWN = (
-    "the role of its KV connector ({shown_by}) is unknown, and it is taken to compute whole requests: give "
-    "--whole (kvrouter serve: whole=true) if it does (kv_both), else --no-whole (whole=false)"
-)
 CACHING_OFF = "prefix caching is off: start vLLM with --enable-prefix-caching"
 CACHED_TOKENS_UNKNOWN = (
     "cached_tokens unknown, so predictions cannot be checked: start vLLM with --enable-prompt-tokens-details"
@@ -549,7 +545,9 @@ _decode_server_info = msgspec.json.Decoder(_ServerInfo).decode
 async def learn_vllm(engine: EngineHttp, models: Models, options: AgentOptions) -> EngineFacts:
     """Ask /metrics, /version, /server_info and /kv_event_sources. Raises EngineError."""
     scrape, why = await engine.scrape_if_any()
-    unclear = _role_lack(await _kv_transfer(engine), scrape, options)
+    config = await _kv_transfer(engine)
+    nixl = "NixlConnector" if scrape.has_nixl else ""
+    half = settled(config.kv_role, word(config.kv_connector or nixl), options)
     kind = "mocker" if models.owner == "mocker" else "vllm"
     host = urlsplit(options.engine_url).hostname or ""
     endpoints, unread = await _endpoints(engine, host, binds=kind == "mocker")
@@ -564,24 +562,15 @@ async def learn_vllm(engine: EngineHttp, models: Models, options: AgentOptions) 
         ranks=ranks,
         endpoints=endpoints or (),
         tokenizer=models.root,
-        lacks=tuple(filter(None, (*lacks, unclear))),
+        lacks=tuple(filter(None, (*lacks, half.lack))),
         assumed_block_size=DEFAULT_BLOCK_SIZE,
         has_metrics=bool(scrape.loads or scrape.block_size),
         takes_token_ids=reaches(version, since(kind).token_ids_of_chats) is True,
         # a mocker without a model directory reports its model's name as the root
         takes_text=kind != "mocker" or models.root not in models.served_names,
+        role=half.role,
+        kv_connector=half.connector,
     )
-
-
-def _role_lack(config: _KvTransfer, scrape: Scrape, options: AgentOptions) -> str:
-    """What is unclear of an engine with a connector to others. Raises EngineError for half of a pair."""
-    connector = config.kv_connector or ("NixlConnector" if scrape.has_nixl else "")
-    if config.kv_role in {"kv_producer", "kv_consumer"}:
-        shown_by = f"{word(connector or 'connector')}: kv_role {config.kv_role} in /server_info"
-        raise EngineError(half_of_a_pair(shown_by))
-    if config.kv_role == "kv_both" or not connector or options.whole is not None:
-        return ""
-    return ROLE_UNKNOWN.format(shown_by=word(connector))
 
 
 async def _kv_transfer(engine: EngineHttp) -> _KvTransfer:

@@ -65,7 +65,8 @@ def test_newer_heartbeat_is_understood() -> None:
 def test_card_of_an_older_agent() -> None:
     """A card without the later fields says nothing that its agent does not know."""
     raw = msgpack.unpackb(encode(WORKER))
-    for later in ("takes_token_ids", "lookahead", "speculates"):
+    pair = ("role", "kv_connector", "bootstrap_port", "kv_address", "kv_hash")
+    for later in ("takes_token_ids", "lookahead", "speculates", *pair):
         del raw[6][later]
 
     assert WORKER == decode_worker_beat(msgpack.packb(raw), W1)

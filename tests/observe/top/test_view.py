@@ -42,6 +42,14 @@ def test_since_an_earlier_answer() -> None:
     assert shown.facts.ttft_p50_s == pytest.approx(0.55)
 
 
+def test_roles() -> None:
+    """The role of half of a pair stands behind its state; the filter finds it."""
+    answer = fleet(target("w0", role="prefill"), target("w1"))
+    rows = arranged(view({A: Seen(answer)}).rows, "target", "prefill")
+
+    assert [("w0/0", "up", ", prefill")] == [(row.name, row.state, row.part) for row in rows]
+
+
 def test_the_last_minute() -> None:
     """Of many answers the one of a minute ago is subtracted; of few the first one."""
     history = History()

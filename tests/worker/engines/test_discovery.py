@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -351,63 +352,123 @@ async def test_half_of_a_pair_of_sglang(sglang: Recorded, mode: str) -> None:
     await sglang.learn()
     sglang.change("/server_info", disaggregation_mode=mode)
 
-    with pytest.raises(
-        EngineError, match=f"prefill/decode pair .--disaggregation-mode {mode}.*start it without"
-    ):
+    with pytest.raises(EngineError, match=f"pair .--disaggregation-mode {mode}.*SGLang's are not served"):
         await sglang.learn()
 
 
 NIXL = b'vllm:nixl_num_failed_transfers_total{engine="0"} 0.0\n'
-ROLES: list[tuple[bytes | None, bytes, str]] = [
-    (None, b"", "none"),
-    (None, NIXL, "unknown"),
-    (b"nonsense", NIXL, "unknown"),
-    (b'{"vllm_config": {"kv_transfer_config": null}}', NIXL, "unknown"),
-    (b'{"vllm_config": {"kv_transfer_config": {"kv_connector": "MooncakeConnector"}}}', b"", "unknown"),
-    (b'{"vllm_config": {"kv_transfer_config": {"kv_role": "kv_both"}}}', NIXL, "whole"),
-    (b'{"vllm_config": {"kv_transfer_config": {"kv_role": "kv_both", "kv_connector": "X"}}}', b"", "whole"),
-    *(
-        (b'{"vllm_config": {"kv_transfer_config": {"kv_role": "%s"}}}' % role, metrics, "half")
-        for role in (b"kv_producer", b"kv_consumer")
-        for metrics in (NIXL, b"")
-    ),
+
+
+def server_info(**config: str) -> bytes:
+    """What vLLM answers in dev mode."""
+    return msgspec.json.encode({"vllm_config": {"kv_transfer_config": config or None}})
+
+
+PREFILLS = server_info(kv_role="kv_producer", kv_connector="NixlConnector")
+DECODES = server_info(kv_role="kv_consumer", kv_connector="NixlPullConnector")
+SERVES_BOTH = server_info(kv_role="kv_both", kv_connector="ExampleConnector")
+BOTH: dict[str, Any] = {"role": "both"}
+HALF: dict[str, Any] = {"role": "decode", "kv_connector": "nixl"}
+ROLES: list[tuple[bytes | None, bytes, dict[str, Any], tuple[str, str, bool]]] = [
+    (None, b"", {}, ("both", "", False)),
+    (None, b"", BOTH, ("both", "", False)),
+    (None, b"", HALF, ("decode", "nixl", False)),
+    (None, NIXL, {}, ("both", "", True)),
+    (None, NIXL, BOTH, ("both", "nixl", False)),
+    (None, NIXL, {"whole": True}, ("both", "nixl", False)),
+    (None, NIXL, {"role": "prefill"}, ("prefill", "nixl", False)),
+    (None, NIXL, {"role": "prefill", "kv_connector": "example"}, ("prefill", "example", False)),
+    (b"nonsense", NIXL, {}, ("both", "", True)),
+    (server_info(), NIXL, {}, ("both", "", True)),
+    (server_info(kv_connector="MooncakeConnector"), b"", {}, ("both", "", True)),
+    (server_info(kv_connector="MooncakeConnector"), b"", BOTH, ("both", "mooncake", False)),
+    (server_info(kv_role="kv_both"), NIXL, {}, ("both", "nixl", False)),
+    (server_info(kv_role="kv_both", kv_connector="X"), b"", {}, ("both", "", False)),
+    (SERVES_BOTH, b"", {}, ("both", "example", False)),
+    (SERVES_BOTH, b"", {"role": "prefill"}, ("prefill", "example", False)),
+    (server_info(kv_role="kv_producer"), NIXL, {}, ("prefill", "nixl", False)),
+    (PREFILLS, b"", {}, ("prefill", "nixl", False)),
+    (PREFILLS, b"", {"role": "prefill"}, ("prefill", "nixl", False)),
+    (DECODES, b"", {}, ("decode", "nixl", False)),
+    (DECODES, NIXL, HALF | {"whole": False}, ("decode", "nixl", False)),
 ]
-"""What /server_info answers (None: 404), what the metrics have of a connector, and the role these show."""
+"""What /server_info answers (None: 404), metrics of a connector, flags; role, connector, whether it lacks."""
 
 
-@pytest.mark.parametrize(("info", "metrics", "role"), ROLES)
-@pytest.mark.parametrize("whole", [None, True, False])
+@pytest.mark.parametrize(("info", "metrics", "flags", "shown"), ROLES)
 async def test_roles_of_vllm(
-    vllm: Recorded, info: bytes | None, metrics: bytes, role: str, whole: bool | None
+    vllm: Recorded, info: bytes | None, metrics: bytes, flags: dict[str, Any], shown: tuple[str, str, bool]
 ) -> None:
-    """Half of a pair is refused: by its own word, which no flag changes, or by the flag. All others serve.
+    """Role and connector are those of the flags, else of the engine; the card has them.
 
-    An unknown role counts as whole, and `lacks` has the flags that settle it, unless one is given.
+    An unknown role counts as both, and `lacks` has the flag that settles it.
     """
     vllm.answers["/metrics"] += metrics
     if info is not None:
         vllm.answers["/server_info"] = info
-    options = replace(vllm.options, whole=whole)
+    options = replace(vllm.options, **flags)
 
-    if role == "half" or whole is False:
-        with pytest.raises(EngineError, match=r"prefill/decode pair .*: (start it without|leave that)"):
-            await vllm.learn(options)
-        return
-    lacks = (await vllm.learn(options)).lacks
-    assert [role == "unknown" and whole is None] == [bool(lacks)]
-    assert not lacks or "give --whole (kvrouter serve: whole=true)" in lacks[0]
+    facts = await vllm.learn(options)
+
+    lacks = [text for text in facts.lacks if "give --role both, prefill or decode" in text]
+    assert shown == (facts.role, facts.kv_connector, bool(lacks))
+    card = _card(replace(options, bootstrap_port=8998, kv_address="p:5710", kv_hash="h"), facts)
+    assert (*shown[:2], 8998, "p:5710", "h") == (
+        card.role,
+        card.kv_connector,
+        card.bootstrap_port,
+        card.kv_address,
+        card.kv_hash,
+    )
 
 
-@pytest.mark.parametrize("whole", [True, False])
-async def test_roles_of_sglang(sglang: Recorded, *, whole: bool) -> None:
-    """The flag holds for each kind of engine, and does not make a half a whole."""
-    options = replace(sglang.options, whole=whole)
-    with contextlib.nullcontext() if whole else pytest.raises(EngineError, match="--no-whole"):
-        await sglang.learn(options)
+@pytest.mark.parametrize(
+    ("info", "flags", "said"),
+    [
+        (None, {"role": "prefill"}, "role prefill without a connector: give --kv-connector nixl or example"),
+        (None, {"kv_connector": "nixl"}, "nixl without a role: give --role prefill or decode"),
+        (None, {"whole": False}, "pair .--no-whole.: give --role prefill or decode"),
+        (PREFILLS, HALF, "kv_role kv_producer in /server_info.: remove --role decode"),
+        (PREFILLS, BOTH, "remove --role both"),
+        (DECODES, {"whole": True}, "kv_role kv_consumer in /server_info.: remove --whole"),
+        (server_info(kv_role="kv_producer"), {}, "role prefill without a connector"),
+        (
+            server_info(kv_role="kv_producer", kv_connector="NixlPushConnector"),
+            {},
+            "role prefill.: connector 'nixl-push' is not served: a second use .* hangs both engines",
+        ),
+        (
+            server_info(kv_role="kv_consumer", kv_connector="MooncakeConnector"),
+            {},
+            "connector 'mooncake' is not served yet; use nixl or example",
+        ),
+        (
+            server_info(kv_role="kv_consumer", kv_connector="P2pNcclConnector"),
+            {},
+            "connector 'P2pNcclConnector' is unknown; use nixl or example",
+        ),
+    ],
+)
+async def test_refused_halves(vllm: Recorded, info: bytes | None, flags: dict[str, Any], said: str) -> None:
+    """Half of a pair that nobody can use is refused with what to change."""
+    if info is not None:
+        vllm.answers["/server_info"] = info
+
+    with pytest.raises(EngineError, match=said):
+        await vllm.learn(replace(vllm.options, **flags))
+
+
+async def test_roles_of_sglang(sglang: Recorded) -> None:
+    """Pairs of other engines are refused, by the flags and by their own mode."""
+    for flags in (BOTH, {"whole": True}):
+        assert "both" == (await sglang.learn(replace(sglang.options, **flags))).role
+    for flags, said in ((HALF, "--role decode: pairs of sglang"), ({"whole": False}, "--no-whole")):
+        with pytest.raises(EngineError, match=said):
+            await sglang.learn(replace(sglang.options, **flags))
 
     sglang.change("/server_info", disaggregation_mode="decode")
     with pytest.raises(EngineError, match="prefill/decode pair"):
-        await sglang.learn(options)
+        await sglang.learn(replace(sglang.options, whole=True))
 
 
 HTML = b"<!doctype html><html><body>It works</body></html>"

@@ -20,7 +20,8 @@ let squares = new Map();
 
 const name = (row) => `${row.worker}/${row.rank}`;
 const key = (row) => `${row.pool} ${name(row)}`;
-const state = (row) => (row.eligible ? row.state : `${row.state}, not eligible`);
+const part = (row) => ((row.role ?? "both") === "both" ? "" : `, ${row.role}`);
+const state = (row) => row.state + (row.eligible ? "" : ", not eligible") + part(row);
 const ratio = (part, whole) => (whole > 0 ? part / whole : null);
 
 // What a counter of a target has grown by in the last minute.

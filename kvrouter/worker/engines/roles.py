@@ -1,0 +1,66 @@
+"""Which part of a request an engine computes, and the KV connector with which it hands over its blocks.
+
+--role, --kv-connector ───────────────┐
+kv_role, kv_connector of the engine ──┼──settled──> Half, or EngineError
+vllm:nixl_… in its metrics ───────────┘
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrouter.errors import ConfigError
+from kvrouter.worker.engines.http import EngineError, half_of_a_pair
+from kvrouter.worker.options import BOTH, CONNECTORS, DECODE, PREFILL, AgentOptions, read_connector
+
+# vLLM's class of each connector, as `kv_connector` of its configuration names it: 0.33's, and a former name.
+_CLASSES = {
+    "NixlConnector": "nixl", "NixlPullConnector": "nixl", "NixlPushConnector": "nixl-push",
+    "MooncakeConnector": "mooncake", "LMCacheConnectorV1": "lmcache", "MoRIIOConnector": "moriio",
+    "ExampleConnector": "example", "SharedStorageConnector": "example",
+}  # fmt: skip
+_ROLES = {"kv_producer": PREFILL, "kv_consumer": DECODE, "kv_both": BOTH}
+ROLE_UNKNOWN = (
+    "the role of its KV connector ({shown_by}) is unknown, and it is taken to compute whole requests: give "
+    "--role both, prefill or decode (kvrouter serve: role=both)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """The role of an engine and its connector, as the card has them. `lack`: what is unclear."""
+
+    role: str = BOTH
+    connector: str = ""
+    lack: str = ""
+
+
+def settled(kv_role: str, kv_connector: str, options: AgentOptions) -> Half:
+    """The half that flags and a vLLM engine name together; flags go first. Raises EngineError.
+
+    `kv_role`, `kv_connector`: as in vLLM's configuration; empty: the engine does not tell.
+    """
+    told = _ROLES.get(kv_role)
+    role = options.role or (BOTH if options.whole else told)
+    if told in {PREFILL, DECODE} and role != told:
+        flag = f"--role {options.role}" if options.role else "--whole"
+        shown_by = f"kv_role {kv_role} in /server_info"
+        raise EngineError(half_of_a_pair(shown_by, f"remove {flag}, or start it without that"))
+    connector = options.kv_connector or _CLASSES.get(kv_connector, "")
+    if role is None and options.kv_connector:
+        raise EngineError(f"--kv-connector {connector} without a role: give --role prefill or decode")
+    if role is None:
+        return Half(lack=ROLE_UNKNOWN.format(shown_by=kv_connector) if kv_connector else "")
+    if role != BOTH:
+        _check_served(role, connector or kv_connector)
+    return Half(role, connector)
+
+
+def _check_served(role: str, connector: str) -> None:
+    if not connector:
+        known = " or ".join(CONNECTORS)
+        raise EngineError(f"role {role} without a connector: give --kv-connector {known}")
+    try:
+        read_connector(connector)
+    except ConfigError as error:
+        raise EngineError(half_of_a_pair(f"role {role}", str(error))) from None
