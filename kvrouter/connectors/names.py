@@ -1,4 +1,4 @@
-"""The connectors that are served, by the name on a worker's card; and why others are not."""
+"""The connectors that are served, by the name on a worker's card."""
 
 from __future__ import annotations
 

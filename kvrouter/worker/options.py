@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvrouter.bus import NatsOptions
+from kvrouter.core.wire.heartbeats import CONNECTORS
 from kvrouter.core.wire.values import url_error
 from kvrouter.errors import ConfigError
 from kvrouter.worker.zmq.sockets import EventEndpoints
@@ -17,9 +18,7 @@ from kvrouter.worker.zmq.sockets import EventEndpoints
 # Every heartbeat carries them.
 MOST_METRICS = 16
 _MOST_ID_CHARACTERS = 64
-BOTH, PREFILL, DECODE = "both", "prefill", "decode"
-# Ways to hand KV blocks over that routers serve, and why they do not serve the others.
-CONNECTORS = ("nixl", "example")
+# Why other ways to hand KV blocks over than these are not served.
 _NOT_SERVED = {
     "nixl-push": "not served: a second use of its parameters hangs both engines (vLLM 0.33)",
     **dict.fromkeys(("mooncake", "lmcache", "moriio", "offload-p2p", "sglang"), "not served yet"),

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from kvrouter.core.fleet.pool import Pool
-from kvrouter.core.fleet.split import DECODE
 from kvrouter.core.fleet.sync_feed import SyncFeed
 from kvrouter.core.routing.breaker import CircuitBreakers
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment, RoutingTables
@@ -26,6 +25,7 @@ from kvrouter.core.tables.bookings import Booking, add_request
 from kvrouter.core.tables.prefill_speeds import Calibration
 from kvrouter.core.tables.text_index import sent_text
 from kvrouter.core.wire.hashes import pack_hashes
+from kvrouter.core.wire.heartbeats import DECODE
 from kvrouter.core.wire.ids import BookingKey, RouterId, Target
 from kvrouter.core.wire.ops import (
     MAX_BOOKING_HASHES,

@@ -19,14 +19,14 @@ from msgspec.structs import replace
 
 from kvrouter.core.fleet.block_size import PoolBlockSize, others_note
 from kvrouter.core.fleet.places import OWN, place_of
-from kvrouter.core.fleet.split import BOTH, Split, refusal, split_of
+from kvrouter.core.fleet.split import Split, refusal, split_of
 from kvrouter.core.routing.candidates import Candidates, Roster, form_candidates, unnamed_blocks
 from kvrouter.core.routing.policy import Prompt, RouteRequest
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.approx import DEFAULT_TTL_S, ApproxIndex
 from kvrouter.core.tables.block_index import BlockIndex, IndexBounds
 from kvrouter.core.tables.bookings import BookedBudget, BookingTable
-from kvrouter.core.wire.heartbeats import Card, WorkerBeat
+from kvrouter.core.wire.heartbeats import BOTH, Card, WorkerBeat
 from kvrouter.core.wire.ids import PoolId, Target, WorkerId
 from kvrouter.errors import counted
 from kvrouter.settings.declare import Settings, setting

@@ -22,8 +22,9 @@ from kvrouter.core.feeds.lease import DEFAULT_ROUNDS
 from kvrouter.core.fleet.block_size import NAMED_MOST
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.router import Router
-from kvrouter.core.fleet.split import BOTH, refusal
+from kvrouter.core.fleet.split import refusal
 from kvrouter.core.routing.worker import Worker
+from kvrouter.core.wire.heartbeats import BOTH
 from kvrouter.core.wire.ids import PoolId
 from kvrouter.errors import BadRequestError, NoWorkersError, UnknownModelError
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from kvrouter.core.fleet.block_size import NAMED_MOST
 from kvrouter.core.fleet.own_bookings import OwnBooking, OwnBookings
 from kvrouter.core.fleet.pool import Pool
-from kvrouter.core.fleet.split import DECODE, PREFILL, refusal
+from kvrouter.core.fleet.split import refusal
 from kvrouter.core.fleet.sync_feed import SyncFeed
 from kvrouter.core.routing.admission import AdmissionQueue
 from kvrouter.core.routing.breaker import CircuitBreakers
@@ -32,7 +32,7 @@ from kvrouter.core.tables.deadly_prompts import DeadlyPrompts
 from kvrouter.core.tables.early_ops import EarlyBudget, EarlyOps
 from kvrouter.core.tables.ghosts import Reuse
 from kvrouter.core.tables.predictions import PredictionTable
-from kvrouter.core.wire.heartbeats import Card
+from kvrouter.core.wire.heartbeats import DECODE, PREFILL, Card
 from kvrouter.core.wire.ids import BookingKey, RouterId, Target, WorkerId
 from kvrouter.errors import NoWorkersError, counted
 

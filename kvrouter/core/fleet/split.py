@@ -16,11 +16,8 @@ from typing import TypeAlias
 from msgspec import Struct
 
 from kvrouter.core.routing.worker import Worker
-from kvrouter.core.wire.heartbeats import Card
+from kvrouter.core.wire.heartbeats import BOTH, CONNECTORS, DECODE, PREFILL, Card
 from kvrouter.core.wire.ids import Target
-
-BOTH, PREFILL, DECODE = "both", "prefill", "decode"
-ROLES = (BOTH, PREFILL, DECODE)
 
 _Key: TypeAlias = tuple[object, ...]
 
@@ -64,7 +61,7 @@ def split_of(targets: Mapping[Target, Worker], labels: Sequence[str], *, refuses
 def _islands(workers: Sequence[Worker], labels: Sequence[str]) -> Iterator[Island]:
     found: dict[_Key, Island] = {}
     for place, worker in enumerate(workers):
-        if worker.card.role in {PREFILL, DECODE}:
+        if worker.card.role in {PREFILL, DECODE} and worker.card.kv_connector in CONNECTORS:
             island = found.setdefault(_key(worker.card, labels), Island([], []))
             (island.prefill if worker.card.role == PREFILL else island.decode).append(place)
     for island in found.values():
@@ -80,7 +77,8 @@ def _key(card: Card, labels: Sequence[str]) -> _Key:
 def refusal(card: Card) -> str:
     """Why a worker serves no whole request."""
     if card.role == PREFILL:
-        return "computes prompts only (role prefill)"
+        lack = "" if card.kv_connector in CONNECTORS else f", {card.kv_connector!r} is not served"
+        return f"computes prompts only (role prefill{lack})"
     if card.role == DECODE:
         return "has no prefill worker (--pd-fallback refuse)"
     return f"has role {card.role!r}, which this version does not know"

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from kvrouter.core.feeds.sinks import SyncSink
 from kvrouter.core.feeds.source import FeedSource
 from kvrouter.core.fleet.pool import Pool
-from kvrouter.core.fleet.split import PREFILL
 from kvrouter.core.routing.builtin_policy import RoutingTables
 from kvrouter.core.tables.bookings import Booking, UnseenBookings, booking_ops
 from kvrouter.core.tables.claimed_losses import ClaimedLosses
@@ -24,6 +23,7 @@ from kvrouter.core.tables.early_ops import EarlyOps
 from kvrouter.core.tables.ghosts import Reuse
 from kvrouter.core.tables.text_index import KeptTexts
 from kvrouter.core.wire.hashes import hashes_of, pack_hashes
+from kvrouter.core.wire.heartbeats import PREFILL
 from kvrouter.core.wire.ids import PromptHash, RouterId, Target, WorkerId
 from kvrouter.core.wire.ops import (
     ApproxEntry,

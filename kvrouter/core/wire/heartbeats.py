@@ -46,6 +46,11 @@ MOST_SHARED_NAMES = 64
 _Texts = Annotated[tuple[Text, ...], Meta(max_length=MOST_NAMES)]
 
 
+BOTH, PREFILL, DECODE = "both", "prefill", "decode"
+# Ways to hand KV blocks over that routers serve (kvrouter/connectors).
+CONNECTORS = ("nixl", "example")
+
+
 class Card(Struct, frozen=True, kw_only=True):
     """A worker's description; it changes rarely.
 

@@ -22,7 +22,7 @@ from kvrouter.bodies.edits import with_field, with_report_mode
 from kvrouter.connectors import decode_body, prefill_body
 from kvrouter.connectors.names import SERVED
 from kvrouter.core.fleet.router import Placement
-from kvrouter.core.fleet.split import DECODE
+from kvrouter.core.wire.heartbeats import DECODE
 from kvrouter.core.wire.ids import Target
 from kvrouter.errors import (
     KvRouterError,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import structlog
 
+from kvrouter.core.wire.heartbeats import BOTH
 from kvrouter.engine_versions import reaches, since
 from kvrouter.long_wait import LongWait
 from kvrouter.worker.engines.adapter import Adapter
@@ -28,7 +29,7 @@ from kvrouter.worker.engines.sglang import SglangAdapter, learn_sglang
 from kvrouter.worker.engines.tensorrt import OWNER, TensorrtAdapter, learn_tensorrt
 from kvrouter.worker.engines.usual_ports import with_usual_events
 from kvrouter.worker.engines.vllm import CACHED_TOKENS_UNKNOWN, VllmAdapter, learn_vllm
-from kvrouter.worker.options import BOTH, AgentOptions
+from kvrouter.worker.options import AgentOptions
 
 log = structlog.get_logger()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kvrouter.core.wire.heartbeats import Card
+from kvrouter.core.wire.heartbeats import BOTH, Card
 from kvrouter.core.wire.ops import TIERS
 from kvrouter.core.wire.values import MOST_NAMES, MOST_NUMBER, MOST_TEXT_CHARACTERS
 from kvrouter.engine_versions import reaches, since
@@ -13,7 +13,7 @@ from kvrouter.version import __version__
 from kvrouter.worker.engines.endpoints import noted, settled_endpoints
 from kvrouter.worker.engines.http import Models
 from kvrouter.worker.engines.metrics import Scrape
-from kvrouter.worker.options import BOTH, AgentOptions
+from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.zmq.sockets import EventEndpoints
 
 # vLLM and SGLang both read it.

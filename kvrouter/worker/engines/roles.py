@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvrouter.core.wire.heartbeats import BOTH, CONNECTORS, DECODE, PREFILL
 from kvrouter.errors import ConfigError
 from kvrouter.worker.engines.http import EngineError, half_of_a_pair
-from kvrouter.worker.options import BOTH, CONNECTORS, DECODE, PREFILL, AgentOptions, read_connector
+from kvrouter.worker.options import AgentOptions, read_connector
 
 # vLLM's class of each connector, as `kv_connector` of its configuration names it: 0.33's, and a former name.
 _CLASSES = {

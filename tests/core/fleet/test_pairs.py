@@ -14,16 +14,23 @@ from kvrouter.core.fleet.router import Placement, Router, RouterRules
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.tables.bookings import Service
 from kvrouter.core.tables.transfers import FAILURES_MOST, PAIRS_MOST, REST_S, Transfers
+from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import RouterId, Target, WorkerId
 from kvrouter.core.wire.ops import AddRequest, FirstByte, Free, MarkPrefillCompleted, Op, decode_frame
 from kvrouter.errors import NoWorkersError
 from kvrouter.policies.baseline import RoundRobin
 from kvrouter.policies.kv import Kv
-from tests.core.worlds import book, card, chain_from, new_pool, prompt, request
+from tests.core import worlds
+from tests.core.worlds import book, chain_from, new_pool, prompt, request
 
 CHAIN = chain_from(1000, 200)
 TOKENS = 3205
 P1, P2, D1, D2, B1 = [Target(WorkerId(name), 0) for name in ("p1", "p2", "d1", "d2", "b1")]
+
+
+def card(worker_id: str, role: str = "both", **facts: Any) -> Card:
+    """A worker with connector nixl."""
+    return worlds.card(worker_id, role=role, kv_connector="nixl", **facts)
 
 
 def split_pool(*cards: Any, **settings: Any) -> Pool:
