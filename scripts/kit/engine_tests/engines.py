@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 import zmq
@@ -56,6 +57,7 @@ class EngineTest:
     adapters: dict[str, Path]
     num_blocks: int
     name: str = "tiny"
+    load_format: str = "dummy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +80,14 @@ def find_program(kind: Kind, directory: Path) -> Path:
     return program.absolute()
 
 
-async def start_engine(fleet: Fleet, test: EngineTest, number: int) -> Engine:
-    """Start one engine; it answers after about 20 s."""
+async def start_engine(
+    fleet: Fleet,
+    test: EngineTest,
+    number: int,
+    flags: Sequence[str] = (),
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Engine:
+    """Start one engine, with more flags; it answers after about 20 s."""
     port, events, replay = free_ports(3)
     engine = Engine(
         f"{test.kind}-{number}",
@@ -95,7 +103,8 @@ async def start_engine(fleet: Fleet, test: EngineTest, number: int) -> Engine:
         "topic": f"kv@127.0.0.1:{port}@{test.name}",
     }
     command = _vllm if test.kind == "vllm" else _sglang
-    await fleet.start(engine.name, command(test, port, kv_events), env=_environment(test))
+    whole = [*command(test, port, kv_events), *flags]
+    await fleet.start(engine.name, whole, env=_environment(test) | dict(environment))
     return engine
 
 
@@ -126,8 +135,8 @@ def _sglang(test: EngineTest, port: int, kv_events: Mapping[str, object]) -> lis
 def _vllm(test: EngineTest, port: int, kv_events: Mapping[str, object]) -> list[str]:
     return [
         str(test.program), "serve", str(test.model_path), "--served-model-name", test.name,
-        "--host", "127.0.0.1", "--port", str(port), "--load-format", "dummy", "--dtype", "float32",
-        "--enforce-eager", "--enable-prefix-caching", "--block-size", str(BLOCK_SIZE),
+        "--host", "127.0.0.1", "--port", str(port), "--load-format", test.load_format,
+        "--dtype", "float32", "--enforce-eager", "--enable-prefix-caching", "--block-size", str(BLOCK_SIZE),
         "--num-gpu-blocks-override", str(test.num_blocks), "--max-model-len", str(MAX_MODEL_LEN),
         # share of the memory: a CPU engine takes 0.92 by default, and there are two engines
         "--gpu-memory-utilization", "0.2",
@@ -136,9 +145,14 @@ def _vllm(test: EngineTest, port: int, kv_events: Mapping[str, object]) -> list[
         "--kv-events-config", json.dumps({"enable_kv_cache_events": True, **kv_events}),
         # without a parser, requests with tools are rejected
         "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
-        "--enable-lora", "--max-lora-rank", str(RANK), "--max-loras", str(len(test.adapters)),
-        "--lora-modules", *(f"{name}={path}" for name, path in test.adapters.items()),
+        *(_lora(test.adapters) if test.adapters else ()),
     ]  # fmt: skip
+
+
+def _lora(adapters: Mapping[str, Path]) -> list[str]:
+    modules = [f"{name}={path}" for name, path in adapters.items()]
+    flags = ["--enable-lora", "--max-lora-rank", str(RANK), "--max-loras", str(len(adapters))]
+    return [*flags, "--lora-modules", *modules]
 
 
 @dataclass(slots=True)

@@ -103,8 +103,18 @@ async def set_up(fleet: Fleet, client: Client, test: EngineTest) -> Stage:
     engines = [await start_engine(fleet, test, number) for number in range(ENGINES)]
     for engine in engines:
         await wait_until_up(client, fleet.processes[engine.name], engine)
+    first, *others = engines
+    # only the first engine has its event sockets: `serve` must find the others'
+    named = [f"{first.url},kv={first.events},replay={first.replay}", *(engine.url for engine in others)]
+    return await serve_engines(fleet, client, engines, named)
+
+
+async def serve_engines(
+    fleet: Fleet, client: Client, engines: Sequence[Engine], named: Sequence[str], flags: Sequence[str] = ()
+) -> Stage:
+    """Start `kvrouter serve`. `named`: the engines in the words of its --engine."""
     ports, admin_ports = free_ports(REPLICAS), free_ports(REPLICAS)
-    serve = await fleet.start("serve", _serve_command(engines, ports[0], admin_ports[0]))
+    serve = await fleet.start("serve", [*_serve_command(named, ports[0], admin_ports[0]), *flags])
     replicas = [Replica(*pair, client) for pair in zip(ports, admin_ports, strict=True)]
     for replica in replicas:
         await wait_until_ok(client, serve, f"{replica.url}/ready")
@@ -113,10 +123,8 @@ async def set_up(fleet: Fleet, client: Client, test: EngineTest) -> Stage:
     return stage
 
 
-def _serve_command(engines: Sequence[Engine], port: int, admin_port: int) -> list[str]:
-    """No flag about tokens. Only the first engine has its event sockets: `serve` must find the others'."""
-    first, *others = engines
-    named = [f"{first.url},kv={first.events},replay={first.replay}", *(engine.url for engine in others)]
+def _serve_command(named: Sequence[str], port: int, admin_port: int) -> list[str]:
+    """No flag about tokens."""
     return [
         sys.executable, "-m", "kvrouter", "serve",
         *(word for engine in named for word in ("--engine", engine)),
