@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from kvrouter.errors import ShuttingDownError
-from kvrouter.frontend.requests.completions import InFlight
+from kvrouter.frontend.requests.exchanges import InFlight
 from kvrouter.relay.exchange import ClientSide
 from kvrouter.relay.request import Request, RequestHead
 

@@ -202,7 +202,6 @@ class Router:
             selection, eligible, best = pair.decode, pair.decoders, [pair.answers]
         order = tuple([one.target for one in best])
         if self.decisions is not None:
-            refused = self._refused(request, exclude, avoid)
             self.decisions.append(
                 Decided(
                     request=request,
@@ -211,7 +210,7 @@ class Router:
                     order=order,
                     candidates=candidates,
                     eligible=eligible,
-                    refusals=refused,
+                    refusals=self._refused(request, exclude, avoid),
                     pair=pair,
                 )
             )
@@ -222,15 +221,8 @@ class Router:
         booking = self.bookings.book(request, choice, now, "" if pair is None else DECODE)
         if request.prompts and not (exclude or prefer):  # a retry is the same request
             _count_reuse(self.reuse, self.pool, request, pair.computes if pair else choice, candidates)
-        own = OwnBooking(
-            booking=booking,
-            request=request,
-            policy=policy,
-            charged_tokens=choice.prefill_tokens if pair is None else 0,
-            sent_at=now,
-            streamed=streamed,
-            block_size=self.pool.block_size,
-        )
+        charged_tokens = choice.prefill_tokens if pair is None else 0
+        own = OwnBooking(booking, request, policy, charged_tokens, now, streamed, self.pool.block_size)
         if policy.reads_speed and pair is None:
             own.predicted_ttft_s = self._count_decision(eligible, choice.target, moment)
         self.bookings.remember(own, choice, selection, moment)
@@ -263,17 +255,9 @@ class Router:
         """Book the first half of a pair."""
         choice = pair.computes
         booking = self.bookings.book(request, choice, now, PREFILL)
-        self.bookings.remember_prefill(
-            OwnBooking(
-                booking=booking,
-                request=request,
-                policy=policy,
-                charged_tokens=choice.prefill_tokens,
-                sent_at=now,
-                streamed=True,  # the end of its answer is that of its prefill
-                block_size=self.pool.block_size,
-            )
-        )
+        # streamed: the end of its answer is that of its prefill
+        own = OwnBooking(booking, request, policy, choice.prefill_tokens, now, True, self.pool.block_size)
+        self.bookings.remember_prefill(own)
         return _placement(self.pool, booking, choice, ())
 
     def has_eligible(self, request: RouteRequest, now: float, *, exclude: frozenset[Target]) -> bool:

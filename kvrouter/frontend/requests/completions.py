@@ -9,25 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Container, Iterator
-from functools import lru_cache, partial
+from collections.abc import Iterator
+from functools import partial
 from itertools import cycle, repeat
-from typing import Any
 
 import structlog
 
-from kvrouter.bodies import responses
 from kvrouter.bodies.apis import Api
-from kvrouter.bodies.edits import with_field, with_report_mode
-from kvrouter.connectors import decode_body, prefill_body
-from kvrouter.connectors.names import SERVED
 from kvrouter.core.fleet.router import Placement
-from kvrouter.core.wire.heartbeats import DECODE
 from kvrouter.core.wire.ids import Target
 from kvrouter.errors import (
     KvRouterError,
     NoWorkersError,
-    ShuttingDownError,
     WorkerDiedError,
     WorkerRejectedError,
     WorkerSilentError,
@@ -36,19 +29,17 @@ from kvrouter.frontend.operators.rights import Rights
 from kvrouter.frontend.operators.state_metrics import target_samples
 from kvrouter.frontend.records.readers import Readers
 from kvrouter.frontend.records.record import AttemptRecord, Record, Work, clock
-from kvrouter.frontend.records.traces import begin_upstream
 from kvrouter.frontend.requests import engine_routes
 from kvrouter.frontend.requests.accept import Accept
 from kvrouter.frontend.requests.admission_queue import WaitingRoom
+from kvrouter.frontend.requests.exchanges import Exchanges, InFlight
+from kvrouter.frontend.requests.hand_overs import HandOvers
 from kvrouter.frontend.requests.lost_requests import Case, LostRequests
-from kvrouter.frontend.requests.rules import record_busy, record_outcome, record_refusal
+from kvrouter.frontend.requests.rules import record_busy, record_outcome
 from kvrouter.relay.answer import Answer, Served, internal_error, rejected_answer
 from kvrouter.relay.begun import KeepAlive, begin_unplaced
-from kvrouter.relay.collected import Collected
 from kvrouter.relay.events import message_in
 from kvrouter.relay.exchange import (
-    Attempt,
-    ClientSide,
     Done,
     Limits,
     Lost,
@@ -60,7 +51,7 @@ from kvrouter.relay.exchange import (
 from kvrouter.relay.hops import check_hops
 from kvrouter.relay.request import Request, request_id_of
 from kvrouter.relay.routes import Routes
-from kvrouter.relay.upstream import Upstream, WorkerUnreachableError
+from kvrouter.relay.upstream import Upstream
 from kvrouter.replica.publishing import Publishing
 from kvrouter.telemetry.metrics import Sample
 
@@ -71,9 +62,9 @@ log = structlog.get_logger()
 RETRY_DELAY_S = 0.05
 # One attempt of this many is measured for kvrouter_decide_seconds: to measure each would cost 1 % of it.
 DECISION_TIMED_EVERY = 16
-# Connections of a request that may be refused beside `--retries`, each within this time: a few dead addresses
+# Connections of a request that may be refused beside `--retries`, each within REFUSED_S: a few dead addresses
 # must not use up the tries of a request that a living worker could take.
-MOST_REFUSALS, REFUSED_S = 16, 0.5
+MOST_REFUSALS = 16
 # With these a worker may say how long it wants to be left alone (Retry-After).
 _BUSY = frozenset({429, 503})
 
@@ -95,7 +86,7 @@ class Completions:
         readers: Readers,
         limits: Limits,
     ) -> None:
-        self.in_flight = InFlight()
+        self.in_flight = in_flight = InFlight()
         self.limits = limits
         self.lost = lost
         self.readers = readers
@@ -103,8 +94,16 @@ class Completions:
         self._replica = publishing.replica
         self._accept = accept
         self._waiting_room = waiting_room
-        self._upstream = upstream
         self._metrics = readers.metrics
+        self._hand_overs = HandOvers(readers.metrics)
+        self._exchanges = Exchanges(
+            publishing,
+            upstream=upstream,
+            readers=readers,
+            in_flight=in_flight,
+            kept=accept.kept,
+            hand_overs=self._hand_overs,
+        )
         self._now = asyncio.get_running_loop().time
         self._times_decision = cycle((True, *repeat(False, DECISION_TIMED_EVERY - 1)))
 
@@ -273,7 +272,7 @@ class Completions:
         if placement.prefill is not None:
             running.prefill = begun(placement.prefill)
         elif work.router.pool.split.whole is not None:
-            self._count_whole(running)
+            self._hand_overs.count_whole(running)
         record.attempts.append(running)
         if work.route.prompts:
             self._count_placed(running)
@@ -304,7 +303,7 @@ class Completions:
                 failure, case = await self._prefill(record, running, running.prefill, case)
                 if failure is not None:
                     return failure, case
-            outcome = await self._exchange(record, running, running.work.request.client)
+            outcome = await self._exchanges.exchange(record, running, running.work.request.client)
             # nearly all need no call
             if not isinstance(outcome, Done) or outcome.failure or self.lost.prompts.suspected:
                 case = await self.lost.ended(case, running, outcome)
@@ -321,45 +320,15 @@ class Completions:
 
         Raises WorkerRejectedError if the request is at fault.
         """
-        work, connector, collected = running.work, SERVED[first.placement.connector], Collected()
-        first.body = prefill_body(work.body, connector.asking)
+        collected = self._hand_overs.begin(first)
         try:
-            outcome = await self._exchange(record, first, collected)
+            outcome = await self._exchanges.exchange(record, first, collected)
             if not first.is_good:
                 case = await self.lost.ended(case, first, outcome)
         finally:
-            first.body = None
-            if first.is_good:  # the end of this answer is the end of its prefill
-                work.router.bookings.first_byte(first.placement.key, self._now())
+            self._hand_overs.prefilled(first, self._now())
             self._end(first)
-        if isinstance(outcome, Done) and outcome.status >= 300:
-            raise WorkerRejectedError(outcome.status, *message_in(collected.body))
-        if not first.is_good:
-            return Lost(outcome.failure) if isinstance(outcome, Done) else outcome, case
-        handed = connector.handed_over(collected.body, first.placement.url)
-        running.is_handed_over = handed is not None or connector.asking is None
-        running.body = decode_body(work.body, handed)
-        self._metrics.pd_requests.inc("pair" if running.is_handed_over else "fallback")
-        return None, case
-
-    def _count_whole(self, running: AttemptRecord) -> None:
-        """Count a request that one worker of a pool with roles serves."""
-        pool = running.work.router.pool
-        worker = pool.workers.get(running.placement.target.worker_id)
-        if worker is not None and worker.card.role == DECODE:
-            self._metrics.pd_requests.inc("decode" if pool.split.islands else "fallback")
-
-    def _handed_over(self, running: AttemptRecord, outcome: Outcome, now: float) -> None:
-        """What has become of a pair."""
-        first = running.prefill
-        if first is None or not running.is_handed_over:
-            return
-        pair = first.placement.target.worker_id, running.placement.target.worker_id
-        if running.is_good:
-            running.work.router.tables.transfers.worked(*pair)
-        elif not isinstance(outcome, Done) or outcome.status >= 500 or outcome.failure:
-            self._metrics.pd_pair_failures.inc()
-            running.work.router.tables.transfers.failed(*pair, now)
+        return self._hand_overs.finish(running, outcome, collected.body), case
 
     def _end(self, running: AttemptRecord) -> None:
         """Free the booking of an attempt. It has no outcome if the client left or an error was raised."""
@@ -369,8 +338,8 @@ class Completions:
             router.bookings.free(placement.key, now)
             self._publishing.flush_soon()
             return
-        if outcome is not None:
-            self._handed_over(running, outcome, now)
+        if outcome is not None and running.is_handed_over:
+            self._hand_overs.ended(running, outcome, now)
         if router.circuits is not None:
             record_outcome(router.circuits, placement.target, outcome)
         # Nearly all are good: asked first, and without a `match`, which takes 0.5 µs.
@@ -392,114 +361,6 @@ class Completions:
             worker.first_answers.note(_status_of(outcome))
         router.bookings.free(placement.key, now, running.output_tokens)
         self._publishing.flush_soon()
-
-    async def _exchange(self, record: Record, running: AttemptRecord, client: ClientSide) -> Outcome:
-        """Send the request to the placement's worker, and its answer to the client."""
-        outcome = await self._exchange_once(record, running, client)
-        if isinstance(outcome, Lost) and outcome.was_idle:
-            # The worker closed an idle connection meanwhile, as HTTP/1.1 allows: it has not failed.
-            running.outcome = None
-            outcome = await self._exchange_once(record, running, client, fresh=True)
-        return outcome
-
-    async def _exchange_once(
-        self, record: Record, running: AttemptRecord, client: ClientSide, *, fresh: bool = False
-    ) -> Outcome:
-        work, placement, request = running.work, running.placement, running.work.request
-        if record.trace is not None and not fresh:
-            begin_upstream(record.trace, running, len(record.attempts))
-        try:
-            connection = None if fresh else self._upstream.idle(placement.url)
-            if connection is None:
-                connection = await self._upstream.connect(placement.url)
-        except WorkerUnreachableError as error:
-            now = self._now()
-            record_refusal(work.router, placement.target, now, random.random())
-            running.is_refused = not fresh and now < running.sent_at + REFUSED_S
-            # `fresh`: a connection has just broken with the request
-            lost = running.outcome = Lost(str(error), is_cut=fresh)
-            return lost
-        is_clients = client is request.client
-        attempt = Attempt(
-            client,
-            connection,
-            record.limits,
-            work.api,
-            _response_headers(work, placement, self._replica.router_id),
-            partial(self._first_output, running),
-            is_clients and request.head.wants_keep_alive and not self.in_flight.is_draining,
-            work.response is not None or not is_clients,
-        )
-        self.in_flight.running[attempt] = running
-        try:
-            attempt.send(self._bytes_for(running))
-            running.outcome = outcome = await attempt.outcome
-            if running.is_good and is_clients:
-                self._good_answer(running, attempt)
-            return outcome
-        except asyncio.CancelledError:
-            attempt.cancel()
-            raise
-        finally:
-            del self.in_flight.running[attempt]
-            self.readers.attempt_ended(record, running, attempt)
-
-    def _bytes_for(self, running: AttemptRecord) -> bytes:
-        """The request as its worker gets it, head and body."""
-        work, placement = running.work, running.placement
-        body = work.body if running.body is None else running.body
-        if work.ids is not None and running.body is None and placement.sends_token_ids:
-            worker = work.router.pool.workers.get(placement.target.worker_id)
-            if work.ids.may_go_to(worker):
-                body = with_field(body, work.ids.field)
-                self._metrics.token_ids_sent.inc(running.model)
-        if placement.wants_report and work.api.parse is not None:
-            body = with_report_mode(body, has_arguments=work.has_engine_arguments)
-        head = work.request.head.for_worker(
-            placement.url,
-            work.id,
-            len(body),
-            rank=placement.target.rank,
-            rank_header=placement.rank_header,
-            keeps_rank=work.route.wanted is not None,
-            trace=work.request.trace,
-            router_id=self._replica.router_id,
-        )
-        return head + body
-
-    def _good_answer(self, running: AttemptRecord, attempt: Attempt) -> None:
-        """Keep what a later request may continue."""
-        work, target = running.work, running.placement.target
-        worker = work.router.pool.workers.get(target.worker_id)
-        if worker is not None and not worker.is_engine:
-            worker.is_engine = not attempt.is_of_router
-        if work.response is not None:
-            self._accept.kept.keep(work.response, target, responses.find_answer(attempt.tail))
-            for session in work.response.sessions():
-                work.router.bookings.bind(session, target, self._now())
-            self._publishing.flush_soon()
-
-    def _first_output(self, running: AttemptRecord) -> None:
-        work, now = running.work, self._now()
-        ttft_s = work.router.bookings.first_byte(running.placement.key, now)
-        running.first_at = clock()
-        if work.ids is not None:
-            work.ids.release()
-        if running.prefill is not None:
-            running.body = None
-            self._first_transferred(running, running.prefill)
-        self._metrics.first_byte.observe(now - work.received_at, running.model)
-        if ttft_s is not None:
-            running.counts.first_byte_s += ttft_s
-            running.counts.first_bytes += 1
-        self._publishing.flush_soon()
-
-    def _first_transferred(self, running: AttemptRecord, first: AttemptRecord) -> None:
-        """Learn how long it took to hand a prompt over."""
-        tokens, seconds = running.placement.choice.own_prefill_tokens, running.first_at - first.ended_at
-        if running.is_handed_over:
-            running.work.router.tables.transfers.observe(seconds, tokens)
-            self._metrics.kv_transfer.observe(seconds)
 
     def samples(self) -> Iterator[Sample]:
         yield "kvrouter_requests_in_flight", {}, self.in_flight.count
@@ -543,98 +404,3 @@ def _status_of(outcome: Outcome) -> int:
             return WorkerSilentError.status
         case Lost() | Retried():
             return WorkerDiedError.status
-
-
-def _response_headers(work: Work, placement: Placement, router_id: str) -> bytes:
-    if not work.shows_worker:
-        return f"x-request-id: {work.id}\r\nx-kvrouter-router: {router_id}\r\n".encode()
-    lines, first = _target_lines(placement.target, router_id), placement.prefill
-    if first is not None:
-        lines += f"x-kvrouter-prefill-worker: {first.target.worker_id}\r\n"
-    blocks = (first or placement).choice.overlap_blocks
-    return f"x-request-id: {work.id}\r\n{lines}x-kvrouter-overlap-blocks: {blocks}\r\n".encode()
-
-
-@lru_cache(maxsize=4096)
-def _target_lines(target: Target, router_id: str) -> str:
-    return (
-        f"x-kvrouter-worker: {target.worker_id}\r\n"
-        f"x-kvrouter-dp-rank: {target.rank}\r\n"
-        f"x-kvrouter-router: {router_id}\r\n"
-    )
-
-
-class InFlight:
-    """The requests being served, and how they end with this replica.
-
-    begun ──> waiting: body, tokens, a worker, its first byte ──> answering ──> ended
-                 │ cut_off                                           │ Attempt.cut_off
-                 └──> 503                                            └──> error event
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.idle = asyncio.Event()  # set while no request is being served
-        self.idle.set()
-        self.running: dict[Attempt, AttemptRecord] = {}
-        """Those that are at a worker."""
-        self.is_draining = False
-        """Whether answers close their connections, so that clients reconnect to another replica."""
-        self._waiting: dict[Request, asyncio.Task[Any]] = {}
-        self._rejected: dict[Request, asyncio.Task[Any]] = {}
-        self._is_closed = False
-        self._loop = asyncio.get_running_loop()
-
-    def begin(self, request: Request) -> None:
-        """Count a request that the current task serves. Raises ShuttingDownError after `cut_off`."""
-        task = asyncio.current_task(self._loop)  # without the loop it calls os.getpid to find it
-        assert task is not None
-        if not self.count:
-            self.idle.clear()
-        self.count += 1
-        self._waiting[request] = task
-        if self._is_closed:
-            raise cut_off_error()
-
-    def take_rejection(self, request: Request) -> ShuttingDownError | None:
-        """The error for a request that `cut_off` cancelled, whose task goes on to answer with it.
-
-        None if the task was cancelled because the client has left.
-        """
-        task = self._rejected.get(request)
-        if task is None:
-            return None
-        task.uncancel()  # the cancellation ends here: the task answers its client
-        return cut_off_error()
-
-    def end(self, request: Request) -> None:
-        self.count -= 1
-        self._waiting.pop(request, None)
-        if self._rejected:
-            self._rejected.pop(request, None)
-        if not self.count:
-            self.idle.set()
-
-    def requests(self) -> list[tuple[Request, float]]:
-        """Those that workers answer now, and when they arrived."""
-        return [(one.work.request, one.work.received_at) for one in self.running.values()]
-
-    def cut_off(self) -> None:
-        """End every request: answers that have begun get an error event, all others are answered with 503."""
-        begun = {attempt: one.work.request for attempt, one in self.running.items() if attempt.is_committed}
-        self.reject_waiting(set(begun.values()))
-        for attempt in begun:
-            attempt.cut_off(cut_off_error())
-
-    def reject_waiting(self, answering: Container[Request]) -> None:
-        """Answer all requests with 503, later ones too, except those in `answering`."""
-        self._is_closed = True
-        for request, task in self._waiting.items():
-            if request not in answering:
-                self._rejected[request] = task
-                task.cancel()
-
-
-def cut_off_error() -> ShuttingDownError:
-    """The error for requests that outlive the drain."""
-    return ShuttingDownError("this replica is shutting down and can wait no longer; send the request again")

@@ -10,7 +10,7 @@ import structlog
 
 from kvrouter.core.audit.findings import Audit
 from kvrouter.core.fleet.replica import Replica
-from kvrouter.frontend.requests.completions import InFlight
+from kvrouter.frontend.requests.exchanges import InFlight
 from kvrouter.replica.publishing import Publishing
 
 log = structlog.get_logger()

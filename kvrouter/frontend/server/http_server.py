@@ -36,8 +36,9 @@ from kvrouter.frontend.operators.rights import (
     open_gate,
 )
 from kvrouter.frontend.operators.views import View, answering, json_answer
-from kvrouter.frontend.requests.completions import Completions, InFlight
+from kvrouter.frontend.requests.completions import Completions
 from kvrouter.frontend.requests.engine_routes import why_closed
+from kvrouter.frontend.requests.exchanges import InFlight
 from kvrouter.frontend.server.sockets import BACKLOG, Listeners
 from kvrouter.frontend.settings import FrontendOptions
 from kvrouter.relay.answer import Answer
