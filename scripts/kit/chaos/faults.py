@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import time
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,6 +44,8 @@ HELD_WEIGHT = 1000.0
 KILLED, STOPPED = 0, 7
 # Engines by number: full replay buffer, agent with a state file, short replay buffer.
 FIRST, KEPT, LATE = 0, 2, 3
+# Of a split fleet.
+PREFILLS, DECODES = (0, 1), (2, 3)
 # In batches. An engine fills it within seconds, so the beginning is lost for a restarted agent.
 SHORT_REPLAY_BUFFER = 25
 # In batches: more than an engine sends between two saved states of its agent, less than it has sent so far.
@@ -50,6 +54,7 @@ _STATE_PATIENCE_S = 120.0
 # Blocks by which a replica may be ahead of this process in reading an engine's events.
 IN_TRANSIT_BLOCKS = 256
 _PATIENCE_S = 20.0
+_PATHS = re.compile(r'^kvrouter_pd_requests_total{path="(\w+)"} (\S+)', re.MULTILINE)
 _PROOF = "engine.history_continued"
 
 Fault = Callable[[Stage, SteadyLoad], Awaitable[Damage]]
@@ -65,6 +70,8 @@ class Row:
     behind_haproxy: bool = False
     # Three NATS servers and a leaf node, with accounts, instead of one server.
     on_cluster: bool = False
+    # Half of the engines compute prompts, the others generate (PREFILLS, DECODES).
+    is_split: bool = False
     # The engine whose share in the index is reported.
     engine: int | None = None
     # Whether the engine's agent must publish all of its blocks afterwards.
@@ -212,6 +219,38 @@ async def kill_worker(stage: Stage, load: SteadyLoad) -> Damage:
     return Damage(time.perf_counter(), [excuse], notes, problems, is_noticed)
 
 
+async def kill_halves(stage: Stage, load: SteadyLoad, numbers: Sequence[int]) -> Damage:
+    """Kill workers of a split fleet; only streams of a decode worker that have begun may fail."""
+    await _until(lambda: any(load.is_streaming(url) for url in stage.urls))
+    urls = {stage.deployed.engines[number].url for number in numbers}
+    at_s = time.perf_counter()
+    begun = frozenset(outcome.number for outcome in load.in_flight if outcome.ttft_s is not None)
+    await asyncio.gather(*[stage.fleet.processes[f"mocker-{number}"].kill() for number in numbers])
+    await asyncio.sleep(DOWN_S)
+    for number in numbers:
+        process = await stage.fleet.start_again(f"mocker-{number}")
+        await wait_until_ok(stage.client, process, f"{stage.deployed.engines[number].url}/health")
+    excuses = [Excuse("were streaming from the killed worker", at_s, request_numbers=begun)]
+
+    def is_noticed(target: dict[str, Any]) -> bool:
+        held = len(stage.watches[target["url"]].held())
+        return bool(target["url"] not in urls or target["device_blocks"] <= held + IN_TRANSIT_BLOCKS)
+
+    if not any(number in DECODES for number in numbers):
+        excuses = []
+    return Damage(time.perf_counter(), excuses, await _paths(stage), is_noticed=is_noticed)
+
+
+async def _paths(stage: Stage) -> list[str]:
+    """How the requests of a split fleet were served so far."""
+    counts: Counter[str] = Counter()
+    for url in stage.urls:
+        _, text = await stage.client.get(f"{url}/metrics")
+        for path, count in _PATHS.findall(text.decode()):
+            counts[path] += int(float(count))
+    return ["; ".join(f"{count:,} {path}" for path, count in sorted(counts.items()))]
+
+
 async def stop_worker(stage: Stage, load: SteadyLoad) -> Damage:
     """SIGSTOP a worker: requests without a first byte move to others; streams wait, then continue."""
     worker_id = worker_id_of(stage.deployed.engines[0].url)
@@ -325,6 +364,32 @@ ROWS = (
         kill_nats_node,
         on_cluster=True,
     ),
+    Row(
+        "split-prefill-kill",
+        "prefill and decode apart: kill -9 a prefill worker, restart it",
+        partial(kill_halves, numbers=PREFILLS[:1]),
+        is_split=True,
+    ),
+    Row(
+        "split-decode-kill",
+        "the same with a decode worker",
+        partial(kill_halves, numbers=DECODES[:1]),
+        is_split=True,
+    ),
+    Row(
+        "split-both-kill",
+        "the same with one of each",
+        partial(kill_halves, numbers=(PREFILLS[0], DECODES[0])),
+        is_split=True,
+    ),
+    Row(
+        "split-prefills-kill",
+        "the same with all prefill workers",
+        partial(kill_halves, numbers=PREFILLS),
+        is_split=True,
+    ),
+    Row("split-replica-kill", "the same with a replica between the halves", kill_replica, is_split=True),
+    Row("split-nats-kill", "the same with nats-server", kill_nats, is_split=True),
     Row("leaf-cut", f"a NATS leaf node without its cluster for {CUT_S:g} s", cut_leaf, on_cluster=True),
     *(
         Row(name, what, partial(play, lasting, alerts), on_cluster=True, alerts=alerts)

@@ -14,7 +14,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import structlog
@@ -26,9 +26,11 @@ from kvrouter.version import __version__
 from scripts.kit import proxies
 from scripts.kit.chaos import incidents
 from scripts.kit.chaos.faults import (
+    DECODES,
     KEPT,
     KEPT_REPLAY_BUFFER,
     LATE,
+    PREFILLS,
     ROWS,
     SHORT_REPLAY_BUFFER,
     Row,
@@ -76,13 +78,14 @@ async def _run(options: argparse.Namespace) -> int:
     if not rows:
         rows = [row for row in ROWS if bool(row.alerts) == options.alerts]
     results = []
-    for (on_cluster, has_alerts), same in itertools.groupby(
-        rows, lambda row: (row.on_cluster, bool(row.alerts))
+    for (on_cluster, has_alerts, is_split), same in itertools.groupby(
+        rows, lambda row: (row.on_cluster, bool(row.alerts), row.is_split)
     ):
         if has_alerts:
             results += await _run_watched(console, list(same))
         else:
-            results += await _run_stage(console, list(same), options.rate, on_cluster=on_cluster)
+            plan_of = _split_plan if is_split else _plan
+            results += await _run_stage(console, list(same), options.rate, plan_of, on_cluster=on_cluster)
     _show(console, results, options, time.monotonic() - started)
     if not all(result.holds for result in results):
         raise BrokenPromiseError("a row failed, see above")
@@ -90,12 +93,17 @@ async def _run(options: argparse.Namespace) -> int:
 
 
 async def _run_stage(
-    console: Console, rows: Sequence[Row], rate: float, *, on_cluster: bool
+    console: Console,
+    rows: Sequence[Row],
+    rate: float,
+    plan_of: Callable[[Path], Plan],
+    *,
+    on_cluster: bool,
 ) -> list[RowResult]:
     """The rows of one fleet."""
     nats = "three NATS servers with a leaf node" if on_cluster else "NATS"
     console.print(f"starting {nats}, {ENGINES} engines with their agents, and {REPLICAS} replicas")
-    async with open_stage("chaos", _plan, on_cluster=on_cluster) as stage:
+    async with open_stage("chaos", plan_of, on_cluster=on_cluster) as stage:
         requests = load_requests(700, output_divisor=OUTPUT_DIVISOR)
         return [await _run_row(console, stage, row, requests, rate) for row in rows]
 
@@ -144,6 +152,23 @@ def _plan(directory: Path) -> Plan:
             LATE: (f"--replay-buffer={SHORT_REPLAY_BUFFER}",),
         },
         agent_flags={KEPT: (f"--state-file={state_file(directory)}",)},
+    )
+
+
+def _split_plan(directory: Path) -> Plan:
+    """Two prefill and two decode workers. Any prompt with more than 64 uncached tokens is handed over."""
+    roles = {**dict.fromkeys(PREFILLS, "prefill"), **dict.fromkeys(DECODES, "decode")}
+    flags = {number: (f"--role={role}", "--kv-connector=nixl") for number, role in roles.items()}
+    return Plan(
+        "kv",
+        directory / "model",
+        engines=ENGINES,
+        replicas=REPLICAS,
+        num_blocks=NUM_BLOCKS,
+        namespace=NAMESPACE,
+        frontend_flags=("--drain-grace-s=2", "--pd-min-uncached-tokens=64"),
+        mocker_flags=flags,
+        agent_flags=flags,
     )
 
 
