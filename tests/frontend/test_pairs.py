@@ -247,6 +247,20 @@ async def test_decode_worker_fails(fleet_of: FleetOf, failure: Script) -> None:
         assert await metric(fleet, "kvrouter_pd_pair_failures_total 1")
 
 
+@pytest.mark.parametrize(
+    "failure", [answer(b'{"error": {"message": "load"}}', 500), SSE_HEAD + chunk(ERROR) + END]
+)
+async def test_the_prefill_worker_is_gone(fleet_of: FleetOf, failure: bytes) -> None:
+    """The only decode worker cannot read what was handed over: it is asked again, without that."""
+
+    async def decode(received: Received, wire: Wire) -> None:
+        await (says(failure) if b"kv_transfer_params" in received.body else D)(received, wire)
+
+    async with pair(fleet_of, decode=(decode,)) as fleet:
+        assert 200 == (await fleet.ask(STREAM)).status
+        assert ["w0", "w1", "w1"] == sorted(fleet.requests)
+
+
 async def test_pair_that_fails_rests(fleet_of: FleetOf) -> None:
     """After three failures in a row the pair is left alone; the decode worker still serves whole requests."""
     bad = says(answer(b'{"error": {"message": "handshake"}}', 500))

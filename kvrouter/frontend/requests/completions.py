@@ -197,6 +197,7 @@ class Completions:
     async def _try_workers(self, record: Record, work: Work) -> Outcome | None:
         """Route and relay. If a worker fails before the first byte, try another (MOST_REFUSALS, retries)."""
         failed: frozenset[Target] = frozenset()
+        spared, blamed = failed, failed
         fallbacks: tuple[Target, ...] = ()
         outcome: Outcome | None = None
         # Once, not before each retry: a retry replaces a booking of this request that has just been freed.
@@ -219,14 +220,22 @@ class Completions:
             except NoWorkersError:
                 if outcome is None:
                     raise
-                break  # no worker is left: the client gets the answer of the last one
+                if not spared:
+                    break  # no worker is left: the client gets the answer of the last one
+                failed, spared = failed - spared | blamed, frozenset()
+                continue
             outcome = None  # stays None if this attempt is cancelled: `_end` then knows that the client left
             outcome, case = await self._attempt(record, running, case)
             if isinstance(outcome, (Done, TimedOut)):
                 break
             leg = running.reached
             # Exclude all ranks of the worker: they share its HTTP server.
-            failed = failed.union(work.router.pool.targets_of(leg.placement.target.worker_id))
+            excluded = work.router.pool.targets_of(leg.placement.target.worker_id)
+            failed = failed.union(excluded)
+            if leg.prefill is not None and leg.is_handed_over and isinstance(outcome, Rejected):
+                # It answers, so the other half may be gone: without another decode worker, try it alone.
+                spared = spared.union(excluded)
+                blamed = blamed.union(work.router.pool.targets_of(leg.prefill.placement.target.worker_id))
             fallbacks = leg.placement.fallbacks
             refusals += leg.is_refused
             tries = len(record.attempts) - min(refusals, MOST_REFUSALS if limits.retries else 0)
