@@ -50,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 async def _run(flags: argparse.Namespace) -> int:
     console = new_console()
+    if flags.split:
+        return await _split(console)
     chats = Chats(flags.requests, flags.requests / REQUESTS_PER_SECOND)
     requests = chats.drawn()
     async with open_stage("demo") as stage:
@@ -77,6 +79,16 @@ async def _run(flags: argparse.Namespace) -> int:
         if report.problems(results):
             raise FailedError("see above")
         return 0
+
+
+async def _split(console: Console) -> int:
+    """Prefill and decode apart, until Ctrl-C."""
+    async with open_stage("demo") as stage:
+        roles = ["prefill", "decode"] * (ENGINES // 2)
+        flags = {number: (f"--role={role}", "--kv-connector=nixl") for number, role in enumerate(roles)}
+        plan = Plan("kv", stage.model_path, engines=ENGINES, speedup=SPEEDUP, mocker_flags=flags)
+        await _keep(console, stage.fleet, await stage.deploy(plan))
+    return 0
 
 
 async def measure(
@@ -147,7 +159,7 @@ next:
 
 
 async def _keep(console: Console, fleet: Fleet, deployed: Deployment) -> None:
-    """Leave the kv fleet running until Ctrl-C or the end of one of its processes."""
+    """Leave the fleet running until Ctrl-C or the end of one of its processes."""
     replicas, engines = deployed.replicas, deployed.engines
     lines = ["", "still running, until Ctrl-C:"]
     lines += [
@@ -182,6 +194,7 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--html", type=Path, metavar="FILE", help="also write plots to FILE")
     add("--svg", type=Path, metavar="FILE", help="also write one picture to FILE")
     add("--keep", action="store_true", help="leave the kv fleet running until Ctrl-C")
+    add("--split", action="store_true", help="only start prefill and decode engines, until Ctrl-C")
     flags = parser.parse_args(arguments)
     if not 2 <= flags.requests <= MOST_REQUESTS:
         parser.error(f"--requests {flags.requests}: use 2 to {MOST_REQUESTS}; both replicas need one")

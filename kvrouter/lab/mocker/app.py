@@ -29,9 +29,11 @@ from kvrouter.lab.mocker.bodies import (
     parse,
     text_prompts,
     token_prompts,
+    transfer_of,
 )
 from kvrouter.lab.mocker.config import MockerConfig
 from kvrouter.lab.mocker.engine import Engine, EngineRequest
+from kvrouter.lab.mocker.handover import READ_PATH, Handover, LoadFailedError
 from kvrouter.lab.mocker.hashing import EnginePrompt
 from kvrouter.lab.mocker.messages_reply import MessagesReply
 from kvrouter.lab.mocker.publisher import PUB_HIGH_WATER_MARK
@@ -57,6 +59,9 @@ MAX_BODY_BYTES = 64 << 20
 # The vLLM whose interface this is.
 VERSION = "0.32.0"
 
+# Of KV cache: 32 layers, 8 KV heads of 128, bf16, as the times of the engine have it.
+TOKEN_BYTES = 128 << 10
+
 # Its errors have another form.
 _ANTHROPIC = "/v1/messages"
 
@@ -75,6 +80,7 @@ class MockService:
         self.ranks = ranks
         self.started_at_s = time.time()
         self.rejections = 0
+        self.handover = Handover(config, ranks) if config.kv_connector is not None else None
         self._numbers = itertools.count()
         self._responses: dict[str, list[Message]] = {}
 
@@ -163,10 +169,22 @@ class MockService:
             answers=body.answers,
         )
         if self._is_busy(len(prompts) * body.answers):
-            return await self._answer_busy(http, streams=bool(body.stream))
+            self.rejections += 1
+            return await _answer_error(http, EngineBusyError(), streams=bool(body.stream))
         requests = [self._request(body, prompt) for prompt in prompts for _ in range(body.answers)]
+        if self.handover is not None and len(requests) == 1:  # a hand-over has a single reader
+            try:
+                requests = [await self.handover.prepared(rank, requests[0], transfer_of(body))]
+            except LoadFailedError as error:
+                return await _answer_error(http, error, streams=bool(body.stream))
+
+        def lend(index: int) -> Json | None:
+            if self.handover is None:
+                return None
+            return self.handover.lend(rank, requests[index], reply.id, http)
+
         with rank.serving(requests) as mailbox:
-            run = ReplyRun(requests, mailbox, reply, self.text)
+            run = ReplyRun(requests, mailbox, reply, self.text, lend)
             if body.stream:
                 answer = await _write_stream(http, run.stream())
             else:
@@ -222,19 +240,6 @@ class MockService:
         limit = self.config.max_num_queued_reqs
         return limit is not None and sum(rank.num_unfinished for rank in self.ranks) + prompts > limit
 
-    async def _answer_busy(self, http: web.Request, *, streams: bool) -> web.StreamResponse:
-        """Answer 503; for a stream, 200 with an error event: vLLM sends the head before it checks."""
-        self.rejections += 1
-        if not streams:
-            raise EngineBusyError
-        response = web.StreamResponse(headers=_SSE_HEADERS)
-        await response.prepare(http)
-        if http.path.startswith(_ANTHROPIC):
-            await response.write_eof(messages.error_event(EngineBusyError()))
-        else:
-            await response.write_eof(openai.error_event(EngineBusyError()) + DONE)
-        return response
-
     # --- the rest ---
 
     async def tokenize(self, http: web.Request) -> web.Response:
@@ -279,6 +284,7 @@ class MockService:
             model_name=self.config.model_name,
             started_at_s=self.started_at_s,
             rejections=self.rejections,
+            kv_connector=self.config.kv_connector,
         )
         return web.Response(body=text.encode(), headers={"Content-Type": _METRICS_TYPE})
 
@@ -328,6 +334,10 @@ class MockService:
                 web.get("/version", self.version),
             ]
         )
+        if self.handover is not None:
+            app.cleanup_ctx.append(self.handover.connected)
+            app.router.add_post(READ_PATH, self.handover.read)
+            app.router.add_get("/server_info", self.handover.server_info)
         return app
 
 
@@ -351,6 +361,19 @@ async def _write_stream(http: web.Request, parts: AsyncIterator[bytes]) -> web.S
         async for part in parts:
             await response.write(part)
         await response.write_eof()
+    return response
+
+
+async def _answer_error(http: web.Request, error: KvRouterError, *, streams: bool) -> web.StreamResponse:
+    """Raise it; for a stream, 200 with an error event: vLLM sends the head before it knows."""
+    if not streams:
+        raise error
+    response = web.StreamResponse(headers=_SSE_HEADERS)
+    await response.prepare(http)
+    if http.path.startswith(_ANTHROPIC):
+        await response.write_eof(messages.error_event(error))
+    else:
+        await response.write_eof(openai.error_event(error) + DONE)
     return response
 
 
@@ -420,7 +443,14 @@ def _source(rank: Rank) -> Json:
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def _exposition(engines: Sequence[Engine], *, model_name: str, started_at_s: float, rejections: int) -> str:
+def _exposition(
+    engines: Sequence[Engine],
+    *,
+    model_name: str,
+    started_at_s: float,
+    rejections: int,
+    kv_connector: str | None,
+) -> str:
     """The text of /metrics in vLLM's names and labels; one engine per data-parallel rank."""
     lines = [
         "# TYPE process_start_time_seconds gauge",
@@ -431,7 +461,8 @@ def _exposition(engines: Sequence[Engine], *, model_name: str, started_at_s: flo
     ]
     for rank, engine in enumerate(engines):
         labels = f'engine="{rank}",model_name="{model_name}"'
-        lines += (f"{name}{{{labels}}} {float(value)}" for name, value in _values(engine))
+        values = [*_values(engine), *(_transfer_values(engine, kv_connector) if kv_connector else ())]
+        lines += (f"{name}{{{labels}}} {float(value)}" for name, value in values)
         lines.append(f"vllm:cache_config_info{{{_cache_labels(engine)},{labels}}} 1.0")
     return "\n".join(lines) + "\n"
 
@@ -448,6 +479,19 @@ def _values(engine: Engine) -> Iterator[tuple[str, float]]:
     yield "vllm:generation_tokens_total", counters.generated
     yield "vllm:num_preemptions_total", counters.preemptions
     yield "vllm:request_success_total", counters.finished
+
+
+def _transfer_values(engine: Engine, kv_connector: str) -> Iterator[tuple[str, float]]:
+    counters = engine.counters
+    yield "vllm:external_prefix_cache_queries_total", counters.external_queries
+    yield "vllm:external_prefix_cache_hits_total", counters.external_hits
+    if kv_connector == "nixl":
+        block_bytes = engine.config.block_size * TOKEN_BYTES
+        yield "vllm:nixl_bytes_transferred_sum", counters.transferred_blocks * block_bytes
+        yield "vllm:nixl_bytes_transferred_count", counters.transfers
+        yield "vllm:nixl_num_descriptors_sum", counters.transferred_blocks
+        yield "vllm:nixl_num_failed_transfers_total", counters.failed_transfers
+        yield "vllm:nixl_num_kv_expired_reqs_total", counters.expired_leases
 
 
 def _cache_labels(engine: Engine) -> str:

@@ -62,6 +62,8 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     logprobs: Any = None
+    # Only a mocker with a connector reads it, except for a chat's token ids.
+    kv_transfer_params: Any = None
 
     @property
     def answers(self) -> int:
@@ -107,6 +109,20 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
     """`kv_transfer_params`: what routers and hand-over partners tell an engine."""
 
     prompt_token_ids: list[int] | None = None
+    do_remote_decode: Any = None
+    do_remote_prefill: Any = None
+    remote_block_ids: Any = None
+    remote_engine_id: Any = None
+    remote_request_id: Any = None
+    remote_host: Any = None
+    remote_port: Any = None
+    remote_prefill_cached_tokens: Any = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the decode engine can fetch: it prefills itself without one of these (vLLM 0.32)."""
+        where = (self.remote_engine_id, self.remote_request_id, self.remote_host, self.remote_port)
+        return bool(self.remote_block_ids) and all(where)
 
 
 class ChatBody(Body, frozen=True, kw_only=True):
@@ -203,6 +219,14 @@ def _field(message: str) -> str:
     """The field in a msgspec error, as vLLM names it: `body.messages`."""
     found = re.search(r"field `(\w+)`", message) or re.search(r"`\$\.(\w+)", message)
     return f"body.{found[1]}" if found else "body"
+
+
+def transfer_of(body: Body) -> Transfer:
+    """What the body says about a hand-over. Nothing of it is checked here, as in vLLM."""
+    params = body.kv_transfer_params
+    if isinstance(params, dict):
+        return msgspec.convert(params | {"prompt_token_ids": None}, Transfer)
+    return params if isinstance(params, Transfer) else Transfer()
 
 
 def token_prompts(prompt: object) -> list[EnginePrompt] | None:

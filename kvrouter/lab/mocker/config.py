@@ -57,6 +57,15 @@ class MockerConfig(Settings):
         None, "answer 503 beyond N unfinished requests", least=1, default_text="no limit"
     )
     data_parallel_size: int = setting(1, "ranks, each with a separate cache", least=1)
+    role: str = setting("both", "prefill or decode: half of a pair", choices=("both", "prefill", "decode"))
+    kv_connector: str | None = setting(
+        None, "how it hands KV blocks over", choices=("nixl", "example"), default_text="not"
+    )
+    kv_hash: str = setting("", "compatibility hash of hand-overs", metavar="TEXT")
+    kv_lease_s: float = setting(30.0, "seconds that blocks wait for their reader", above=0)
+    # 16 tokens of 128 KiB over 400 Gbit/s of RDMA.
+    kv_transfer_ms_per_block: float = setting(0.04, "milliseconds to read a block", least=0)
+    kv_store: Path | None = setting(None, "directory that example shares", metavar="DIR")
     speedup: float = setting(
         1.0, "speed relative to an H100 with an 8B model", above=0, heading="Engine", is_top=True
     )
@@ -68,5 +77,9 @@ class MockerConfig(Settings):
             raise ConfigError(f"event shape {self.event_shape!r}: use one of {', '.join(EVENT_SHAPES)}")
         if self.engine.eviction not in ORDERS:
             raise ConfigError(f"eviction {self.engine.eviction!r}: use one of {', '.join(ORDERS)}")
+        if self.role != "both" and self.kv_connector is None:
+            raise ConfigError(f"--role {self.role} without a connector: give --kv-connector nixl or example")
+        if (self.kv_connector == "example") != (self.kv_store is not None):
+            raise ConfigError("--kv-connector example and --kv-store DIR belong together: give both or none")
         if self.model_name in self.loras:
             raise ConfigError(f"{self.model_name!r} names both the model and a LoRA: rename one of them")

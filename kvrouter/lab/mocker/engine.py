@@ -126,6 +126,11 @@ class EngineRequest(msgspec.Struct, frozen=True):
     report_full: bool = False
     # The images whose placeholders the prompt has.
     media: Sequence[MediaSpan] = ()
+    # At its end the blocks stay held, until `Engine.free`.
+    keeps_blocks: bool = False
+    # Leading tokens of the prompt whose KV another engine has computed, and the cached tokens to report then.
+    remote_tokens: int = 0
+    reported_cached_tokens: int | None = None
 
 
 class EngineOutput(msgspec.Struct, frozen=True, gc=False):
@@ -158,6 +163,13 @@ class Counters:
     preemptions: int = 0  # requests
     finished: int = 0  # requests
     steps: int = 0
+    # Of hand-overs from other engines: prompt tokens asked for, tokens got, transfers, blocks, leases.
+    external_queries: int = 0
+    external_hits: int = 0
+    transfers: int = 0
+    failed_transfers: int = 0
+    transferred_blocks: int = 0
+    expired_leases: int = 0
 
 
 class _Sequence:
@@ -199,6 +211,8 @@ class Engine:
         self.counters = Counters()
         self.timing = config.timing
         """How long its steps take from now on."""
+        self.kept: dict[str, Chain] = {}
+        """By request that has ended, the blocks that it keeps until somebody takes them."""
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
         self._sequences: dict[str, _Sequence] = {}
@@ -244,6 +258,21 @@ class Engine:
         self.cache.release(sequence.chain)
         return True
 
+    def free(self, request_id: str) -> None:
+        """Release the blocks that a request has kept, if it has."""
+        if (chain := self.kept.pop(request_id, None)) is not None:
+            self.cache.release(chain)
+
+    def hashes(self, request: EngineRequest) -> list[int]:
+        """The names of the blocks that its prompt may reuse."""
+        hashes = _Sequence(request, self.config).chain.hashes
+        return hashes[: (len(request.prompt) - 1) // self.config.block_size]
+
+    def cached_blocks(self, request: EngineRequest) -> int:
+        """How many of them are cached here."""
+        chain = _Sequence(request, self.config).chain
+        return self.cache.lookup(chain, (len(request.prompt) - 1) // self.config.block_size).blocks
+
     def reset_prefix_cache(self) -> bool:
         """Empty the cache; False while requests hold blocks. The next step returns the event."""
         return self.cache.clear()
@@ -255,7 +284,8 @@ class Engine:
         budget, preempted = self._schedule_running(budget, work)
         if not preempted:  # as in vLLM: no new requests in a step in which blocks ran out
             self._admit(budget, work)
-        assert self._running, "no request fits: config allows a longer sequence than the cache holds"
+        fits = self._running or self.cache.used_blocks  # those of an ended request come back
+        assert fits, "no request fits: config allows a longer sequence than the cache holds"
         outputs = self._sample()
         self.counters.steps += 1
         return StepResult(self.timing.step_s(work), outputs, self.cache.take_events())
@@ -298,6 +328,8 @@ class Engine:
         # the last token is always computed: the next one is sampled from its output
         hit = self.cache.lookup(sequence.chain, (length - 1) // block_size)
         cached = hit.blocks * block_size
+        if sequence.cached_tokens is None:  # a preempted request computes again what it had from elsewhere
+            cached = max(cached, min(sequence.request.remote_tokens, length - 1))
         tokens = min(length - cached, budget)
         blocks = -(-(cached + tokens) // block_size)
         if not self.cache.open(sequence.chain, hit, blocks, must_fit_blocks=-(-length // block_size)):
@@ -305,13 +337,19 @@ class Engine:
         if sequence.request.report_full:
             self.cache.announce(sequence.chain, hit.device_blocks)
         if sequence.cached_tokens is None:
-            self._count_admission(sequence, cached)
+            self._count_admission(sequence, hit.blocks * block_size, cached)
         sequence.computed = cached
         work.host_tokens += hit.host_blocks * block_size
         return tokens
 
-    def _count_admission(self, sequence: _Sequence, cached: int) -> None:
-        sequence.cached_tokens = cached
+    def _count_admission(self, sequence: _Sequence, cached: int, known: int) -> None:
+        """`cached` tokens here, `known` with those of other engines."""
+        request = sequence.request
+        reported = request.reported_cached_tokens
+        sequence.cached_tokens = known if reported is None else reported
+        if request.remote_tokens:
+            self.counters.external_queries += sequence.prompt_len - cached
+            self.counters.external_hits += max(0, request.remote_tokens - cached)
         self.counters.prompt += sequence.prompt_len
         self.counters.cache_queries += sequence.prompt_len
         self.counters.cache_hits += cached
@@ -355,7 +393,10 @@ class Engine:
         request_id = sequence.request.id
         if finish_reason is not None:
             del self._sequences[request_id]
-            self.cache.release(sequence.chain)
+            if sequence.request.keeps_blocks:
+                self.kept[request_id] = sequence.chain
+            else:
+                self.cache.release(sequence.chain)
             self.counters.finished += 1
         return EngineOutput(request_id, token, finish_reason, sequence.cached_tokens or 0)
 

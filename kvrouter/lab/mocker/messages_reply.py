@@ -44,7 +44,8 @@ class MessagesReply(Reply):
     def whole(self, choices: Sequence[Choice]) -> Json:
         (choice,) = choices
         content = [self._block("".join(choice.texts))]
-        return self._message(content, self._stop_reason(choice), _usage(choice))
+        message = self._message(content, self._stop_reason(choice), _usage(choice))
+        return message | self.handed_over(choices)
 
     def _message(self, content: list[Json], stop_reason: str | None, usage: Json) -> Json:
         return {

@@ -95,6 +95,7 @@ class Rank:
         finally:
             for request in requests:
                 self.engine.abort(request.id)
+                self.engine.free(request.id)
                 self._mailboxes.pop(request.id, None)
 
     async def run(self) -> None:

@@ -6,7 +6,7 @@ Events of a stream omit fields that are not set; whole answers contain them as n
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -21,6 +21,9 @@ from kvrouter.lab.mocker.text import Text
 Json: TypeAlias = dict[str, Any]
 
 encode = msgspec.json.Encoder().encode
+
+# The parameters for the decode engine, of the request with this number.
+Lend: TypeAlias = Callable[[int], Json | None]
 
 DONE = b"data: [DONE]\n\n"
 
@@ -42,6 +45,8 @@ class Choice:
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     cached_tokens: int = 0
+    kv_transfer_params: Json | None = None
+    """What the decode engine gets to know, once the choice has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,11 @@ class Reply(ABC):
     def whole(self, choices: Sequence[Choice]) -> Json:
         """The answer to a request without `stream`."""
 
+    def handed_over(self, choices: Sequence[Choice]) -> Json:
+        """`kv_transfer_params` of an answer that omits what is not set."""
+        params = choices[0].kv_transfer_params
+        return {} if params is None else {"kv_transfer_params": params}
+
     def ids(self, tokens: Sequence[int]) -> list[int] | None:
         """Token ids, if the client asked for them."""
         return list(tokens) if self.shows_token_ids else None
@@ -105,7 +115,7 @@ class ChunkReply(Reply):
         return b""
 
     def piece(self, index: int, choice: Choice, text: str, token: int | None) -> bytes:
-        return self.chunk(choice, self.part(index, choice, text, token))
+        return self.chunk(choice, self.part(index, choice, text, token), **self.handed_over([choice]))
 
     def end(self, choices: Sequence[Choice]) -> bytes:
         """Cached tokens are those of the first prompt, as in vLLM."""
@@ -121,7 +131,7 @@ class ChunkReply(Reply):
             "system_fingerprint": None,
             "usage": full_usage(choices, self.answers),
             **self.whole_more(choices),
-            "kv_transfer_params": None,
+            "kv_transfer_params": choices[0].kv_transfer_params,
         }
 
     def whole_more(self, choices: Sequence[Choice]) -> Json:
@@ -271,7 +281,11 @@ def full_usage(choices: Sequence[Choice], answers: int) -> Json:
 class ReplyRun:
     """One request at work: turns outputs of the engine into pieces of the answer."""
 
-    def __init__(self, requests: Sequence[EngineRequest], mailbox: Mailbox, reply: Reply, text: Text) -> None:
+    def __init__(
+        self, requests: Sequence[EngineRequest], mailbox: Mailbox, reply: Reply, text: Text, lend: Lend
+    ) -> None:
+        """`lend` makes the parameters of a hand-over when a request has ended."""
+        self._lend = lend
         self.choices = [Choice(request.prompt) for request in requests]
         self._index = {request.id: index for index, request in enumerate(requests)}
         self._mailbox = mailbox
@@ -310,6 +324,9 @@ class ReplyRun:
         if output.token is None:
             return index, ""
         choice.cached_tokens = output.cached_tokens
+        if output.finish_reason is not None and (params := self._lend(index)) is not None:
+            cached = {"remote_prefill_cached_tokens": output.cached_tokens}
+            choice.kv_transfer_params = params | cached
         choice.tokens.append(output.token)
         choice.texts.append(self._text.of_token(output.token))
         return index, choice.texts[-1]

@@ -50,7 +50,8 @@ class ResponsesReply(Reply):
     def whole(self, choices: Sequence[Choice]) -> Json:
         (choice,) = choices
         status = "incomplete" if choice.finish_reason == "length" else "completed"
-        return self._response([self._item(choice, is_done=True)], status, _usage(choice))
+        response = self._response([self._item(choice, is_done=True)], status, _usage(choice))
+        return response | self.handed_over(choices)
 
     @property
     def _item_id(self) -> str:
