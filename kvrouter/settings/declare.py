@@ -94,6 +94,10 @@ class Setting:
     """Other spellings of the flag that work, with their dashes; one that begins with --no- switches off."""
     variable: str = ""
     """An environment variable that is read after KVROUTER_…"""
+    former: Mapping[str, str] = field(default_factory=dict)
+    """Choices that are gone, with what to use instead."""
+    retired: str = ""
+    """Of a setting that does nothing any more: what to do instead. Whoever gives it is warned."""
     since: str = "0.1"
     default_text: str = ""
     """Describes the default in help if it is worked out later."""
@@ -140,7 +144,7 @@ class Declared:
 
     @property
     def variable(self) -> str:
-        return PREFIX + self.name.upper().replace("-", "_")
+        return variable_of(self.name)
 
     @property
     def is_required(self) -> bool:
@@ -203,6 +207,8 @@ class Declared:
 
     def problem(self, text: str) -> str:
         """What is wrong with a text that `read` does not take."""
+        if text in self.setting.former:
+            return f"removed; {self.setting.former[text]}"
         return f"must be {self._expected()}{did_you_mean(text, self.choices)}"
 
     def text(self, value: Any) -> str:
@@ -299,6 +305,11 @@ class Command(Generic[S]):
     def has(self, flag: str) -> bool:
         """Whether people may give this flag; also an old spelling, or `--no-…`."""
         return any(flag in one.spellings for one in self.declared() if not one.setting.is_hidden)
+
+
+def variable_of(name: str) -> str:
+    """The environment variable of the setting with this name."""
+    return PREFIX + name.upper().replace("-", "_")
 
 
 def declared(kind: type[Settings], path: tuple[str, ...] = (), heading: str = "") -> Iterator[Declared]:

@@ -36,6 +36,7 @@ from kvrouter.settings.declare import (
     Settings,
     built,
     did_you_mean,
+    variable_of,
     without_password,
 )
 
@@ -179,7 +180,7 @@ class _Reading(Generic[S]):
         file = given or self._environ.get(_CONFIG, "")
         tables = _read_file(file, f"--config {file}" if given else f"{_CONFIG}={file}") if file else {}
         values = self._values([word for word in words if word != "--show-config"], tables, file)
-        warnings, problem = [*self._unknown_variables()], ""
+        warnings, problem = [*self._unknown_variables(), *self._retired()], ""
         try:
             self._imply(values)
             settings = built(self._command.kind, self._declared.values(), values)
@@ -355,14 +356,25 @@ class _Reading(Generic[S]):
             else "no such setting; --help-all lists all"
         )
 
+    def _retired(self) -> Iterator[str]:
+        """What was given and does nothing any more."""
+        for one in self._declared.values():
+            source = self._sources.get(one.name)
+            if one.setting.retired and source:
+                given = one.flag if source == FLAG else f"{one.flag}, from {source},"
+                yield f"{given} is ignored: {one.setting.retired}"
+
     def _unknown_variables(self) -> Iterator[str]:
         known = {one.variable for one in self._declared.values() if not one.setting.is_hidden} | {_CONFIG}
+        removed = {variable_of(name): instead for name, instead in self._command.removed.items()}
         for name in sorted(self._environ):
             if not name.startswith(PREFIX) or name in known or name.startswith(_TESTS):
                 continue
             if _OF_A_SERVICE.search(name) or _SERVICE_URL.match(self._environ[name]):
                 continue
-            if name not in all_variables():
+            if name in removed:
+                yield f"the variable {name} is ignored: {removed[name]}"
+            elif name not in all_variables():
                 near = did_you_mean(name, known, PREFIX)
                 yield f"the variable {name} is ignored: no such setting{near}"
 

@@ -24,7 +24,9 @@ class Queue(Settings):
 @dataclass(frozen=True, slots=True)
 class Options(Settings):
     port: int = setting(8000, "port", least=0, most=65535, old=("--http-port",), is_top=True)
-    mode: Literal["kv", "random"] = setting("kv", "how to choose", name="router-mode", is_top=True)
+    mode: Literal["kv", "random"] = setting(
+        "kv", "how to choose", name="router-mode", former={"lru": "use kv"}, is_top=True
+    )
     weight: float | Literal["auto"] = setting(1.0, "of overlap", least=0, reloadable=True)
     events: bool = setting(True, "use events", name="use-events", old=("--no-kv-events",))
     synced: bool | None = setting(None, "share bookings")
@@ -158,6 +160,13 @@ def test_an_unknown_variable() -> None:
     assert "KVROUTER_PROT is ignored: no such setting; did you mean KVROUTER_PORT?" in loaded.warnings[1]
 
 
+def test_the_variable_of_a_removed_flag() -> None:
+    """It is a warning with the remedy of the flag."""
+    (warning,) = load(COMMAND, [], {"KVROUTER_OLD_FLAG": "1"}).warnings
+
+    assert "the variable KVROUTER_OLD_FLAG is ignored: use --port" == warning
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -168,6 +177,7 @@ def test_an_unknown_variable() -> None:
         ("--port=-1", "--port '-1': must be a whole number from 0 to 65535"),
         ("--port", "--port: give N: port"),
         ("--router-mode kvv", "--router-mode 'kvv': must be kv or random; did you mean kv?"),
+        ("--router-mode lru", "--router-mode 'lru': removed; use kv"),
         ("--weight nan", "--weight 'nan': must be auto or a number of at least 0"),
         ("--weight aut", "--weight 'aut': must be auto or a number of at least 0; did you mean auto?"),
         ("--queue-wait-s 0", "--queue-wait-s '0': must be a number above 0"),

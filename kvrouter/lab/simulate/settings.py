@@ -173,7 +173,11 @@ class SimulateSettings(Settings):
     )
     workers: int = setting(8, "number of engines", least=1, is_top=True)
     timing: str = setting(
-        "h100", "the engines' step model (docs/simulate.md)", choices=tuple(STEP_MODELS), is_top=True
+        "h100",
+        "the engines' step model (docs/simulate.md)",
+        choices=tuple(STEP_MODELS),
+        former={"mocker": "use h100, which has the mocker's times, or leave --timing out"},
+        is_top=True,
     )
     seeds: int = setting(1, "runs with other arrivals; the mean and spread are shown", least=1, is_top=True)
     jobs: int = setting(1, "processes", least=1)
