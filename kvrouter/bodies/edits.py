@@ -4,13 +4,11 @@
     `cache_salt`                              that of `nvext`, if the body has none
     `priority`                                removed with --client-overrides off
     what no client may send (lax.py)          removed, also inside `vllm_xargs`
-    `vllm_xargs.kv_cache_report_mode`         set to "full" for a partial rank
     `kv_transfer_params.prompt_token_ids`     added: the ids of a chat that were computed here
     `request_id` of /v1/responses             added, so that the response's id is known
 
-With this mode vLLM announces blocks that a request reuses as if it stored them again. Agents count stores, so
-a client that sets it would let their counts grow without end. A partial rank is asked with it on purpose: its
-agent learns the blocks whose events it missed (docs/concepts/design.md#agent-state).
+One of them is `vllm_xargs.kv_cache_report_mode`: with it vLLM announces blocks that a request reuses as if it
+stored them again. Agents count stores, so a client that sets it would let their counts grow without end.
 
 Values stay bytes: numbers beyond 64 bits, escapes and 1.50 reach the engine as the client wrote them.
 """
@@ -26,17 +24,13 @@ from msgspec import UNSET, Raw
 
 from kvrouter.bodies import lax
 from kvrouter.bodies.openai import TRANSFER, CompletionRequest
-from kvrouter.errors import BadRequestError
 
 Edit: TypeAlias = Callable[[bytes], bytes]
 
 # Written in one step: 1 ms.
 _IDS_SLICE = 16_384
 _ARGUMENTS = "vllm_xargs"
-_MODE = "kv_cache_report_mode"
-_FULL = Raw(b'"full"')
 _NULL = Raw(b"null")
-_ASKING = b'{"vllm_xargs":{"kv_cache_report_mode":"full"}'
 
 
 def edits_of(request: CompletionRequest) -> list[Edit]:
@@ -98,23 +92,6 @@ def removed_from(request: CompletionRequest) -> set[str]:
 def without_guarded(body: bytes) -> bytes:
     """The JSON body without the fields that no client may send. Raises BadRequestError."""
     return msgspec.json.encode(lax.without_guarded(lax.fields_of(body)))
-
-
-def with_report_mode(body: bytes, *, has_arguments: bool) -> bytes:
-    """The body of a request that has been parsed, with report mode "full".
-
-    A body whose `vllm_xargs` are not an object stays as it is: the engine rejects it.
-    """
-    if not has_arguments:  # nearly all: no second pass over the body
-        rest = body.lstrip()[1:].lstrip()
-        return b"".join((_ASKING, b"" if rest.startswith(b"}") else b",", rest))
-    try:
-        fields = lax.fields_of(body)
-        arguments = msgspec.json.decode(fields[_ARGUMENTS], type=dict[str, Raw] | None)
-    except (BadRequestError, msgspec.DecodeError, UnicodeDecodeError):
-        return body
-    asking = msgspec.json.encode(fields | {_ARGUMENTS: (arguments or {}) | {_MODE: _FULL}})
-    return lax.with_nan(asking, body)
 
 
 def token_ids_field(ids: Sequence[int]) -> Generator[None, None, bytes]:

@@ -42,6 +42,8 @@ def _main(loaded: Loaded[WorkerSettings]) -> int:
     file = settings.engine.engines
     agents = settings.agent() if file is None else read_engines(loaded, file)
     set_up_logs(settings.log_level, settings.log_format)
+    for warning in agents.warnings if isinstance(agents, EngineList) else ():
+        log.warning("settings.ignored", reason=warning)
     status = 0
     try:
         use_core(settings.core)

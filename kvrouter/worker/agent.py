@@ -29,7 +29,7 @@ from kvrouter.worker.blocks.state import VERSION, AgentState, Header, StateFile
 from kvrouter.worker.drain import Duty, until_drained
 from kvrouter.worker.engines.discovery import awaited, kind_named, learn_patiently, learn_with_events
 from kvrouter.worker.engines.endpoints import shown
-from kvrouter.worker.engines.facts import EngineFacts, build_card, can_report, with_discovered
+from kvrouter.worker.engines.facts import EngineFacts, build_card, with_discovered
 from kvrouter.worker.engines.http import DOWN, EngineError, EngineHttp, Models, remedy_of
 from kvrouter.worker.engines.metrics import RankLoad, Scrape
 from kvrouter.worker.metrics_port import AgentView, MetricsOf, RankView
@@ -287,12 +287,11 @@ class Agent:
             # an engine cannot wait for more parents than it has blocks
             max_held_blocks=scrape.device_blocks + scrape.host_blocks or MAX_HELD_BLOCKS,
         )
-        repairs = can_report(self._options, self._facts.version, self._facts.kind)
         rank = EngineRank(
             publisher,
             events.stream,
             scrape.device_blocks,
-            repairs=repairs,
+            started_s=self._incarnation / 1e6,
             former=former,
             adapter=kind_named(self._facts.kind).adapter(),
             has_siblings=len(self._events) > 1,
@@ -316,7 +315,6 @@ class Agent:
             widest_tier=max((publisher.blocks.widest_tier for publisher in publishers), default=0),
             lookahead=max((rank.lookahead for rank in self._ranks), default=0),
             started_at_us=self._incarnation,
-            repairs_by_report=any(rank.repairs for rank in self._ranks),
             notes=sorted({note for notes in self._notes() for note in notes}),
         )
 
@@ -336,7 +334,7 @@ class Agent:
             return load.beat(number, self._incarnation, 0, is_partial=False)
         rank = self._ranks[number]
         publisher = rank.publisher
-        return load.beat(number, publisher.incarnation, publisher.seq, is_partial=rank.announce_partial())
+        return load.beat(number, publisher.incarnation, publisher.seq, is_partial=rank.is_partial)
 
     def view(self) -> AgentView:
         """For --metrics-port."""
@@ -498,7 +496,6 @@ class Agent:
         self._facts = facts
         for rank in self._ranks:
             rank.capacity_blocks = facts.scrape.device_blocks
-            rank.set_repairs(can_report(self._options, facts.version, facts.kind))
             rank.set_speculates(speculates=facts.scrape.speculates)
 
     def _log_lacks(self) -> None:

@@ -37,6 +37,8 @@ class EngineList:
     agents: Sequence[AgentOptions]
     shared: dict[str, tuple[str, ...]]
     topic_filter: str = ""
+    # Settings of entries that do nothing any more, with what to do instead.
+    warnings: Sequence[str] = ()
 
 
 def read_engines(loaded: Loaded[WorkerSettings], path: Path) -> EngineList:
@@ -50,7 +52,12 @@ def read_engines(loaded: Loaded[WorkerSettings], path: Path) -> EngineList:
     names = [f"{path}: {name}" for name, _ in _named(entries)]
     for what in ("worker-id", "state-file"):
         _reject_duplicates(what, [getattr(agent, what.replace("-", "_")) for agent in agents], names)
-    return EngineList(agents, _shared(agents, names), loaded.settings.events.kv_topic)
+    warnings = [
+        f"{path}: {one.name} is ignored: {one.setting.retired}"
+        for one in loaded.command.declared()
+        if one.setting.retired and any(one.name in entry for entry in entries)
+    ]
+    return EngineList(agents, _shared(agents, names), loaded.settings.events.kv_topic, warnings)
 
 
 def _read(path: Path) -> Any:

@@ -56,7 +56,6 @@ class AgentOptions:
     probe_s: float = 1.0
     state_file: Path | None = None
     state_every_s: float = 10.0
-    kv_repair: bool = True
     # Which part of a request the engine computes; None: as it says itself. See Card for these five.
     role: str | None = None
     kv_connector: str = ""

@@ -1,25 +1,11 @@
 """One rank of an engine: the events of its socket become its KV feed.
 
-    whole ──gap, malformed, overfull, no beginning──> partial ──mended──> (as good as) whole
+    whole ──gap, malformed, overfull, no beginning──> partial ──engine empties its cache, restarts──> whole
 
-After lost history the table begins empty: blocks that the engine holds from before are missing until the
-engine stores or announces them again. No event marks the end of that, so a rank counts as mended only when
-hardly any missed block can still exist:
-
-- the engine has emptied its cache, or has restarted; or
-- with `--kv-repair` and a known capacity, the engine has since evicted twice that capacity, and no block is
-  held back. An engine evicts the least recently used blocks. A block that is still unknown was not hit by a
-  request that asked for a report, so it was evicted in the first round, or in the second if a request held it
-  during the first. (A request that lasts longer than both rounds, or did not come through a frontend, may
-  leave a block unknown: an undercount.) Other tiers have their own order of eviction: with them only an empty
-  cache or a restart counts.
-
-Reports have a cost. While they are expected, a block at the root that two requests store at the same time
-counts once, so it is withdrawn when one copy is removed. If that happens to a rank that is not partial, the
-rank becomes partial again, and the next request that hits the other copy makes the engine announce it.
-
-On a busy engine mending takes minutes, on a quiet one it may never happen; until then the rank is announced
-as `partial`.
+After lost history the table begins empty. A block that the engine holds from before stays unknown, with all
+blocks below it, until the engine has evicted it and stores it again. No event marks the end of that, so the
+rank is announced as `partial` until the engine has emptied its cache or has restarted. A saved state
+(blocks/state.py) continues the history of the agent before.
 """
 
 from __future__ import annotations
@@ -53,8 +39,10 @@ log = structlog.get_logger()
 # doubles while such events recur, because each attempt reads up to 10,000 batches.
 READ_AGAIN_S = 5.0
 MOST_READ_AGAIN_S = 40.0
-# Two, because a running request may hold a block through the first turnover: see above.
-TURNOVERS_UNTIL_MENDED = 2
+# For this time after its start an agent expects what its predecessor of the release before may have asked
+# for: vLLM announces reused blocks again. It stands in the history that is replayed, and comes from requests
+# that still wait in the engine.
+OLD_REPORTS_S = 600.0
 CHUNKS = (
     "chunks of LMCache count where their blocks were on the device when they were stored, without salt or "
     "adapter: hits that only LMCache has for other prompts are not predicted"
@@ -84,10 +72,9 @@ class EngineRank:
     """Applies a rank's batches to its publisher, and begins a new life if they cannot be trusted.
 
     `stream` puts the batches in order. `capacity_blocks` is the engine's number of blocks, 0 if unknown: if
-    more are published, removals were missed. `repairs`: frontends ask for reports while the rank is partial;
-    None: the shape of the events decides, because only newer vLLMs can report. `former` is the rank's saved
-    state. `has_siblings`: it is one of several ranks, so a batch that names another rank came to the wrong
-    endpoint.
+    more are published, removals were missed. `started_s`: when the agent started, as a Unix time. `former` is
+    the rank's saved state. `has_siblings`: it is one of several ranks, so a batch that names another rank
+    came to the wrong endpoint.
     """
 
     def __init__(
@@ -96,14 +83,13 @@ class EngineRank:
         stream: EngineStream,
         capacity_blocks: int = 0,
         *,
-        repairs: bool | None = False,
+        started_s: float = 0.0,
         former: RankState | None = None,
         adapter: Adapter[Any],
         has_siblings: bool = False,
     ) -> None:
         self.publisher = publisher
         self.capacity_blocks = capacity_blocks
-        self.repairs = repairs
         self.losses: Counter[str] = Counter()
         # Set after events that could not be followed, although the engine may still have its history.
         self.lost_track = asyncio.Event()
@@ -121,9 +107,9 @@ class EngineRank:
         self._first_ts: float | None = None
         # The last batch applied: its number, and the digest of its bytes.
         self._position: tuple[int, bytes] | None = None
-        self._removals_before = publisher.blocks.device_removals
-        # even if the rest of the state is lost: requests that asked for reports may still be running
-        publisher.blocks.expects_reports = former is not None and former.head.expects_reports
+        self._old_reports_end_s = started_s + OLD_REPORTS_S
+        # even if the rest of the state is lost
+        self._had_reports = former is not None and former.head.expects_reports
 
     @property
     def skipped(self) -> Reasons:
@@ -146,12 +132,6 @@ class EngineRank:
         """Whether the engine may hold blocks that are not published."""
         return self.is_settled and not self._is_mended and not self._has_everything
 
-    def announce_partial(self) -> bool:
-        """Whether to announce the rank as partial. From then on requests may ask the engine for reports."""
-        if self.is_partial and self.repairs:
-            self.publisher.blocks.expects_reports = True
-        return self.is_partial
-
     def on_action(self, action: Action) -> None:
         """Apply an action of the stream of batches."""
         if self._is_down and not isinstance(action, Restarted):
@@ -168,11 +148,6 @@ class EngineRank:
             case LostBatches():
                 self._lose("gap")
         self._log_partial()
-
-    def set_repairs(self, repairs: bool | None) -> None:
-        """Set whether the engine's version can report; None leaves what its events have shown."""
-        if repairs is not None:
-            self.repairs = repairs
 
     def set_speculates(self, *, speculates: bool) -> None:
         """Set whether the engine decodes speculatively: stores from now on follow."""
@@ -202,7 +177,6 @@ class EngineRank:
         if self._position is None:
             return None
         seq, digest = self._position
-        blocks = self.publisher.blocks
         head = RankHead(
             rank=self.publisher.rank,
             seq=seq,
@@ -210,14 +184,14 @@ class EngineRank:
             is_complete=self._stream.is_complete,
             is_whole=self._is_whole,
             is_mended=self._is_mended,
-            expects_reports=blocks.expects_reports,
-            removals=blocks.device_removals - self._removals_before,
+            expects_reports=False,
+            removals=0,
             group=self._adapter.group,
             first_ts=self._first_ts,
             event_block_size=self.publisher.event_block_size,
             lookahead=self.lookahead,
         )
-        return RankState(head, blocks.image())
+        return RankState(head, self.publisher.blocks.image())
 
     async def follow(self, events: RankEvents) -> None:
         """Apply the rank's events. An error in them stops only this rank, and only for READ_AGAIN_S."""
@@ -264,14 +238,11 @@ class EngineRank:
         if self._first_ts is None:
             self._first_ts = batch.ts
         self._position = (action.seq, digest_of(action.payload))
-        self._expect_reports(batch)
-        doubts_before = self.publisher.blocks.doubtful_removals
+        self.publisher.blocks.expects_reports = self._may_have_reports(batch)
         self._adapter.publish(batch, self.publisher)
         self._log_news()
         if self.is_partial:
-            self._mend(batch)
-        elif self.publisher.blocks.doubtful_removals > doubts_before:
-            self._doubt()
+            self._is_mended = batch.clears
         # more blocks than the engine has: a removal was missed, and nothing shows which
         if 0 < self.capacity_blocks < self.publisher.blocks.count(DEVICE):
             self._lose_track("overfull", capacity_blocks=self.capacity_blocks)
@@ -291,32 +262,11 @@ class EngineRank:
             log.info("engine.note", rank=self.publisher.rank, note=note)
         self._logged.update(self.skipped, self._adapter.notes)
 
-    def _expect_reports(self, batch: Batch[Any]) -> None:
-        """Expect reports once blocks are missing."""
-        # It stays so when nothing is missing any more: a request may wait in a queue for minutes, and a
-        # frontend that lost NATS goes on asking. The price is small, see EngineBlocks.
-        if self.repairs is None and batch.can_report:
-            self.repairs = True
-        if self.repairs and not self._has_everything:
-            self.publisher.blocks.expects_reports = True
-
-    def _mend(self, batch: Batch[Any]) -> None:
-        """Check whether the rank is as good as whole now."""
-        self.publisher.blocks.forget_uncounted()  # while partial, these stores are taken for reports
-        self._is_mended = batch.clears or self._is_turned_over()
-
-    def _doubt(self) -> None:
-        """A block may be missing again, although every published block is right."""
-        self._is_whole = self._is_mended = False
-        self._removals_before = self.publisher.blocks.device_removals
-
-    def _is_turned_over(self) -> bool:
-        blocks = self.publisher.blocks
-        can_count = self.repairs and self.capacity_blocks > 0 and blocks.widest_tier == DEVICE
-        if not can_count or blocks.held_blocks:
+    def _may_have_reports(self, batch: Batch[Any]) -> bool:
+        """Whether stores in it may be of blocks that a request reused: see OLD_REPORTS_S."""
+        if batch.ts > self._old_reports_end_s:
             return False
-        evicted = blocks.device_removals - self._removals_before
-        return evicted >= TURNOVERS_UNTIL_MENDED * self.capacity_blocks
+        return self._had_reports or (batch.can_report and not self._has_everything)
 
     def _continue(self) -> None:
         """The engine has returned the last batch of the saved state: continue from there."""
@@ -326,7 +276,6 @@ class EngineRank:
         self._begin()
         self._is_whole, self._is_mended = head.is_whole, head.is_mended
         self._first_ts, self._position = head.first_ts, (head.seq, head.digest)
-        self._removals_before -= head.removals
         self._adapter.restore(head.group, head.event_block_size, head.lookahead)
         self.publisher.restore(former.image, head.event_block_size)
         log.info("engine.history_continued", rank=head.rank, seq=head.seq, blocks=len(former.image.known))
@@ -338,7 +287,6 @@ class EngineRank:
         self._is_mended = False
         self._first_ts = None
         self._position = None
-        self._removals_before = self.publisher.blocks.device_removals
 
     def _lose_track(self, reason: str, **facts: object) -> None:
         self._lose(reason, **facts)
@@ -358,6 +306,6 @@ class EngineRank:
             return
         self._was_partial = self.is_partial
         if self.is_partial:
-            log.warning("rank.partial", rank=self.publisher.rank, repairs=bool(self.repairs))
+            log.warning("rank.partial", rank=self.publisher.rank)
         else:
             log.info("rank.whole", rank=self.publisher.rank)

@@ -136,10 +136,11 @@ class CardSettings(Settings):
         (), "report one more series of the engine's /metrics, for custom policies", metavar="NAME=SERIES"
     )
     state_file: Path | None = setting(None, "keep the table of blocks here across restarts", is_top=True)
-    kv_repair: bool = setting(
-        True,
-        "after lost history, requests ask the engine to announce the blocks that they reuse "
-        "(vLLM 0.26 and later)",
+    kv_repair: bool | None = setting(
+        None,
+        "does nothing: report repair is gone, and the next release does not know this flag",
+        retired="requests do not ask engines for reports any more. Give each agent a --state-file: it keeps "
+        "history across restarts",
     )
     drain_timeout_s: float = setting(
         300.0,
@@ -196,7 +197,6 @@ class WorkerSettings(CommonOptions):
             heartbeat_s=self.heartbeat_s,
             probe_s=card.probe_s,
             state_file=_writable(card.state_file),
-            kv_repair=card.kv_repair,
             role=engine.role,
             kv_connector=engine.kv_connector or "",
             bootstrap_port=engine.bootstrap_port,

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from msgspec import UNSET
 
-from kvrouter.bodies.edits import apply, edits_of, with_report_mode, without_overrides
+from kvrouter.bodies.edits import apply, edits_of, without_overrides
 from kvrouter.bodies.openai import parse_completion
-from kvrouter.core.routing.worker import Worker
-from kvrouter.core.wire.heartbeats import RankBeat
 from kvrouter.errors import BadRequestError
-from tests.frontend.fleet import BODY, Fleet, FleetOf
+from tests.frontend.fleet import BODY, FleetOf
 
 
 def edited(body: bytes) -> bytes:
@@ -62,56 +57,3 @@ def test_name_that_is_not_utf_8() -> None:
     """A body that was parsed but cannot be edited is a bad request."""
     with pytest.raises(BadRequestError, match="not valid JSON"):
         edited(b'{"prompt": "x", "kvrouter": {}, "\xff": 1}')
-
-
-@pytest.mark.parametrize(
-    ("body", "arguments"),
-    [
-        (b'{"prompt": [1]}', {}),
-        (b' {\n "prompt" : "vllm_xargs"}\n', {}),
-        (b'{"prompt": "x", "vllm_xargs": null, "n": 1}', {}),
-        (b'{"prompt": "x", "vllm_xargs": {"a": 1}}', {"a": 1}),
-        (b'{"prompt": "x", "vllm\\u005fxargs": {"a": 1}}', {"a": 1}),
-        (b'{"prompt": "x", "vllm_xargs": {"kv_cache_report_mode": "incremental", "a": []}}', {"a": []}),
-    ],
-)
-def test_report_mode_is_added(body: bytes, arguments: dict[str, object]) -> None:
-    """The mode joins the arguments that are there; nothing else changes."""
-    wanted = json.loads(body) | {"vllm_xargs": arguments | {"kv_cache_report_mode": "full"}}
-    has_arguments = parse_completion(body).engine_arguments is not UNSET
-
-    assert wanted == json.loads(with_report_mode(body, has_arguments=has_arguments))
-
-
-@pytest.mark.parametrize("arguments", [b'"x"', b"[1]", b"5"])
-def test_report_mode_has_no_place(arguments: bytes) -> None:
-    """Where `vllm_xargs` are not an object the body stays as it is, for the engine to reject."""
-    body = b'{"vllm_xargs": %b}' % arguments
-
-    assert body is with_report_mode(body, has_arguments=True)
-
-
-@pytest.mark.parametrize(("is_partial", "wanted"), [(True, "full"), (False, None)])
-@pytest.mark.parametrize("arguments", [{"vllm_xargs": {"kv_cache_report_mode": "full"}}, {}])
-async def test_partial_rank_is_asked_to_report(
-    fleet_of: FleetOf, is_partial: bool, wanted: str | None, arguments: dict[str, object]
-) -> None:
-    """Requests to a rank whose history was lost ask for a report of reused blocks; no others do."""
-    async with fleet_of() as fleet:
-        (worker,) = fleet.workers
-        fleet.announce(worker, ranks_heard=[RankBeat(0, 1, 0, partial=is_partial)], repairs_by_report=True)
-        while not any(known.card.repairs_by_report for known in known_workers(fleet)):
-            await fleet.get("/live")
-
-        await fleet.ask({"model": "m", "prompt": [1], **arguments})
-
-        (request,) = worker.requests
-        assert wanted == request.json.get("vllm_xargs", {}).get("kv_cache_report_mode")
-        assert [1] == request.json["prompt"]
-        assert [str(len(request.body))] == request.headers("content-length")
-
-
-def known_workers(fleet: Fleet) -> list[Worker]:
-    """The workers as the first frontend knows them."""
-    routers = fleet.frontend.replica.routers.values()
-    return [worker for router in routers for worker in router.pool.workers.values()]

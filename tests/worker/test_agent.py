@@ -150,7 +150,6 @@ async def test_announces(scene: Scene) -> None:
             engine="vllm",
             engine_version="0.32.0",
             started_at_us=beat.incarnation,
-            repairs_by_report=True,
             engine_started_at_us=10_000_000,
             takes_token_ids=True,
             agent_version=__version__,

@@ -51,16 +51,12 @@ class Scene:
         """The sequence hashes of all blocks that the engine can hit."""
         return {self.names[engine_hash] for engine_hash in self.mocker.engine.cache.cached_hashes()}
 
-    async def ask(self, *prompts: Sequence[int], **more: object) -> None:
+    async def ask(self, *prompts: Sequence[int]) -> None:
         """Send prompts, one after the other."""
         for tokens in prompts:
-            body = {"prompt": tokens, "max_tokens": 4, "ignore_eos": True, **more}
+            body = {"prompt": tokens, "max_tokens": 4, "ignore_eos": True}
             async with self.http.post(f"{self.mocker.url}/v1/completions", json=body) as response:
                 assert 200 == response.status
-
-    async def ask_as_a_frontend(self, *prompts: Sequence[int]) -> None:
-        """Send prompts with the field that a frontend adds for a partial rank."""
-        await self.ask(*prompts, vllm_xargs={"kv_cache_report_mode": "full"})
 
     async def until_exact(self) -> None:
         """Return when exactly the engine's blocks are published."""
@@ -195,32 +191,11 @@ async def test_killed_before_a_save(scene: Scene, path: Path) -> None:
     assert not partial_of(second)
 
 
-async def test_lost_and_repaired(scene: Scene) -> None:
-    """Without state and with a short buffer: partial, never too much; requests bring reused blocks back."""
+async def test_lost(scene: Scene) -> None:
+    """Without state and with a short buffer: partial, never too much, until the engine empties its cache."""
     await scene.ask(HOT, *map(prompt, range(12)))
     async with scene.agent(replace(scene.options, state_file=None)) as beat:
-        assert beat.card is not None
-        assert (True, True) == (partial_of(beat), beat.card.repairs_by_report)
-        await scene.listener.until(lambda: scene.listener.held <= scene.cached)
-        hot = set(sequence_hashes(block_hashes(HOT, SIZE)))
-        assert not hot & scene.listener.held
-
-        await scene.ask_as_a_frontend(HOT)
-        await scene.listener.until(lambda: hot <= scene.listener.held <= scene.cached)
-
-        for number in range(100, 130):
-            await scene.ask_as_a_frontend(prompt(number), HOT)
-        await scene.listener.beat(lambda beat: not partial_of(beat))
-        await scene.until_exact()
-
-
-async def test_lost_without_repair(scene: Scene) -> None:
-    """The card does not ask for reports: the rank stays partial until the engine empties its cache."""
-    await scene.ask(HOT, *map(prompt, range(12)))
-    options = replace(scene.options, state_file=None, kv_repair=False)
-    async with scene.agent(options) as beat:
-        assert beat.card is not None
-        assert (True, False) == (partial_of(beat), beat.card.repairs_by_report)
+        assert partial_of(beat)
         await scene.ask(HOT)
         await scene.listener.until(lambda: scene.listener.held <= scene.cached)
 

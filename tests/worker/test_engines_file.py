@@ -56,7 +56,15 @@ def test_entries(tmp_path: Path) -> None:
         dict(first.labels),
         dict(second.labels),
     ]
-    assert [(2.0, True), (2.0, False)] == [(agent.probe_s, agent.kv_repair) for agent in (first, second)]
+    assert [2.0, 2.0] == [agent.probe_s for agent in (first, second)]
+
+
+def test_a_retired_key(tmp_path: Path) -> None:
+    """It is one warning, however many entries have it."""
+    text = TWO_PODS.replace('node=1"]', 'node=1"]\nkv-repair = true')
+    (warning,) = read(written(tmp_path, text), "--kv-events", "tcp://*:5557").warnings
+
+    assert warning.startswith(f"{tmp_path / 'engines.toml'}: kv-repair is ignored: ")
 
 
 def test_shared_endpoints(tmp_path: Path) -> None:

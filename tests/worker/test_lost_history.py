@@ -1,8 +1,9 @@
 """Random histories of a simulated engine, whose agents are killed and started again.
 
-The engine is the mocker's, with its paged cache, copies of one hash, evictions and reports; its replay buffer
-is short. Every published block is in the engine's cache (an undercount is allowed, an overcount never), and
-if nothing was lost the published blocks are the cache.
+The engine is the mocker's, with its paged cache, copies of one hash and evictions; its replay buffer is
+short. Requests of the release before may ask it for reports, as they asked vLLM. Every published block is in
+the engine's cache (an undercount is allowed, an overcount never), and if nothing was lost the published
+blocks are the cache.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from __future__ import annotations
 import os
 from array import array
 from collections import deque
-from itertools import count
+from itertools import count, takewhile
+from math import inf
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrouter.core.wire.hashes import block_hashes, block_seed, seeded_block_hashes, sequence_hashes
 from kvrouter.lab.mocker.engine import Engine, EngineConfig, EngineRequest
-from kvrouter.lab.mocker.events import BatchEncoder, BlockStored, KvEvent
+from kvrouter.lab.mocker.events import GPU, BatchEncoder, BlockStored, KvEvent
 from kvrouter.worker.blocks.state import (
     AgentState,
     Header,
@@ -60,13 +62,15 @@ class SmallEngine:
         self._buffer: deque[Numbered] = deque(maxlen=buffer_batches)
         self._requests = count()
 
-    def serve(self, prompts: list[int], *, report_full: bool) -> list[Numbered]:
-        """Serve some requests at once; returns the resulting batches."""
-        for prompt in prompts:
-            tokens = array("I", PROMPTS[prompt])
-            number = str(next(self._requests))
-            self.engine.add(EngineRequest(number, tokens, max_tokens=2, report_full=report_full))
+    def serve(self, prompts: list[int], *, reports: bool) -> list[Numbered]:
+        """Serve some requests at once; returns the resulting batches. `reports`: also of reused blocks."""
         batches = []
+        for prompt in prompts:
+            if reports and (event := self._report(PROMPTS[prompt])):
+                batches.append(self._send([event]))
+            self.engine.add(
+                EngineRequest(str(next(self._requests)), array("I", PROMPTS[prompt]), max_tokens=2)
+            )
         while self.engine.has_work():
             events = self.engine.step().events
             if events:
@@ -80,6 +84,15 @@ class SmallEngine:
     def cached(self) -> set[int]:
         """The sequence hashes that can be hit."""
         return {self.names[engine_hash] for engine_hash in self.engine.cache.cached_hashes()}
+
+    def _report(self, tokens: list[int]) -> BlockStored | None:
+        """As of vLLM with `kv_cache_report_mode: full`: the cached blocks of a prompt, from the root on."""
+        cached = {self.names[engine_hash]: engine_hash for engine_hash in self.engine.cache.cached_hashes()}
+        chain = sequence_hashes(block_hashes(tokens, SIZE))
+        hashes = [cached[name] for name in takewhile(cached.__contains__, chain)]
+        if not hashes:
+            return None
+        return BlockStored(hashes, None, tokens[: len(hashes) * SIZE], SIZE, None, GPU, None)
 
     def _send(self, events: list[KvEvent]) -> Numbered:
         for event in events:
@@ -101,12 +114,12 @@ class SmallAgent:
     """Stream, rank and publisher, driven step by step."""
 
     def __init__(
-        self, engine: SmallEngine, former: RankState | None, incarnation: int, *, repairs: bool
+        self, engine: SmallEngine, former: RankState | None, incarnation: int, started_s: float
     ) -> None:
         self.stream = EngineStream(can_replay=True)
         publisher = KvPublisher(FakeBus(), "w", SIZE, model="m", incarnation=incarnation)
         self.rank = EngineRank(
-            publisher, self.stream, NUM_BLOCKS, repairs=repairs, former=former, adapter=VllmAdapter()
+            publisher, self.stream, NUM_BLOCKS, started_s=started_s, former=former, adapter=VllmAdapter()
         )
         self.was_continued = False
         self._engine = engine
@@ -142,12 +155,15 @@ class SmallAgent:
 
 
 class World:
-    """An engine, its agent, and the state that was saved last."""
+    """An engine, its agent, and the state that was saved last.
 
-    def __init__(self, buffer_batches: int, *, repairs: bool) -> None:
+    `reports`: requests of the release before ask for them while a rank is partial; agents have just started.
+    """
+
+    def __init__(self, buffer_batches: int, *, reports: bool) -> None:
         self.clock = count(100)
         self.buffer_batches = buffer_batches
-        self.repairs = repairs
+        self.reports = reports
         self.incarnations = count(1)
         self.kept: RankState | None = None
         self.has_asked = False
@@ -157,7 +173,7 @@ class World:
 
     def new_agent(self) -> SmallAgent:
         """An agent that starts with the saved state."""
-        return SmallAgent(self.engine, self.kept, next(self.incarnations), repairs=self.repairs)
+        return SmallAgent(self.engine, self.kept, next(self.incarnations), inf if self.reports else -inf)
 
     def is_provable(self) -> bool:
         """Whether the engine is still the process of the saved batch, and still has that batch."""
@@ -204,8 +220,8 @@ class World:
     def _serve(self, prompts: list[int], *, is_received: bool) -> None:
         """Frontends ask for reports while the last heartbeat said `partial`, also without an agent."""
         if self.agent is not None:
-            self.has_asked = self.repairs and self.agent.rank.is_partial
-        batches = self.engine.serve(prompts, report_full=self.has_asked)
+            self.has_asked = self.reports and self.agent.rank.is_partial
+        batches = self.engine.serve(prompts, reports=self.has_asked)
         for seq, payload in batches if is_received and self.agent is not None else ():
             assert self.agent is not None
             self.agent.receive(self.agent.stream.receive(seq, payload))
@@ -215,7 +231,7 @@ class World:
         published, cached = agent.published, self.engine.cached()
         assert published <= cached, "overcount"
         assert agent.rank.publisher.blocks.held_blocks <= NUM_BLOCKS
-        if not agent.rank.is_partial and not agent.rank.publisher.blocks.expects_reports:
+        if not agent.rank.is_partial and not self.reports:
             assert published == cached
 
 
@@ -241,9 +257,9 @@ def histories(draw: st.DrawFn, away: list[str], ends: list[str]) -> list[tuple[s
     st.sampled_from([1, 3, 8, 1000]),
     st.booleans(),
 )
-def test_never_overcounts(history: list[tuple[str, list[int]]], buffer_batches: int, repairs: bool) -> None:
+def test_never_overcounts(history: list[tuple[str, list[int]]], buffer_batches: int, reports: bool) -> None:
     """Agents are killed, stopped and restarted with and without state, engines restart, buffers are short."""
-    world = World(buffer_batches, repairs=repairs)
+    world = World(buffer_batches, reports=reports)
 
     for step in history:
         world.step(*step)
@@ -253,7 +269,7 @@ def test_never_overcounts(history: list[tuple[str, list[int]]], buffer_batches: 
 @given(histories(["serve", "serve", "reset"], ["kill", "stop"]))
 def test_exact_where_continuity_is_proven(history: list[tuple[str, list[int]]]) -> None:
     """With a saved state and a buffer that reaches back to it, the next agent holds exactly the cache."""
-    world = World(1000, repairs=True)
+    world = World(1000, reports=False)
     for step in history:
         world.step(*step)
 
@@ -263,28 +279,9 @@ def test_exact_where_continuity_is_proven(history: list[tuple[str, list[int]]]) 
             assert not world.agent.rank.is_partial
 
 
-def test_repaired_by_reports() -> None:
-    """A hot prefix that was stored before the agent started is published once a request reuses it."""
-    world = World(1, repairs=True)
-    for prompt in (0, 2, 0, 2):
-        world.step("serve", [prompt])
-    world.step("start", [])
-    assert world.agent is not None
-    assert world.agent.rank.is_partial
-    assert set() == world.agent.published
-
-    world.step("serve", [2])
-    hot = sequence_hashes(block_hashes(PROMPTS[2], SIZE))
-    assert set(hot) <= world.agent.published
-
-    for prompt in [6, 2] * 12:
-        world.step("serve", [prompt])
-    assert [False, True] == [world.agent.rank.is_partial, set(hot) <= world.agent.published]
-
-
-def test_a_hot_prefix_is_lost_without_reports() -> None:
-    """The same without repair: no block below the root is known again. This is why repair exists."""
-    world = World(1, repairs=False)
+def test_a_hot_prefix_is_lost() -> None:
+    """It was stored before the agent started, and stays unknown until the engine empties its cache."""
+    world = World(1, reports=False)
     for prompt in (2, 2, 2):
         world.step("serve", [prompt])
     world.step("start", [])
@@ -294,3 +291,8 @@ def test_a_hot_prefix_is_lost_without_reports() -> None:
     assert world.agent is not None
     assert world.agent.rank.is_partial
     assert not set(sequence_hashes(block_hashes(PROMPTS[2], SIZE))) & world.agent.published
+
+    hot = set(sequence_hashes(block_hashes(PROMPTS[2], SIZE)))
+    world.step("reset", [2])
+    world.step("serve", [2])
+    assert (False, True) == (world.agent.rank.is_partial, hot <= world.agent.published)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from kvrouter.errors import ConfigError
+from kvrouter.settings.read import load
 from kvrouter.worker import settings
-from kvrouter.worker.engines.facts import can_report
 from kvrouter.worker.options import AgentOptions, read_endpoints, worker_id_of
-from kvrouter.worker.settings import agent_options
+from kvrouter.worker.settings import COMMAND, agent_options
 
 
 def read(*flags: str) -> AgentOptions:
@@ -247,12 +247,26 @@ def test_bad_label_and_key() -> None:
         read("--engine-api-key-file", "/nowhere/key")
 
 
-def test_state_file_and_repair(tmp_path: Path) -> None:
-    """By default no state is saved, and lost history is repaired if the engine can report."""
-    plain, flagged = read(), read("--state-file", str(tmp_path / "state"), "--no-kv-repair")
+def test_state_file(tmp_path: Path) -> None:
+    """By default no state is saved."""
+    assert read().state_file is None
+    assert tmp_path / "state" == read("--state-file", str(tmp_path / "state")).state_file
 
-    assert (None, True) == (plain.state_file, plain.kv_repair)
-    assert (tmp_path / "state", False) == (flagged.state_file, flagged.kv_repair)
+
+@pytest.mark.parametrize(
+    ("words", "environ", "given"),
+    [
+        (["--kv-repair"], {}, "--kv-repair"),
+        (["--no-kv-repair"], {}, "--kv-repair"),
+        ([], {"KVROUTER_KV_REPAIR": "off"}, "--kv-repair, from KVROUTER_KV_REPAIR,"),
+    ],
+)
+def test_a_retired_flag(words: list[str], environ: dict[str, str], given: str) -> None:
+    """Report repair is gone: the flag is one warning, which says what to use."""
+    (warning,) = load(COMMAND, ["--engine-url", "http://a", *words], environ).warnings
+
+    assert warning.startswith(f"{given} is ignored: ")
+    assert "--state-file" in warning
 
 
 @pytest.mark.parametrize("path", ["/nowhere/state", "/"])
@@ -260,13 +274,3 @@ def test_bad_state_file(path: str) -> None:
     """A state file that cannot be written is rejected at once, with the flag."""
     with pytest.raises(ConfigError, match=f"--state-file {path}"):
         read("--state-file", path)
-
-
-@pytest.mark.parametrize(
-    ("version", "can"),
-    [("0.32.0", True), ("v0.26.1+cpu", True), ("1.0", True), ("0.25.1", False), ("", None), ("dev", None)],
-)
-def test_who_can_report(version: str, can: bool | None) -> None:
-    """Reports came with vLLM 0.26; for an engine without a version its events decide."""
-    assert can is can_report(read(), version, "vllm")
-    assert can_report(read("--no-kv-repair"), version, "vllm") is False

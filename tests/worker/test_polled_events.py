@@ -172,12 +172,11 @@ async def test_agent(engine: Tensorrt, nats_url: str, monkeypatch: pytest.Monkey
             await listener.until_held({A})
 
     assert beat.card is not None
-    assert ("tensorrt_llm", "1.3.0", 4, True, False) == (
+    assert ("tensorrt_llm", "1.3.0", 4, True) == (
         beat.card.engine,
         beat.card.engine_version,
         beat.card.block_size,
         beat.card.publishes_events,
-        beat.card.repairs_by_report,
     )
     assert 0.25 == beat.ranks[0].kv_usage
     assert not up.ranks[0].partial

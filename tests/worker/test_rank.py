@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 import msgpack
+import msgspec
 import pytest
 
 from kvrouter.worker.blocks.state import RankState
 from kvrouter.worker.engines.vllm import VllmAdapter
 from kvrouter.worker.publisher import KvPublisher
-from kvrouter.worker.rank import CHUNKS, TABLE_FULL, EngineRank
+from kvrouter.worker.rank import CHUNKS, OLD_REPORTS_S, TABLE_FULL, EngineRank
 from kvrouter.worker.zmq.ordering import (
     Action,
     Apply,
@@ -31,7 +32,8 @@ CLEARED = {"type": "AllBlocksCleared"}
 class Scene:
     """A rank with room for two blocks of one token, and its stream, at the engine's first batch."""
 
-    repairs: bool | None = False
+    # long ago, so that no request of the release before may ask for reports
+    started_s: float = -10_000.0
     former: RankState | None = None
     capacity_blocks: int = 2
     has_siblings: bool = False
@@ -43,7 +45,7 @@ class Scene:
             KvPublisher(FakeBus(), "w", 1, model="m", incarnation=5),
             self.stream,
             self.capacity_blocks,
-            repairs=self.repairs,
+            started_s=self.started_s,
             former=self.former,
             has_siblings=self.has_siblings,
             adapter=VllmAdapter(),
@@ -97,14 +99,6 @@ def scene() -> Scene:
     return scene
 
 
-@pytest.fixture
-def repairing() -> Scene:
-    """A rank that has lost its history and is repaired by reports."""
-    scene = Scene(repairs=True)
-    scene.rank.on_action(LostBatches())
-    return scene
-
-
 def test_apply(scene: Scene) -> None:
     """Batches reach the table; while none is missing the rank is not partial."""
     scene.apply(store(2, parent=1))
@@ -149,10 +143,9 @@ def test_lost(scene: Scene, action: Callable[[Scene], None], reason: str) -> Non
     assert scene.rank.state() is None
 
 
-@pytest.mark.parametrize("repairs", [True, False])
-def test_cleared_after_loss(repairs: bool) -> None:
+def test_cleared_after_loss() -> None:
     """Once the engine has emptied its cache, or restarted, the loss no longer matters."""
-    cleared, restarted = Scene(repairs=repairs), Scene(repairs=repairs)
+    cleared, restarted = Scene(), Scene()
     for scene in (cleared, restarted):
         scene.rank.on_action(LostBatches())
         assert scene.rank.is_partial
@@ -162,97 +155,43 @@ def test_cleared_after_loss(repairs: bool) -> None:
     assert (False, False) == (cleared.rank.is_partial, restarted.rank.is_partial)
 
 
-def test_turned_over(repairing: Scene) -> None:
-    """With repair: after two rounds of evictions every block is announced."""
-    repairing.apply(remove(70, 71, 72))
-    assert repairing.rank.is_partial
-
-    repairing.apply(remove(73))
-    assert not repairing.rank.is_partial
-
-
-def test_not_turned_over_while_blocks_are_held(repairing: Scene) -> None:
-    """A block that waits for its parent is known to be missing."""
-    repairing.apply(store(2, parent=1), remove(70, 71, 72, 73))
-    assert repairing.rank.is_partial
-
-    repairing.apply(store(1, 2), store(3, parent=2), remove(3))
-    assert not repairing.rank.is_partial
-
-
-@pytest.mark.parametrize(("repairs", "capacity_blocks"), [(False, 2), (True, 0)])
-def test_turning_over_is_not_enough(repairs: bool, capacity_blocks: int) -> None:
-    """Without reports a hot block stays unknown; without a capacity rounds cannot be counted."""
-    scene = Scene(repairs=repairs, capacity_blocks=capacity_blocks)
+def test_evictions_do_not_end_a_loss() -> None:
+    """A hot block may stay in the engine's cache, and so unknown, while all others are evicted."""
+    scene = Scene()
     scene.rank.on_action(LostBatches())
     scene.apply(remove(*range(70, 90)))
 
     assert scene.rank.is_partial
 
 
-def test_turned_over_with_another_tier(repairing: Scene) -> None:
-    """Blocks may still be in the host tier."""
-    repairing.apply(store(1), {**store(1), "medium": "CPU"}, remove(70, 71, 72, 73))
-
-    assert repairing.rank.is_partial
-
-
-def test_reports_add_no_references(repairing: Scene) -> None:
-    """Once requested, reports may come at any time, also when the rank is whole again."""
-    repairing.apply(store(1), store(1))
-    repairing.apply(remove(1))
-    assert 0 == repairing.count
-
-    repairing.rank.on_action(Restarted())
-    repairing.apply(store(1), store(1))
-    assert (1, False) == (repairing.count, repairing.rank.is_partial)
-    repairing.apply(remove(1))
-    assert 0 == repairing.count
+def test_all_stores_count(scene: Scene) -> None:
+    """A block that is stored twice is there until both copies are removed, also after lost history."""
+    for _ in range(2):
+        scene.apply(store(1), store(1), remove(1))
+        assert 1 == scene.count
+        scene.rank.on_action(LostBatches())
 
 
-def test_doubt(repairing: Scene) -> None:
-    """A block withdrawn after an uncounted store: the rank is partial again, and mended later."""
-    repairing.apply(CLEARED, store(1))
-    repairing.apply(store(1))
-    assert not repairing.rank.is_partial
-
-    repairing.apply(remove(1))
-    assert (0, True) == (repairing.count, repairing.rank.is_partial)
-    repairing.apply(store(1))
-    assert (1, True) == (repairing.count, repairing.rank.is_partial)
-    repairing.apply(remove(1, 70, 71, 72))
-    assert not repairing.rank.is_partial
-
-
-def test_no_doubt(repairing: Scene) -> None:
-    """Blocks announced while reports were requested cause no doubt later."""
-    repairing.apply(store(1), store(1))
-    repairing.apply(remove(70, 71, 72, 73))
-    repairing.apply(remove(1))
-
-    assert (0, False) == (repairing.count, repairing.rank.is_partial)
-
-
-def test_without_repair_all_stores_count() -> None:
-    """Without requests for reports every store is real."""
-    scene = Scene(repairs=False)
+@pytest.mark.parametrize("ts", [100.0, OLD_REPORTS_S])
+def test_reports_that_the_release_before_asked_for(ts: float) -> None:
+    """They may be in the history that a new agent reads, and add no references."""
+    scene = Scene(started_s=0.0)
     scene.rank.on_action(LostBatches())
-    scene.apply(store(1), store(1), remove(1))
+    scene.apply(store(1), store(1), remove(1), ts=ts)
+    assert 0 == scene.count
 
+    scene.apply(store(1), store(1), remove(1), ts=OLD_REPORTS_S + 1)
     assert 1 == scene.count
 
 
-@pytest.mark.parametrize("as_arrays", [True, False])
-def test_shape_decides_whether_it_repairs(as_arrays: bool) -> None:
-    """For an engine without a version the shape of its events decides."""
-    scene = Scene(repairs=None)
-    scene.apply(store(1), as_arrays=as_arrays)
+def test_no_reports_of_older_engines() -> None:
+    """Before vLLM 0.26, which sends events as maps, every store is real."""
+    scene = Scene(started_s=0.0)
+    scene.rank.on_action(LostBatches())
+    scene.apply(store(1), store(1), as_arrays=True)
+    scene.apply(remove(1))
 
-    assert as_arrays is not bool(scene.rank.repairs)
-    scene.rank.set_repairs(None)
-    assert as_arrays is not bool(scene.rank.repairs)
-    scene.rank.set_repairs(False)
-    assert not scene.rank.repairs
+    assert 1 == scene.count
 
 
 def test_block_size_of_a_life(scene: Scene) -> None:
@@ -297,29 +236,34 @@ def test_state(scene: Scene) -> None:
     assert after.rank.is_older_than(100.5)
 
 
-def test_state_of_a_partial_rank(repairing: Scene) -> None:
-    """It stays partial, continues to count evictions, and expects reports."""
-    repairing.apply(store(1), remove(70, 71, 72))
-    state = repairing.rank.state()
+def test_state_of_a_partial_rank() -> None:
+    """It stays partial."""
+    scene = Scene()
+    scene.rank.on_action(LostBatches())
+    scene.apply(store(1))
+    state = scene.rank.state()
     assert state is not None
 
-    after = Scene(repairs=True, former=state)
+    after = Scene(former=state)
     _continue(after, state)
-    assert after.rank.is_partial
-    after.apply(store(1), remove(73))
+    assert (1, True) == (after.count, after.rank.is_partial)
+
+
+def test_state_of_the_release_before(scene: Scene) -> None:
+    """Its agent may have let requests ask for reports. They may come for some time, also to a whole rank."""
+    state = scene.rank.state()
+    assert state is not None
+    former = replace(state, head=msgspec.structs.replace(state.head, expects_reports=True))
+    after = Scene(former=former, started_s=0.0)
+    _continue(after, former)
+    after.apply(store(1), store(2), store(2), remove(2))
     assert (1, False) == (after.count, after.rank.is_partial)
-    after.apply(remove(1))
-    assert 0 == after.count
 
-
-def test_state_not_proven(repairing: Scene) -> None:
-    """A state that is not continued leaves no block, but requested reports may still come."""
-    repairing.apply(store(1))
-    after = Scene(former=repairing.rank.state())
-    after.rank.on_action(Restarted())
-    after.apply(store(2), store(2), remove(2))
-
-    assert 0 == after.count
+    kept = after.rank.state()
+    assert kept is not None
+    assert not kept.head.expects_reports
+    after.apply(store(2), store(2), remove(2), ts=OLD_REPORTS_S + 1)
+    assert 2 == after.count
 
 
 def test_group_is_kept(scene: Scene) -> None:
@@ -409,18 +353,3 @@ def test_other_groups_after_a_restart() -> None:
     scene.apply({**store(1), "group_idx": 0, "kv_cache_spec_kind": "full_attention"})
 
     assert (1, []) == (scene.count, scene.rank.notes)
-
-
-def test_reports_before_the_first_batch() -> None:
-    """A rank without replay is partial until its first batch: requested reports may still come."""
-    stream = EngineStream(can_replay=False)
-    scene = Scene(repairs=True, stream=stream)
-    scene.rank = EngineRank(scene.rank.publisher, stream, 2, repairs=True, adapter=VllmAdapter())
-    stream.begin()
-    assert scene.rank.announce_partial()
-
-    for seq, events in enumerate([[store(1)], [store(1)], [remove(1)]]):
-        for action in stream.receive(seq, msgpack.packb([1.0, events, 0])).actions:
-            scene.rank.on_action(action)
-
-    assert 0 == scene.count

@@ -48,7 +48,6 @@ class Placement(Struct, frozen=True, gc=False):
     choice: Candidate
     url: str
     rank_header: str
-    wants_report: bool
     """Whether to ask the engine to report the blocks that this request reuses."""
     sends_token_ids: bool
     """Whether to send the token ids of a chat that were computed here."""
@@ -405,16 +404,12 @@ def _placement(
     target = choice.target
     worker = pool.targets[target]
     card = worker.card
-    beat = worker.ranks.get(target.rank)
-    # A report names the blocks that a partial rank's agent missed.
-    wants_report = card.repairs_by_report and beat is not None and beat.partial
     return Placement(
         key=booking.key,
         target=target,
         choice=choice,
         url=card.url,
         rank_header=card.rank_header,
-        wants_report=wants_report,
         sends_token_ids=pool.sends_token_ids and worker.sends_token_ids,
         fallbacks=fallbacks,
         block_size=pool.block_size,

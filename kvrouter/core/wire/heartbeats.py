@@ -80,8 +80,6 @@ class Card(Struct, frozen=True, kw_only=True):
     labels: Annotated[dict[Text, Text], Meta(max_length=256)] = {}
     started_at_us: Number = 0
     publishes_events: bool = True
-    # frontends add `kv_cache_report_mode: full` to requests for a partial rank
-    repairs_by_report: bool = False
     # for operators: which of the engine's events are not indexed, and why
     notes: _Texts = ()
     # whether the engine reuses computed blocks; None: not reported

@@ -17,9 +17,8 @@ def check_answer(running: AttemptRecord, audit: Audit, now: float) -> None:
         return
     pool, names_blocks = router.pool, _names_blocks_of_engine(router, route, placement)
     # A prediction that may fail for a known reason is counted, and raises no alarm. Behind other waiting
-    # requests the cache changes before this prompt is computed. A rank that is asked for a report is partial:
-    # its engine may have blocks that the index lacks.
-    is_firm = names_blocks and traits.reads_cache and not choice.waiting and not placement.wants_report
+    # requests the cache changes before this prompt is computed.
+    is_firm = names_blocks and traits.reads_cache and not choice.waiting
     prediction = Prediction(
         target=choice.target,
         kind=traits.kind,

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 import structlog
-from msgspec import UNSET, Struct
+from msgspec import Struct
 from msgspec.structs import replace
 
 from kvrouter.bodies import openai, responses
@@ -156,7 +156,6 @@ class Accept:
             traits=_traits(asked, lora_name, prompts, api) if prompts else None,
             api=api,
             response=response,
-            has_engine_arguments=asked.engine_arguments is not UNSET,
             is_dry_run=overrides.dry_run,
             reads_end=policy.reads_ends,
             shows_worker=may_see,

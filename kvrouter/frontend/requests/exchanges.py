@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from kvrouter.bodies import responses
-from kvrouter.bodies.edits import with_field, with_report_mode
+from kvrouter.bodies.edits import with_field
 from kvrouter.core.fleet.router import Placement
 from kvrouter.core.wire.ids import Target
 from kvrouter.errors import ShuttingDownError
@@ -115,8 +115,6 @@ class Exchanges:
             if work.ids.may_go_to(worker):
                 body = with_field(body, work.ids.field)
                 self._metrics.token_ids_sent.inc(running.model)
-        if placement.wants_report and work.api.parse is not None:
-            body = with_report_mode(body, has_arguments=work.has_engine_arguments)
         head = work.request.head.for_worker(
             placement.url,
             work.id,

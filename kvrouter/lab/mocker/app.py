@@ -221,7 +221,6 @@ class MockService:
             ignore_eos=body.ignore_eos,
             lora_name=body.model if body.model in self.config.loras else None,
             salt=body.cache_salt,
-            report_full=body.reports_full,
         )
 
     def _rank(self, http: web.Request) -> Rank:

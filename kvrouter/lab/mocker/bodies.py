@@ -91,11 +91,6 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
         """The client's limit for the answer; None: no limit."""
         return self.max_tokens
 
-    @property
-    def reports_full(self) -> bool:
-        """Whether vLLM would also announce reused blocks."""
-        return (self.vllm_xargs or {}).get("kv_cache_report_mode") == "full"
-
 
 class CompletionBody(Body, frozen=True, kw_only=True):
     """/v1/completions."""

@@ -258,11 +258,6 @@ class BlockCache:
         if self.host.capacity_blocks:
             self._remember(chain, first, full_blocks)
 
-    def announce(self, chain: Chain, blocks: int) -> None:
-        """Announce reused blocks from the root: vLLM's `kv_cache_report_mode: full`."""
-        if blocks:
-            self._events.append(self._stored(chain, 0, blocks))
-
     def release(self, chain: Chain) -> None:
         """Release all blocks, tail first, so that leaves are evicted before their parents."""
         for block in reversed(chain.blocks):

@@ -122,8 +122,6 @@ class EngineRequest(msgspec.Struct, frozen=True):
     ignore_eos: bool = False
     lora_name: str | None = None
     salt: str | None = None
-    # vLLM's `kv_cache_report_mode: full`: announce reused blocks from the root on.
-    report_full: bool = False
     # The images whose placeholders the prompt has.
     media: Sequence[MediaSpan] = ()
     # At its end the blocks stay held, until `Engine.free`.
@@ -334,8 +332,6 @@ class Engine:
         blocks = -(-(cached + tokens) // block_size)
         if not self.cache.open(sequence.chain, hit, blocks, must_fit_blocks=-(-length // block_size)):
             return 0
-        if sequence.request.report_full:
-            self.cache.announce(sequence.chain, hit.device_blocks)
         if sequence.cached_tokens is None:
             self._count_admission(sequence, hit.blocks * block_size, cached)
         sequence.computed = cached

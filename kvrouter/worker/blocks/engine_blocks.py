@@ -10,8 +10,8 @@ An engine hash is opaque. An engine stores and removes the same hash once per ph
 are counted. Several engine hashes may have one sequence hash (a LoRA that was loaded again from another
 path). Only the event of a root block has the seed (salt and LoRA name), which holds for all blocks below it.
 
-After lost history, requests may ask the engine for reports (`kv_cache_report_mode: full`). For each such
-request that hits blocks from the root on, it announces these blocks again, in an event that looks like a real
+The release before this one could ask vLLM for reports (`kv_cache_report_mode: full`). For each such request
+that hits blocks from the root on, vLLM announces these blocks again, in an event that looks like a real
 store. With `expects_reports` a store at the root therefore adds no reference to a block that already has one,
 so the references here never exceed the engine's. (Read in vLLM 0.32, `emit_cached_block_events`. Blocks that
 it really stores below a known block come in a separate event, with a parent, which always counts.) Of another
@@ -126,16 +126,11 @@ class EngineBlocks:
         self.ignored_removals = 0
         # Another program has announced chunks of its own.
         self.has_chunks = False
-        # Blocks withdrawn although one of their stores was not counted: the engine may still have a copy.
-        self.doubtful_removals = 0
-        # Physical blocks that the engine has removed from the device so far, known here or not.
-        self.device_removals = 0
         self.dropped_held_blocks = 0
         self._published = PublishedBlocks()
         self._known: dict[EngineHash, Known] = {}
         self._held: dict[EngineHash, Held] = {}
         self._waiting: dict[EngineHash, set[EngineHash]] = {}
-        self._uncounted: set[EngineHash] = set()
         self._resume_points = ResumePoints(self._known)
         self._has_groups = False  # besides the published one; a short way for most engines
 
@@ -232,8 +227,6 @@ class EngineBlocks:
 
     def removed(self, engine_hashes: Sequence[EngineHash], tier: int = DEVICE) -> list[Op]:
         """Remove one reference from each; hashes without a reference in `tier` are ignored."""
-        if tier == DEVICE:
-            self.device_removals += len(engine_hashes)
         for engine_hash in engine_hashes:
             self._remove(engine_hash, tier)
         return self._take_ops()
@@ -262,15 +255,10 @@ class EngineBlocks:
         self._known.clear()
         self._held.clear()
         self._waiting.clear()
-        self._uncounted.clear()
         self._published.clear()
         self._resume_points.clear()
         self._has_groups = False
         return self._published.take_ops()
-
-    def forget_uncounted(self) -> None:
-        """Take the stores that were not counted for reports: later removals of their blocks are certain."""
-        self._uncounted.clear()
 
     def image(self) -> BlocksImage:
         """The present table, for `restore`; later changes do not alter it."""
@@ -334,8 +322,6 @@ class EngineBlocks:
     def _store_known(self, engine_hash: EngineHash, known: Known, tier: int, *, is_counted: bool) -> None:
         if is_counted or not known.refs[tier]:
             self._refer(engine_hash, known, tier)
-        else:
-            self._uncounted.add(engine_hash)
 
     def _learn(
         self, engine_hash: EngineHash, sequence: int | None, parent: int | None, seed: int | None, tier: int
@@ -419,8 +405,6 @@ class EngineBlocks:
             if self._has_groups:
                 self._resume_points.forgotten(engine_hash)
             del self._known[engine_hash]
-            self.doubtful_removals += engine_hash in self._uncounted
-            self._uncounted.discard(engine_hash)
 
     def _remove_held(self, engine_hash: EngineHash, held: Held, tier: int) -> None:
         refs = _counted(held.refs, tier, -1)
@@ -441,7 +425,6 @@ class EngineBlocks:
         waiting = {(parent, child) for parent, children in self._waiting.items() for child in children}
         assert waiting == {(held.parent, engine_hash) for engine_hash, held in self._held.items()}, "waiting"
         assert len(self._held) <= self.max_held_blocks, "holds too much"
-        assert self._uncounted <= self._known.keys(), "uncounted stores of unknown blocks"
 
 
 def _known(sequence: int | None, parent: int | None, seed: int | None) -> Known:

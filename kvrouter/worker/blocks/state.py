@@ -65,6 +65,7 @@ class RankHead(Struct, frozen=True, array_like=True, tag=1):
     is_complete: bool
     is_whole: bool
     is_mended: bool
+    # Only the release before this one sets these two: its frontends asked vLLM to announce reused blocks.
     expects_reports: bool
     removals: int
     group: int | None

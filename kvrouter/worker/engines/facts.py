@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from kvrouter.core.wire.heartbeats import BOTH, Card
 from kvrouter.core.wire.ops import TIERS
 from kvrouter.core.wire.values import MOST_NAMES, MOST_NUMBER, MOST_TEXT_CHARACTERS
-from kvrouter.engine_versions import reaches, since
 from kvrouter.version import __version__
 from kvrouter.worker.engines.endpoints import noted, settled_endpoints
 from kvrouter.worker.engines.http import Models
@@ -82,7 +81,6 @@ def build_card(
     widest_tier: int,
     lookahead: int = 0,
     started_at_us: int,
-    repairs_by_report: bool = False,
     notes: Sequence[str] = (),
 ) -> Card:
     """The card of an engine. Its events have shown sizes, tiers, `lookahead` and `notes`.
@@ -111,7 +109,6 @@ def build_card(
         labels=dict(options.labels),
         started_at_us=started_at_us,
         publishes_events=bool(options.endpoints),
-        repairs_by_report=repairs_by_report,
         notes=tuple(note[:MOST_TEXT_CHARACTERS] for note in notes)[:MOST_NAMES],
         prefix_caching=scrape.has_prefix_caching,
         speculates=scrape.speculates and not lookahead,
@@ -133,11 +130,3 @@ def _tiers(scrape: Scrape, widest_tier: int) -> dict[str, int]:
     # a host tier with a capacity exists before the first event names it
     widest = max(widest_tier, 1 if scrape.host_blocks else 0)
     return {name: capacities[name] for name in TIERS[: widest + 1]}
-
-
-def can_report(options: AgentOptions, version: str, kind: str) -> bool | None:
-    """Whether requests may ask the engine for reports.
-
-    None if the version cannot be read: then its events decide.
-    """
-    return options.kv_repair and reaches(version, since(kind).reports)

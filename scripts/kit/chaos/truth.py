@@ -27,12 +27,7 @@ from kvrouter.worker.engines.vllm import BlockRemoved, BlockStored, decode_batch
 
 
 class EngineWatch:
-    """The blocks of one engine, counted like its physical blocks: a hash may be stored twice.
-
-    After an agent requested reports (`partial`, docs/concepts/design.md#agent-state), the engine announces
-    known blocks again, and each counts once more here. So a block may be counted that is gone, but none is
-    missed.
-    """
+    """The blocks of one engine, counted like its physical blocks: a hash may be stored twice."""
 
     def __init__(self) -> None:
         # False once an event was missed: the blocks are then unknown.

@@ -68,6 +68,7 @@ def test_card_of_an_older_agent() -> None:
     pair = ("role", "kv_connector", "bootstrap_port", "kv_address", "kv_hash")
     for later in ("takes_token_ids", "lookahead", "speculates", *pair):
         del raw[6][later]
+    raw[6]["repairs_by_report"] = True  # of the release before
 
     assert WORKER == decode_worker_beat(msgpack.packb(raw), W1)
 

@@ -32,14 +32,6 @@ def test_unknown_fields_are_ignored() -> None:
     assert [1] == parse(CompletionBody, b'{"prompt": [1], "bogus": {}}').prompt
 
 
-def test_full_report() -> None:
-    """`vllm_xargs` can request the announcement of reused blocks."""
-    full = b'{"prompt": [1], "vllm_xargs": {"kv_cache_report_mode": "full"}}'
-
-    assert parse(CompletionBody, full).reports_full
-    assert not parse(CompletionBody, b'{"prompt": [1]}').reports_full
-
-
 @pytest.mark.parametrize(
     ("raw", "param"),
     [

@@ -161,21 +161,6 @@ def test_extra_keys(cache: BlockCache) -> None:
     assert [["adapter", "pepper"], ["adapter"]] == event.extra_keys
 
 
-def test_full_report_stores_nothing(cache: BlockCache) -> None:
-    """Reused blocks can be announced again from the root on."""
-    serve(cache, [*range(9)])
-    cache.take_events()
-    chain = Chain(token_ids(range(9)), BLOCK_SIZE)
-
-    cache.announce(chain, 2)
-
-    (event,) = cache.take_events()
-    assert isinstance(event, BlockStored)
-    assert event.parent_block_hash is None
-    assert chain.hashes == event.block_hashes
-    cache.check()
-
-
 def test_evicted_blocks_move_to_the_host() -> None:
     """A block that leaves the device is first announced on the host, with all its keys; then it is a hit."""
     cache = BlockCache(2, BLOCK_SIZE, host_blocks=2)

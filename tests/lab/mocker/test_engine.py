@@ -163,17 +163,6 @@ def test_cached_prefix_saves_time(engine: Engine) -> None:
     assert pytest.approx(saved_s) == durations[0] - durations[1]
 
 
-def test_full_report(engine: Engine) -> None:
-    """A request with this option gets its reused blocks announced again."""
-    engine.add(request(1, [*range(9)], max_tokens=1))
-    finish(engine)
-    engine.add(EngineRequest("2", token_ids(range(9)), 1, report_full=True))
-
-    (event,) = engine.step().events
-
-    assert [*range(8)] == event.token_ids  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize("bad", [[], [1] * 48])
 def test_impossible_prompts(engine: Engine, bad: list[int]) -> None:
     """An empty prompt, or one without room for an answer, is an error."""

@@ -288,14 +288,6 @@ def test_reports(table: EngineBlocks) -> None:
     table.check()
 
     assert [(1, 0, 0), (1, 0, 0), (2, 0, 0)] == [known.refs for known in table.image().known.values()]
-    table.removed([2, 2])
-    assert 0 == table.doubtful_removals
-    table.removed([1])
-    assert 1 == table.doubtful_removals
-    table.forget_uncounted()
-    table.removed([0])
-    table.check()
-    assert (1, 4) == (table.doubtful_removals, table.device_removals)
 
 
 def test_report_names_held_blocks(table: EngineBlocks) -> None:
@@ -365,7 +357,6 @@ def test_chunks(chunks: tuple[bytes | int, ...]) -> None:
     assert [set(), set(NAMES[:6])] == case.evict()[:2]
     assert set(NAMES[:4]) == case.apply(case.table.removed([chunks[2]], HOST))[1]
     assert set() == case.apply(case.table.removed([chunks[0]], HOST))[1]
-    assert 1 < case.table.device_removals
 
 
 def test_chunk_stored_twice() -> None:

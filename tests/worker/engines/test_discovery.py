@@ -18,7 +18,7 @@ from kvrouter.worker.engines import sglang as sglang_texts
 from kvrouter.worker.engines import vllm as vllm_texts
 from kvrouter.worker.engines.discovery import learn
 from kvrouter.worker.engines.endpoints import NO_REPLAY, REPLAY_NOT_GIVEN, contradictions
-from kvrouter.worker.engines.facts import EngineFacts, build_card, can_report, with_discovered
+from kvrouter.worker.engines.facts import EngineFacts, build_card, with_discovered
 from kvrouter.worker.engines.http import EngineError, EngineGoneError, EngineHttp, Models
 from kvrouter.worker.engines.metrics import RankLoad, Scrape
 from kvrouter.worker.options import AgentOptions
@@ -285,7 +285,7 @@ async def test_sglang(sglang: Recorded) -> None:
 
 
 async def test_sglang_card(sglang: Recorded) -> None:
-    """The card names the kind and how a rank is addressed; SGLang has no reports for repair."""
+    """The card names the kind and how a rank is addressed."""
     facts = await sglang.learn()
 
     card = build_card(
@@ -296,7 +296,6 @@ async def test_sglang_card(sglang: Recorded) -> None:
         card.engine, card.ranks, card.rank_header, card.block_size,
     )  # fmt: skip
     assert {"device": 1280, "host": 2560} == card.tiers
-    assert can_report(sglang.options, "1.0", "sglang") is False
 
 
 async def test_sglang_without_metrics(sglang: Recorded) -> None:
