@@ -15,7 +15,7 @@ from kvrouter.bus.embedded import embedded_server
 from kvrouter.bus.options import NatsOptions
 from kvrouter.core.feeds.lease import MAX_INTERVAL_MS
 from kvrouter.core.native import versions
-from kvrouter.core.wire.ids import IDENTIFIER_RULE, is_identifier
+from kvrouter.core.wire.ids import IDENTIFIER_RULE, WORKER_ID_RULE, is_identifier, is_worker_id
 from kvrouter.errors import ConfigError
 from kvrouter.settings.declare import Settings, setting
 
@@ -29,9 +29,16 @@ DAY_S = 86_400.0
 
 
 def read_identifier(text: str) -> str:
-    """A namespace or a worker id, both of which are parts of NATS subjects. Raises ValueError."""
+    """A namespace, which is a part of NATS subjects. Raises ValueError."""
     if not is_identifier(text):
         raise ValueError(IDENTIFIER_RULE)
+    return text
+
+
+def read_worker_id(text: str) -> str:
+    """NAME or GROUP.NAME. Raises ValueError."""
+    if not is_worker_id(text):
+        raise ValueError(WORKER_ID_RULE)
     return text
 
 

@@ -5,7 +5,6 @@ DIR/NAME.nk has a user's seed, for `--nats-nkey`. The rights are those of kvrout
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from kvrouter.bus.rights import (
     verify_rights,
 )
 from kvrouter.bus.subjects import Subjects
-from kvrouter.core.wire.ids import WorkerId, check_identifier
+from kvrouter.core.wire.ids import WorkerId, check_identifier, check_worker_id, is_in_group
 from kvrouter.errors import ConfigError
 from kvrouter.settings.declare import Command, Settings, setting
 from kvrouter.settings.read import Loaded, run
@@ -33,15 +32,12 @@ from kvrouter.settings.read import Loaded, run
 SERVER_FILE = "accounts.conf"
 LEAF = "leaf"
 _RESERVED = (FRONTEND, VERIFY, LEAF)
-# The pods of a StatefulSet, as in kvrouter-vllm-0..49.
-_RANGE = re.compile(r"(?P<prefix>(?:.*[^0-9])?)(?P<first>0|[1-9][0-9]{0,8})\.\.(?P<last>0|[1-9][0-9]{0,8})")
-# An id is 220 bytes of accounts.conf, and a secret of Kubernetes has 1 MiB.
-WORKERS_MOST = 1000
+_EVERY = ".*"
 
 
 @dataclass(frozen=True, slots=True)
 class AgentUser:
-    """A user that announces these workers: an agent, a process with several, or all agents of a pool."""
+    """A user that announces these workers: an agent, a process with several, or all agents of a group."""
 
     name: str
     worker_ids: tuple[WorkerId, ...]
@@ -52,24 +48,15 @@ class AgentUser:
 
 def _read_agent(text: str) -> AgentUser:
     name, _, ids = text.partition("=")
-    worker_ids = tuple(WorkerId(each) for part in (ids or name).split("+") for each in _ids(part))
-    if len(worker_ids) > WORKERS_MOST:
-        raise ValueError(f"{len(worker_ids):,} workers: at most {WORKERS_MOST:,} for a user")
+    worker_ids = tuple(map(WorkerId, (ids or name).split("+")))
     for worker_id in worker_ids:
-        check_identifier("worker id", worker_id)
+        if worker_id.endswith(_EVERY):
+            check_identifier("group", worker_id.removesuffix(_EVERY))
+        else:
+            check_worker_id("worker id", worker_id)
+    if not ids and is_in_group(worker_ids[0]):
+        raise ValueError(f"give the user a name, as in NAME={text}")
     return AgentUser(_read_name(name), worker_ids)
-
-
-def _ids(text: str) -> Iterator[str]:
-    """The ids of `w0..3`, which are w0, w1, w2, w3; anything else is one id."""
-    found = _RANGE.fullmatch(text)
-    if found is None:
-        yield text
-        return
-    first, last = int(found["first"]), int(found["last"])
-    if not first <= last < first + WORKERS_MOST:
-        raise ValueError(f"{text}: must be FIRST..LAST, upwards, with at most {WORKERS_MOST:,} workers")
-    yield from (f"{found['prefix']}{number}" for number in range(first, last + 1))
 
 
 def _read_name(text: str) -> str:
@@ -88,8 +75,8 @@ class AccountsSettings(Settings):
     )
     agent: tuple[AgentUser, ...] = setting(
         (),
-        "an agent by its worker id; NAME=ID+ID for a process with several workers; NAME=ID0..9 for a pool of "
-        "agents with the worker ids ID0 to ID9",
+        "an agent by its worker id; NAME=ID+ID for a process with several workers; NAME=GROUP.* for all "
+        "agents of a group",
         metavar="ID|NAME=ID[+ID…]",
         read=_read_agent,
         is_repeated=True,
@@ -113,7 +100,7 @@ COMMAND = Command(
     AccountsSettings,
     f"Write DIR/{SERVER_FILE} for nats-server, and DIR/NAME.nk for --nats-nkey of each process: an agent\n"
     "may publish in the name of its own workers only, a tool nothing. One user may be that of all agents of\n"
-    "a pool: --agent vllm=vllm-0..49. Users frontend, verify and leaf are\n"
+    "a group, vllm.ID: --agent 'vllm=vllm.*'. Users frontend, verify and leaf are\n"
     "always made. Seeds that are in DIR already are kept, so run it again with more agents.\n"
     "The same: kvrouter nats accounts.",
 )

@@ -40,8 +40,7 @@ from kvrouter.bus.rights import (
     verify_rights,
     write_private,
 )
-from kvrouter.bus.subjects import Subjects
-from kvrouter.core.wire.ids import WorkerId
+from kvrouter.bus.subjects import EVERY_WORKER, Subjects
 from kvrouter.errors import ConfigError
 
 SERVER_FILE = "server.conf"
@@ -53,7 +52,7 @@ def rights_by_name() -> dict[str, NatsRights]:
     subjects = Subjects.of_every_namespace()
     return {
         FRONTEND: frontend_rights(subjects),
-        AGENT: agent_rights(subjects, [WorkerId("*")]),
+        AGENT: agent_rights(subjects, EVERY_WORKER),
         VERIFY: verify_rights(subjects),
         TOOL: tool_rights(subjects),
     }

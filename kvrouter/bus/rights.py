@@ -1,12 +1,15 @@
 """The rights of each user of NATS: what its part needs, and nothing else.
 
     user       publishes                                          subscribes
-    agent W    live.worker.W  live.kv.*.W.*  answer.kv.W.>        hello  live.worker.*  kv-replay.W
-    frontend   live.router.*  live.sync.>  answer.sync.>  hello   live.>  hello  sync-replay.*  answer.>
-               kv-replay.*  sync-replay.*
-    verify     hello  kv-replay.*                                 live.>  answer.>
+    agent W    live.worker.W  live.kv.*.W.*  answer.kv.W.*.*      hello  live.worker.>  kv-replay.W
+    frontend   live.router.*  live.sync.>  answer.sync.>  hello   live.>  hello  sync-replay.*  answers
+               kv-replay.>  sync-replay.*
+    verify     hello  kv-replay.>                                 live.>  answers
     a tool     nothing                                            live.>
     leaf       the whole namespace: a leaf node passes on what its own users may
+
+W may be `GROUP.*`, for all agents of a group. NATS's `*` is one token, and a worker in a group has one token
+more in its subjects than others. So no user of one kind may publish for the other.
 
 A user is an nkey: the server's file has the public half, and NAME.nk the seed, for `--nats-nkey`. Replicas
 trust each other: one user for all, with random router ids.
@@ -54,23 +57,26 @@ def agent_rights(subjects: Subjects, worker_ids: Sequence[WorkerId]) -> NatsRigh
         publish += [subjects.live_worker(worker_id), subjects.live_kv(PoolId("*"), worker_id, "*")]
         publish.append(subjects.kv_answer(worker_id, "*", "*"))
         subscribe.append(subjects.kv_replay(worker_id))
-    return NatsRights(tuple(publish), (*subscribe, subjects.live_worker(WorkerId("*"))))
+    return NatsRights(tuple(publish), (*subscribe, subjects.live_worker(WorkerId(">"))))
 
 
 def frontend_rights(subjects: Subjects) -> NatsRights:
-    every_worker, every_router = WorkerId("*"), RouterId("*")
-    requests = (subjects.kv_replay(every_worker), subjects.sync_replay(every_router))
+    every_router = RouterId("*")
+    requests = (subjects.kv_replay(WorkerId(">")), subjects.sync_replay(every_router))
     own = (subjects.live_router(every_router), subjects.live_sync(PoolId("*"), every_router))
     answers = subjects.sync_answer(every_router, "*", "*")
-    received = (subjects.live, subjects.hello, subjects.sync_replay(every_router), subjects.answers("*"))
+    received = (subjects.live, subjects.hello, subjects.sync_replay(every_router), *_answers(subjects))
     return NatsRights((*own, subjects.hello, *requests, answers), received)
 
 
+def _answers(subjects: Subjects) -> tuple[str, str]:
+    return subjects.answers("*"), subjects.group_answers("*")
+
+
 def verify_rights(subjects: Subjects) -> NatsRights:
-    every = WorkerId("*")
     return NatsRights(
-        (subjects.hello, subjects.kv_replay(every)),
-        (subjects.live, subjects.answers("*")),
+        (subjects.hello, subjects.kv_replay(WorkerId(">"))),
+        (subjects.live, *_answers(subjects)),
     )
 
 

@@ -14,6 +14,10 @@ An answer has the name of its sender in its subject, so that NATS's permissions 
 for another. (`_INBOX` would let each agent answer for all. `allow_responses` lets an agent that publishes to
 itself choose any subject as the one for answers.)
 
+A worker id may be `<group>.<name>`: its subjects have one token more, and a wildcard of NATS is all workers
+of a group. Users that versions before wrote may not subscribe to `group_answers`: processes do so when they
+first ask such a worker.
+
 All live traffic shares one wildcard, because NATS keeps order only within one subscription.
 """
 
@@ -22,9 +26,11 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from kvrouter.core.wire.ids import PoolId, RouterId, WorkerId, check_identifier, is_identifier
+from kvrouter.core.wire.ids import PoolId, RouterId, WorkerId, check_identifier, is_identifier, is_worker_id
 from kvrouter.core.wire.senders import Feed, KvSource, RouterSource, Source, SyncSource, WorkerSource
 
+# As NATS's wildcards: without a group, and in one.
+EVERY_WORKER = (WorkerId("*"), WorkerId("*.*"))
 _RANK = re.compile(r"[0-9]{1,4}")
 
 
@@ -95,23 +101,25 @@ class Subjects:
         return f"{self._root}.answer.sync.{router_id}.{asker}.{token}"
 
     def answers(self, asker: str) -> str:
-        """All answers to one process."""
+        """All answers to one process but those of workers in groups."""
         return f"{self._root}.answer.*.*.{asker}.*"
+
+    def group_answers(self, asker: str) -> str:
+        """All answers of workers in groups to one process."""
+        return f"{self._root}.answer.kv.*.*.{asker}.*"
 
     def parse_live(self, subject: str) -> Source | None:
         """The sender in a live subject; None if the subject is not one of these, or has an invalid name."""
         match subject.split(".")[self._live_parts :]:
-            case ["worker", worker_id] if is_identifier(worker_id):
+            case ["worker", *names] if is_worker_id(worker_id := ".".join(names)):
                 return WorkerSource(WorkerId(worker_id))
-            case ["kv", pool, worker_id, rank] if _are_identifiers(pool, worker_id) and _RANK.fullmatch(rank):
+            case ["kv", pool, *names, rank] if (
+                is_identifier(pool) and is_worker_id(worker_id := ".".join(names)) and _RANK.fullmatch(rank)
+            ):
                 return KvSource(PoolId(pool), WorkerId(worker_id), int(rank))
             case ["router", router_id] if is_identifier(router_id):
                 return RouterSource(RouterId(router_id))
-            case ["sync", pool, router_id] if _are_identifiers(pool, router_id):
+            case ["sync", pool, router_id] if is_identifier(pool) and is_identifier(router_id):
                 return SyncSource(PoolId(pool), RouterId(router_id))
             case _:
                 return None
-
-
-def _are_identifiers(*names: str) -> bool:
-    return all(map(is_identifier, names))

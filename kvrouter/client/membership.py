@@ -20,7 +20,7 @@ from kvrouter.core.fleet.replica import Replica, ReplicaSettings
 from kvrouter.core.fleet.router import RouterRules
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy
 from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat
-from kvrouter.core.wire.ids import PoolId, Target, WorkerId, check_identifier
+from kvrouter.core.wire.ids import PoolId, Target, WorkerId, check_worker_id
 from kvrouter.core.wire.ops import VERSION, ReplayRequest
 from kvrouter.core.wire.senders import KvSource
 from kvrouter.errors import ConfigError, NoWorkersError
@@ -157,7 +157,7 @@ class HandFed:
             pass
 
     def _take_card(self, card: Card) -> None:
-        check_identifier("worker_id", card.worker_id)
+        check_worker_id("worker_id", card.worker_id)
         # Incarnation 0 for all: calls arrive in order, so there are no late heartbeats of a former life.
         ranks = [RankBeat(rank, 0, 0) for rank in range(card.ranks)]
         beat = WorkerBeat(VERSION, 0, "up", BY_HAND, ranks, 1, card)

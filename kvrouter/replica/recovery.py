@@ -11,9 +11,10 @@ import structlog
 
 from kvrouter.bus import Bus, Subjects
 from kvrouter.core.fleet.replica import Replica
+from kvrouter.core.wire.ids import is_in_group
 from kvrouter.core.wire.ops import ReplayRequest
 from kvrouter.core.wire.ops import encode as encode_request
-from kvrouter.core.wire.senders import Feed, name
+from kvrouter.core.wire.senders import Feed, KvSource, name
 from kvrouter.errors import KvRouterError
 from kvrouter.replica.feed_log import FeedLog
 
@@ -40,6 +41,7 @@ class Recovery:
         self._tasks: dict[Feed, asyncio.Task[None]] = {}
         # by the subject of the answer
         self._awaited: dict[str, asyncio.Future[bytes]] = {}
+        self._hears_groups = False
 
     async def subscribe(self) -> None:
         """Receive answers; called once, before `request_due`."""
@@ -80,6 +82,9 @@ class Recovery:
 
     async def _ask(self, source: Feed, payload: bytes) -> bytes:
         """The first answer. Raises NoAnswerError without one."""
+        if isinstance(source, KvSource) and is_in_group(source.worker_id) and not self._hears_groups:
+            self._hears_groups = True
+            await self._bus.subscribe(self._subjects.group_answers(self._replica.router_id), self._take)
         reply = self._subjects.answer(source, self._replica.router_id, uuid.uuid4().hex)
         awaited: asyncio.Future[bytes] = self._loop.create_future()
         self._awaited[reply] = awaited

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from kvrouter.core.wire.ids import check_identifier
+from kvrouter.core.wire.ids import check_worker_id
 from kvrouter.errors import ConfigError
 from kvrouter.settings.declare import SWITCHES
 from kvrouter.worker.options import check_url, read_connector, worker_id_of
@@ -84,7 +84,7 @@ def read_engine(text: str) -> EngineSpec:
         if not equals or not value:
             raise ConfigError(f"--engine {text!r}: {pair!r} is not key=value")
         if key == "id":
-            check_identifier(f"--engine {text!r}: id", value)
+            check_worker_id(f"--engine {text!r}: id", value)
             worker_id = value
         elif key.startswith(_LABEL) and key != _LABEL:
             labels[key.removeprefix(_LABEL)] = value

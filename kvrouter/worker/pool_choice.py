@@ -29,9 +29,10 @@ from typing import TYPE_CHECKING
 import structlog
 
 from kvrouter.bus import Bus, BusPart, Subjects
+from kvrouter.bus.subjects import EVERY_WORKER
 from kvrouter.core.wire.addresses import host_error
 from kvrouter.core.wire.heartbeats import Card, decode_worker_beat
-from kvrouter.core.wire.ids import WorkerId
+from kvrouter.core.wire.senders import WorkerSource
 from kvrouter.errors import MalformedFrameError
 from kvrouter.tls import trusting
 from kvrouter.worker.announcer import CARD_EVERY_S
@@ -77,16 +78,25 @@ def pool_of(own: str, cards: Iterable[Card], why: Mapping[str, str]) -> str:
 class _Fleet:
     """The cards of workers, as they are heard."""
 
-    def __init__(self, ignored: str = "") -> None:
+    def __init__(self, namespace: str, ignored: str = "") -> None:
         """`ignored`: the worker whose heartbeats do not count."""
+        self._subjects = Subjects(namespace)
         self._ignored = ignored
         self._cards: dict[str, Card | None] = {}
 
+    async def listen(self, bus: Bus | BusPart) -> None:
+        """Hear all workers. Users that versions before wrote may subscribe to the first wildcard only."""
+        for every in EVERY_WORKER:
+            await bus.subscribe(self._subjects.live_worker(every), self.note)
+
     def note(self, subject: str, payload: bytes, _reply: str) -> None:
         """Take a heartbeat."""
-        worker = subject.rpartition(".")[2]
+        source = self._subjects.parse_live(subject)
+        if not isinstance(source, WorkerSource):
+            return
+        worker = source.worker_id
         try:
-            beat = decode_worker_beat(payload, WorkerId(worker))
+            beat = decode_worker_beat(payload, worker)
         except MalformedFrameError:
             return
         if worker != self._ignored and (worker in self._cards or len(self._cards) < _MOST_HEARD):
@@ -113,8 +123,8 @@ async def choose_pool(
     names = facts.models.served_names
     if options.model is not None or len(names) < 2:
         return options.model
-    fleet = _Fleet(options.worker_id)
-    await bus.subscribe(_every_worker(options), fleet.note)
+    fleet = _Fleet(options.namespace, options.worker_id)
+    await fleet.listen(bus)
     connected = asyncio.Event()
     bus.on_connect(connected.set)
     now = asyncio.get_running_loop().time
@@ -158,16 +168,12 @@ class Rejoining:
                 await asyncio.sleep(LOOK_AGAIN_S)
 
     async def _look(self, facts: EngineFacts) -> str:
-        fleet = _Fleet()
+        fleet = _Fleet(self._options.namespace)
         async with self._bus.part() as listening:
-            await listening.subscribe(_every_worker(self._options), fleet.note)
+            await fleet.listen(listening)
             await asyncio.sleep(LISTEN_AGAIN_S)
             await asyncio.sleep(fleet.wait_s(LISTEN_AGAIN_S) - LISTEN_AGAIN_S)
         return await _best(self._options, facts, self._pool, fleet.cards(), {})
-
-
-def _every_worker(options: AgentOptions) -> str:
-    return Subjects(options.namespace).live_worker(WorkerId("*"))
 
 
 async def _best(

@@ -15,7 +15,7 @@ from kvrouter.bus.subjects import Subjects
 from kvrouter.core.feeds.source import FeedSource
 from kvrouter.core.feeds.trust import ANSWERS_A_SECOND, PerSecond
 from kvrouter.core.wire.hashes import pool_token
-from kvrouter.core.wire.ids import PoolId, WorkerId, check_identifier
+from kvrouter.core.wire.ids import PoolId, WorkerId, check_worker_id
 from kvrouter.core.wire.ops import (
     DEVICE,
     MAX_FRAME_HASHES,
@@ -314,7 +314,7 @@ def _check_arguments(nats: Outlet, worker_id: str, block_size: int, rank: int) -
         raise ConfigError(
             f"nats is a {type(nats).__module__} client: give a connection opened by kvrouter.connect"
         )
-    check_identifier("worker_id", worker_id)
+    check_worker_id("worker_id", worker_id)
     if block_size < 1 or rank < 0:
         raise ConfigError(f"block_size {block_size} and rank {rank}: at least 1 and at least 0")
 

@@ -9,7 +9,7 @@ from socket import gethostname
 from typing import Literal
 
 from kvrouter.bus.addresses import reachable
-from kvrouter.config import CommonOptions, read_identifier, read_key
+from kvrouter.config import CommonOptions, read_key, read_worker_id
 from kvrouter.errors import ConfigError
 from kvrouter.settings.declare import Command, Settings, setting
 from kvrouter.settings.read import load
@@ -109,9 +109,9 @@ class CardSettings(Settings):
 
     worker_id: str | None = setting(
         None,
-        "keep it across restarts",
+        "keep it across restarts; GROUP.NAME: in a group, whose agents may share a user of NATS",
         metavar="ID",
-        read=read_identifier,
+        read=read_worker_id,
         default_text="host, port and path of the engine as frontends reach it",
         is_top=True,
     )

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import stat
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -51,15 +51,23 @@ OF_OTHERS = [
     "kvrouter.other.live.worker.w1",
     "_INBOX.any.1",
 ]
-OWN = [f"{ROOT}.live.worker.w1", f"{ROOT}.live.kv.tiny-1.w1.0", f"{ROOT}.answer.kv.w1.asker.1"]
-MARKER = f"{ROOT}.answer.kv.w1.asker.end"
+# Each agent's user, with its worker id.
+AGENTS = {"w1": "w1", "pool": "gpus.w1"}
+
+
+def own(worker_id: str) -> list[str]:
+    return [f"{ROOT}.live.worker.{worker_id}", f"{ROOT}.live.kv.tiny-1.{worker_id}.0", end(worker_id, "1")]
+
+
+def end(worker_id: str, token: str = "end") -> str:
+    return f"{ROOT}.answer.kv.{worker_id}.asker.{token}"
 
 
 @pytest.fixture
 def users(tmp_path: Path) -> Path:
-    """The directory of the seeds of w1, w2, a pool with w0 and w1, and a tool."""
+    """The directory of the seeds of w1, w2, the group gpus, and a tool."""
     words = [str(tmp_path), "--namespace", NS, "--agent", "w1", "--agent", "w2", "--tool", "reader"]
-    words += ["--agent", "pool=w0..1"]
+    words += ["--agent", "pool=gpus.*"]
     assert 0 == accounts.main(words)
     return tmp_path
 
@@ -119,14 +127,17 @@ async def wire(server: NatsServer, seed: Path) -> AsyncIterator[Wire]:
         await control.close()
 
 
-@pytest.mark.parametrize("user", ["w1", "pool"])
+@pytest.mark.parametrize("user", AGENTS)
 async def test_an_agent_publishes_only_its_own(server: NatsServer, users: Path, user: str) -> None:
     """Its own subjects arrive and no other; the control shows that the others would arrive."""
+    worker_id, others = AGENTS[user], OF_OTHERS + own("others.w1")
+    others += [subject for each in AGENTS.values() if each != AGENTS[user] for subject in own(each)]
     async with wire(server, users / f"{user}.nk") as one:
-        assert OWN == await one.publish(one.client, *OF_OTHERS, *OWN, marker=MARKER)
-        await until(lambda: len(one.refused) == len(OF_OTHERS))
+        sent = [*others, *own(worker_id)]
+        assert own(worker_id) == await one.publish(one.client, *sent, marker=end(worker_id))
+        await until(lambda: len(one.refused) == len(others))
 
-        assert OF_OTHERS == await one.publish(one.control, *OF_OTHERS, marker="end")
+        assert others == await one.publish(one.control, *others, marker="end")
 
 
 async def test_an_answer_opens_no_other_subject(server: NatsServer, users: Path) -> None:
@@ -140,11 +151,11 @@ async def test_an_answer_opens_no_other_subject(server: NatsServer, users: Path)
         async def take(_message: object) -> None:
             asked.set()
 
-        await one.client.subscribe(OWN[0], cb=take)
-        await one.client.publish(OWN[0], b"", reply=OF_OTHERS[0])
+        await one.client.subscribe(own("w1")[0], cb=take)
+        await one.client.publish(own("w1")[0], b"", reply=OF_OTHERS[0])
         await asyncio.wait_for(asked.wait(), 10)
 
-        assert OF_OTHERS[0] not in await one.publish(one.client, OF_OTHERS[0], marker=MARKER)
+        assert OF_OTHERS[0] not in await one.publish(one.client, OF_OTHERS[0], marker=end("w1"))
         assert len(one.refused) == 1
 
 
@@ -158,11 +169,11 @@ async def test_a_tool_publishes_nothing(server: NatsServer, users: Path) -> None
 
         await one.client.subscribe(f"{ROOT}.live.>", cb=take)
         await one.client.flush()
-        for subject in (*OWN, *OF_OTHERS):
+        for subject in (*own("w1"), *OF_OTHERS):
             await one.client.publish(subject, b"forged")
-        await until(lambda: len(one.refused) == len(OWN) + len(OF_OTHERS))
+        await until(lambda: len(one.refused) == len(own("w1")) + len(OF_OTHERS))
 
-        assert [] == await one.publish(one.control, marker=OWN[0])
+        assert [] == await one.publish(one.control, marker=own("w1")[0])
         await asyncio.wait_for(heard.wait(), 10)
 
 
@@ -184,16 +195,20 @@ def test_again_with_more_agents(users: Path) -> None:
 @pytest.mark.parametrize(
     ("agent", "reason"),
     [
-        ("vllm=vllm-9..0", "FIRST..LAST"),
-        ("vllm=vllm-0..1000", "at most 1,000"),
-        ("vllm=a0..599+b0..599", "1,200 workers: at most 1,000"),
-        ("vllm=vllm-00..9", "worker id 'vllm-00..9'"),
+        ("vllm.*", "NAME=vllm.*"),
+        ("vllm.0", "NAME=vllm.0"),
+        ("vllm=*", "worker id '*'"),
+        ("vllm=.*", "group ''"),
+        ("vllm=*.*", "group '*'"),
+        ("vllm=a.b.*", "group 'a.b'"),
+        ("vllm=vllm-*", "worker id 'vllm-*'"),
+        ("vllm=vllm-0..49", "GROUP.NAME"),
     ],
 )
-def test_a_range_that_is_none(
+def test_a_group_that_is_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], agent: str, reason: str
 ) -> None:
-    """The message says what a range is; no file is written."""
+    """The message says what is wrong; no file is written."""
     assert 2 == accounts.main([str(tmp_path / "users"), "--agent", agent])
 
     assert reason in capsys.readouterr().err
@@ -211,17 +226,17 @@ def test_a_damaged_seed(users: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert before == (users / "accounts.conf").read_text()
 
 
-@pytest.mark.parametrize("user", ["w1", "pool"])
-async def test_fleet_with_rights(server: NatsServer, users: Path, user: str) -> None:
-    """Cards, events, bookings and replays pass; another agent's key changes neither card nor index."""
+@contextlib.asynccontextmanager
+async def fleet(url: str, users: Path, user: str) -> AsyncIterator[Callable[[], Awaitable[Replica]]]:
+    """An agent of this user whose engine has six blocks; starts replicas that ask it for them."""
     config = MockerConfig(model_name="tiny", speedup=20.0)
-    options = NatsOptions((server.url,), nkey_file=users / f"{user}.nk")
-    flags = [*frontend_flags(server.url, NS, None), "--nats-nkey", str(users / "frontend.nk")]
+    options, worker_id = NatsOptions((url,), nkey_file=users / f"{user}.nk"), AGENTS[user]
+    flags = [*frontend_flags(url, NS, None), "--nats-nkey", str(users / "frontend.nk")]
     body = {"model": "tiny", "prompt": list(range(100, 200)), "max_tokens": 2}
     async with contextlib.AsyncExitStack() as stack:
         mocker = await stack.enter_async_context(running_mocker(config))
         endpoints = [EventEndpoints(mocker.kv_events, mocker.kv_replay)]
-        agent = AgentOptions(mocker.url, "w1", nats=options, namespace=NS, endpoints=endpoints)
+        agent = AgentOptions(mocker.url, worker_id, nats=options, namespace=NS, endpoints=endpoints)
         stop = asyncio.Event()
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         stack.callback(stop.set)
@@ -229,22 +244,60 @@ async def test_fleet_with_rights(server: NatsServer, users: Path, user: str) -> 
         first = await stack.enter_async_context(running_frontend(parse_options(flags)))
         await until(lambda: any(router.pool.targets for router in first.replica.routers.values()))
         assert 200 == (await ask(first.url, body, JSON, path="/v1/completions")).status
-        # a replica that comes later has no block but those of the agent's answer
-        late = await stack.enter_async_context(running_frontend(parse_options(flags)))
-        await until(lambda: bool(late.replica.routers) and held(late.replica) == 6)
-        before = card_of(late.replica)
+
+        async def late() -> Replica:
+            made = await stack.enter_async_context(running_frontend(parse_options(flags)))
+            await until(lambda: bool(made.replica.routers) and held(made.replica) == 6)
+            return made.replica
+
+        yield late
+
+
+@pytest.mark.parametrize("user", AGENTS)
+async def test_fleet_with_rights(server: NatsServer, users: Path, user: str) -> None:
+    """Cards, events, bookings and replays pass; another agent's key changes neither card nor index."""
+    worker_id = AGENTS[user]
+    async with fleet(server.url, users, user) as late_replica:
+        late = await late_replica()
+        before = card_of(late, worker_id)
 
         async with wire(server, users / "w2.nk") as forger:
-            forged = Card(worker_id="w1", model="tiny", url="http://127.0.0.1:9", block_size=16)
+            forged = Card(worker_id=worker_id, model="tiny", url="http://127.0.0.1:9", block_size=16)
             beat = WorkerBeat(VERSION, 2**60, "up", before[1], [RankBeat(0, 2**60, 9)], 99, forged)
-            subject = f"{ROOT}.live.worker.w1"
-            await forger.client.publish(subject, encode(beat))
-            await forger.client.publish(f"{ROOT}.live.kv.{before[1]}.w1.0", b"forged")
+            await forger.client.publish(f"{ROOT}.live.worker.{worker_id}", encode(beat))
+            await forger.client.publish(f"{ROOT}.live.kv.{before[1]}.{worker_id}.0", b"forged")
             await until(lambda: len(forger.refused) == 2)
 
-        assert before == card_of(late.replica)
-        assert 6 == held(late.replica)
+        assert before == card_of(late, worker_id)
+        assert 6 == held(late)
         assert all("permissions violation" in text for text in forger.refused)
+
+
+def without_groups(file: Path) -> None:
+    """Write the rights as versions without groups did."""
+    text = file.read_text()
+    for now, before in (
+        (f"{ROOT}.live.worker.>", f"{ROOT}.live.worker.*"),
+        (f"{ROOT}.kv-replay.>", f"{ROOT}.kv-replay.*"),
+        (f', "{ROOT}.answer.kv.*.*.*.*"', ""),
+    ):
+        assert now in text
+        text = text.replace(now, before)
+    file.write_text(text)
+
+
+async def test_users_of_a_version_without_groups(
+    users: Path, new_nats_server: Callable[..., NatsServer]
+) -> None:
+    """What such a version wrote is enough for workers without a group: nothing is refused."""
+    without_groups(users / "accounts.conf")
+    old = new_nats_server(users / "accounts.conf")
+    old.start()
+    with capture_logs() as logs:
+        async with fleet(old.url, users, "w1") as late_replica:
+            await late_replica()
+
+    assert [] == [entry for entry in logs if "permissions" in str(entry.get("error"))]
 
 
 async def test_agent_without_the_latest_right(
@@ -252,7 +305,7 @@ async def test_agent_without_the_latest_right(
 ) -> None:
     """In a file of a version before, agents may not read cards: one of several names takes the first."""
     file = users / "accounts.conf"
-    written, others = file.read_text(), f', "{ROOT}.live.worker.*"'
+    written, others = file.read_text(), f', "{ROOT}.live.worker.>"'
     assert others in written
     file.write_text(written.replace(others, ""))
     old = new_nats_server(file)
@@ -265,9 +318,9 @@ async def test_agent_without_the_latest_right(
         async with Bus.open(nats, name="w1") as bus, bus.part() as part:
             assert await choose_pool(options, part, facts, asyncio.Event()) is None
 
-    (warning,) = [entry for entry in logs if entry["log_level"] == "warning"]
-    assert "live.worker.*" in warning["error"]
-    assert "kvrouter nats accounts" in warning["remedy"]
+    warnings = [entry for entry in logs if entry["log_level"] == "warning"]
+    assert [True, True] == ["live.worker.*" in warning["error"] for warning in warnings]
+    assert all("kvrouter nats accounts" in warning["remedy"] for warning in warnings)
 
 
 def held(replica: Replica) -> int:
@@ -277,7 +330,7 @@ def held(replica: Replica) -> int:
     return sum(router.pool.index.digest(source.target)[0] for source in sources)
 
 
-def card_of(replica: Replica) -> tuple[str, str]:
-    """The URL of w1, and its pool."""
+def card_of(replica: Replica, worker_id: str) -> tuple[str, str]:
+    """The URL of this worker, and its pool."""
     ((pool, router),) = replica.routers.items()
-    return router.pool.workers[WorkerId("w1")].card.url, pool
+    return router.pool.workers[WorkerId(worker_id)].card.url, pool

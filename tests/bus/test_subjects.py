@@ -11,6 +11,7 @@ from kvrouter.core.wire.senders import KvSource, RouterSource, Source, SyncSourc
 from kvrouter.errors import ConfigError
 
 POOL, WORKER, ROUTER = PoolId(pool_token("meta/Llama-3.1")), WorkerId("host_9000"), RouterId("3f-2a")
+MEMBER = WorkerId("vllm.vllm-0")
 
 
 @pytest.fixture
@@ -32,6 +33,17 @@ def test_table_of_the_design(subjects: Subjects) -> None:
     assert "kvrouter.prod.answer.kv.host_9000.r.1" == subjects.answer(KvSource(POOL, WORKER, 0), "r", "1")
     assert "kvrouter.prod.answer.sync.3f-2a.r.1" == subjects.answer(SyncSource(POOL, ROUTER), "r", "1")
     assert "kvrouter.prod.answer.*.*.r.*" == subjects.answers("r")
+    assert "kvrouter.prod.answer.kv.*.*.r.*" == subjects.group_answers("r")
+
+
+def test_a_group_is_a_token(subjects: Subjects) -> None:
+    """The subjects of a worker in a group have one token more, so that a wildcard is the group."""
+    feed = KvSource(POOL, MEMBER, 3)
+
+    assert "kvrouter.prod.live.worker.vllm.vllm-0" == subjects.live_worker(MEMBER)
+    assert f"kvrouter.prod.live.kv.{POOL}.vllm.vllm-0.3" == subjects.live_kv(POOL, MEMBER, 3)
+    assert "kvrouter.prod.kv-replay.vllm.vllm-0" == subjects.replay(feed)
+    assert "kvrouter.prod.answer.kv.vllm.vllm-0.r.1" == subjects.answer(feed, "r", "1")
 
 
 @pytest.mark.parametrize(
@@ -40,6 +52,9 @@ def test_table_of_the_design(subjects: Subjects) -> None:
         WorkerSource(WORKER),
         RouterSource(ROUTER),
         KvSource(POOL, WORKER, 12),
+        WorkerSource(MEMBER),
+        KvSource(POOL, MEMBER, 12),
+        WorkerSource(WorkerId(f"{'g' * 64}.{'n' * 64}")),
         SyncSource(POOL, ROUTER),
     ],
 )
@@ -59,10 +74,15 @@ def test_live_subjects_come_back(subjects: Subjects, source: Source) -> None:
 
 
 @pytest.mark.parametrize(
-    "rest", ["", "worker", "worker.a.b", "kv.pool.w1", "kv.pool.w1.x", "kv.pool.w1.-1", "sync.pool", "new.a"]
+    "rest",
+    [
+        *("", "worker", "worker.a.b.c", "worker.a.", "worker..a", f"worker.{'g' * 65}.a", "new.a"),
+        *("kv.pool.w1", "kv.pool.w1.x", "kv.pool.w1.-1", "kv.pool.0", "kv.pool.a.b.c.0", "kv.pool.a..0"),
+        *("sync.pool", "sync.pool.a.b", "router.a.b"),
+    ],
 )
 def test_unknown_live_subjects(subjects: Subjects, rest: str) -> None:
-    """Live subjects of a newer version are ignored."""
+    """Live subjects of a newer version are ignored; pools and routers have no groups."""
     assert subjects.parse_live(f"kvrouter.prod.live.{rest}") is None
 
 

@@ -34,29 +34,38 @@ from tests.conftest import NatsServer
 NS = "guarded"
 SUBJECTS = Subjects(NS)
 W1, R1, POOL = WorkerId("w1"), RouterId("r1"), PoolId("tiny-1")
+# In a group of the name of the worker above.
+MEMBER = WorkerId("w1.w1")
 LEAF, OTHER_AGENT, TOOL_USER = "leaf", "w2", "reader"
-# All agents of a pool: the workers w0 to w9, and another one's.
-POOLS, OTHER_POOLS = "pools", "others"
-AGENTS = {str(W1), POOLS}
-USERS = {FRONTEND, VERIFY, LEAF, OTHER_AGENT, OTHER_POOLS, TOOL_USER} | AGENTS
+# All agents of the group w1, those of the group w2, and a process with a worker of each group.
+GROUP, OTHER_GROUP, BOTH = "group", "others", "both"
+MEMBERS = {GROUP, BOTH}
+USERS = {FRONTEND, VERIFY, LEAF, str(W1), OTHER_AGENT, OTHER_GROUP, TOOL_USER} | MEMBERS
 # On an embedded server all agents share a user, see kvrouter/bus/local_users.py; there is no leaf.
 LOCAL_USERS = {FRONTEND, AGENT, VERIFY, TOOL}
 
-# Who may publish on each subject of the worker w1 and the replica r1.
+# Who may publish on each subject of the worker w1 and the replica r1. GROUP_ROWS: of the worker MEMBER.
 ROWS: dict[str, tuple[str, set[str]]] = {
     "hello": (SUBJECTS.hello, {FRONTEND, VERIFY, LEAF}),
-    "live_worker": (SUBJECTS.live_worker(W1), {LEAF} | AGENTS),
-    "live_kv": (SUBJECTS.live_kv(POOL, W1, 0), {LEAF} | AGENTS),
+    "live_worker": (SUBJECTS.live_worker(W1), {LEAF, str(W1)}),
+    "live_kv": (SUBJECTS.live_kv(POOL, W1, 0), {LEAF, str(W1)}),
     "live_router": (SUBJECTS.live_router(R1), {FRONTEND, LEAF}),
     "live_sync": (SUBJECTS.live_sync(POOL, R1), {FRONTEND, LEAF}),
     "kv_replay": (SUBJECTS.kv_replay(W1), {FRONTEND, VERIFY, LEAF}),
     "sync_replay": (SUBJECTS.sync_replay(R1), {FRONTEND, LEAF}),
-    "kv_answer": (SUBJECTS.kv_answer(W1, "asker", "1"), {LEAF} | AGENTS),
+    "kv_answer": (SUBJECTS.kv_answer(W1, "asker", "1"), {LEAF, str(W1)}),
     "sync_answer": (SUBJECTS.sync_answer(R1, "asker", "1"), {FRONTEND, LEAF}),
+}
+GROUP_ROWS: dict[str, tuple[str, set[str]]] = {
+    "live_worker": (SUBJECTS.live_worker(MEMBER), {LEAF} | MEMBERS),
+    "live_kv": (SUBJECTS.live_kv(POOL, MEMBER, 0), {LEAF} | MEMBERS),
+    "kv_replay": (SUBJECTS.kv_replay(MEMBER), {FRONTEND, VERIFY, LEAF}),
+    "kv_answer": (SUBJECTS.kv_answer(MEMBER, "asker", "1"), {LEAF} | MEMBERS),
 }
 # Members of Subjects that name no further subject: wildcards to subscribe, and choices among the rows above.
 NO_SUBJECT = {
-    "namespace", "of_every_namespace", "parse_live", "live", "everything", "answers", "replay", "answer",
+    "namespace", "of_every_namespace", "parse_live", "live", "everything", "answers", "group_answers",
+    "replay", "answer",
 }  # fmt: skip
 # What is nobody's to publish but the leaf's: outside the namespace not even its.
 OUTSIDE = ["kvrouter.other.live.worker.w1", "_INBOX.any.1", "kvrouter", "$SYS.REQ.SERVER.PING"]
@@ -131,7 +140,8 @@ def test_every_subject_has_a_row() -> None:
     members = {name for name in {*dir(Subjects), *vars(SUBJECTS)} if not name.startswith("_")}
 
     assert {*ROWS} | NO_SUBJECT == members
-    assert all(users <= USERS for _, users in ROWS.values())
+    assert all(users <= USERS for rows in (ROWS, GROUP_ROWS) for _, users in rows.values())
+    assert {name for name, (subject, _) in ROWS.items() if W1 in subject.split(".")} == {*GROUP_ROWS}
 
 
 def test_every_op_has_a_row() -> None:
@@ -188,14 +198,19 @@ def test_no_other_feed_obeys(op: Op) -> None:
         assert "" == sync.load(op, 0.0)
 
 
+def subjects_of(carriers: tuple[str, ...]) -> list[str]:
+    """Those of the worker w1 or the replica r1, and those of the worker in a group."""
+    return [rows[name][0] for rows in (ROWS, GROUP_ROWS) for name in carriers if name in rows]
+
+
 def published() -> list[tuple[str, bytes]]:
     """A subject and a payload for each row of each table, and for what is outside of them."""
     found = [(SUBJECTS.hello, b"")]
     for message, carriers in MESSAGES.items():
-        found += [(ROWS[name][0], message.__name__.encode()) for name in carriers or ()]
+        found += [(subject, message.__name__.encode()) for subject in subjects_of(carriers or ())]
     for kind, carriers in OPS.items():
         frame = ops.encode(ops.Frame(ops.VERSION, 1, 1, [SAMPLES[kind]]))
-        found += [(ROWS[name][0], frame) for name in carriers]
+        found += [(subject, frame) for subject in subjects_of(carriers)]
     return found + [(subject, b"outside") for subject in OUTSIDE]
 
 
@@ -254,9 +269,16 @@ def with_control(file: Path, new: Callable[..., NatsServer]) -> NatsServer:
 
 @pytest.fixture
 def server(tmp_path: Path, new_nats_server: Callable[..., NatsServer]) -> NatsServer:
-    """With the users of `kvrouter nats accounts`: agents w1 and w2, those of two pools, and a tool."""
+    """With the users of `kvrouter nats accounts`: agents w1 and w2, those of two groups, and a tool."""
     words = ["--namespace", NS, "--agent", W1, "--agent", OTHER_AGENT, "--tool", TOOL_USER]
-    words += ["--agent", f"{POOLS}=w0..9", "--agent", f"{OTHER_POOLS}=w10..19+x1"]
+    words += [
+        "--agent",
+        f"{GROUP}={W1}.*",
+        "--agent",
+        f"{OTHER_GROUP}=w2.*",
+        "--agent",
+        f"{BOTH}={MEMBER}+w2.w2",
+    ]
     assert 0 == accounts.main([str(tmp_path), *words])
     assert USERS == {file.stem for file in tmp_path.glob("*.nk")}
     return with_control(tmp_path / "accounts.conf", new_nats_server)
@@ -274,7 +296,7 @@ def local(
 
 
 def allowed(user: str) -> set[str]:
-    return {subject for subject, users in ROWS.values() if user in users}
+    return {subject for subject, users in [*ROWS.values(), *GROUP_ROWS.values()] if user in users}
 
 
 @pytest.mark.parametrize("user", sorted(USERS))
@@ -294,7 +316,7 @@ async def test_who_may_publish_on_an_embedded_server(local: tuple[NatsServer, Pa
     messages = published()
     same = allowed({AGENT: str(W1), TOOL: TOOL_USER}.get(user, user))
     if user == AGENT:
-        same.add("kvrouter.other.live.worker.w1")
+        same |= allowed(GROUP) | {"kvrouter.other.live.worker.w1"}
     async with trial(server, directory / f"{user}.nk") as (made, client):
         arrived = await made.publish(client, messages)
 

@@ -112,8 +112,8 @@ def test_wrong_arguments(indexer: KvIndexer) -> None:
         KvIndexer(0)
     with pytest.raises(ConfigError, match="rank 5000: use 0 to 1023"):
         indexer.apply(b"", "w1", 5000)
-    with pytest.raises(ConfigError, match=r"worker_id 'a\.b': use 1 to 64"):
-        indexer.apply(b"", "a.b")
+    with pytest.raises(ConfigError, match=r"worker_id 'a\.b\.c': use 1 to 64"):
+        indexer.apply(b"", "a.b.c")
     with pytest.raises(ConfigError, match="ttl_s nan"):
         ApproxKvIndexer(16, ttl_s=float("nan"))
     with pytest.raises(ConfigError, match="ttl_s 0"):

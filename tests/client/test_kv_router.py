@@ -336,8 +336,8 @@ def test_wrong_arguments() -> None:
         KvRouter(0)
     with pytest.raises(ConfigError, match="ranks 0"):
         by_hand().add_worker("w1", ranks=0)
-    with pytest.raises(ConfigError, match=r"worker_id 'a\.b'"):
-        by_hand().add_worker("a.b")
+    with pytest.raises(ConfigError, match=r"worker_id 'a\.b\.c'"):
+        by_hand().add_worker("a.b.c")
     with pytest.raises(ConfigError, match=r"replica_id 'a\.b'"):
         by_hand(replica_id="a.b")
 

@@ -276,7 +276,7 @@ def test_commands(name: str, tmp_path: Path) -> None:
 def test_nats_accepts(name: str, tmp_path: Path) -> None:
     """nats-server accepts the ConfigMap next to accounts.conf."""
     (config,) = of_kind(name, "ConfigMap")
-    assert 0 == accounts.main([str(tmp_path), "--agent", "kvrouter-vllm-0"])
+    assert 0 == accounts.main([str(tmp_path), "--agent", "kvrouter-vllm=kvrouter-vllm.*"])
     (file := tmp_path / "nats.conf").write_text(config["data"]["nats.conf"])
     command = [str(server_binary()), "-t", "--config", str(file)]
     ended = subprocess.run(command, env={"POD_NAME": "n-0"}, capture_output=True, text=True, check=False)
@@ -321,11 +321,12 @@ def test_monitors(name: str) -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_agent_sees_its_own_seed(name: str) -> None:
-    """Its container mounts one file, not the secret: that of its StatefulSet's user."""
+    """Its container mounts one file, not the secret: that of its group's user; its id is in that group."""
     for owner, container in containers(name):
         if container["name"] == "agent":
             (mount,) = [one for one in container["volumeMounts"] if one["name"] == "users"]
             assert f"{owner}.nk" == mount["subPathExpr"]
+            assert f"--worker-id={owner}.$(POD_NAME)" in container["args"]
 
 
 def test_a_user_for_each_pod() -> None:
@@ -334,7 +335,9 @@ def test_a_user_for_each_pod() -> None:
     values = values_of("16-gpus.yaml")
     del values["agent"]["natsUser"]
 
-    assert "subPathExpr: $(POD_NAME).nk" in render(values)
+    rendered = render(values)
+    assert "subPathExpr: $(POD_NAME).nk" in rendered
+    assert "--worker-id=$(POD_NAME)\n" in rendered
 
 
 def test_defaults_have_a_schema() -> None:

@@ -7,6 +7,7 @@ environment: what it needs is installed here, too.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from kvrouter.bus import accounts
+from kvrouter.bus.embedded import server_binary
 from kvrouter.bus.server_info import read_info
 from kvrouter.observe.verify import VerifyError, compare
 from kvrouter.tokens.tiny import build_tiny_model
@@ -26,7 +29,8 @@ from scripts.kit.fleet import Fleet, Process, wait_until_ok
 from scripts.kit.http_client import Client
 from scripts.kit.load import SteadyLoad
 from scripts.kit.ports import free_ports
-from scripts.kit.workload import load_requests
+from scripts.kit.replicas import settled
+from scripts.kit.workload import MODEL, load_requests
 
 ROOT = Path(__file__).resolve().parents[2]
 PREVIOUS = Path(__file__).with_name("PREVIOUS").read_text().strip()
@@ -151,6 +155,42 @@ async def test_upgrade_and_rollback(previous: Path, tmp_path: Path, first: str) 
         assert [] == [one.error for one in load.outcomes if one.error]
         assert len(load.outcomes) > 100
     await client.close()
+
+
+async def test_an_older_agent_beside_a_group(previous: Path, tmp_path: Path) -> None:
+    """An older agent, and one of this version in a group, each with a user of NATS: both are served.
+
+    A replica that comes later gets the blocks of both.
+    """
+    flags = ["--namespace", "mixed", "--agent", "old", "--agent", "gpus=gpus.*"]
+    assert 0 == accounts.main([str(tmp_path), *flags])
+    build_tiny_model(tmp_path / "model")
+    (port,) = free_ports(1)
+    (tmp_path / "nats.conf").write_text(f"host: 127.0.0.1\nport: {port}\ninclude accounts.conf\n")
+    url, ids = f"nats://127.0.0.1:{port}", ["old", "gpus.w1"]
+    users = {"agent-0": "old", "agent-1": "gpus", "frontend-0": "frontend", "frontend-1": "frontend"}
+    plan = Plan(
+        "kv", tmp_path / "model", engines=2, replicas=1, namespace="mixed",
+        agent_flags={number: [f"--worker-id={worker_id}"] for number, worker_id in enumerate(ids)},
+        nats_flags={name: [f"--nats={url}", f"--nats-nkey={tmp_path}/{of}.nk"] for name, of in users.items()},
+    )  # fmt: skip
+    async with Client() as client, MixedFleet(tmp_path, previous) as fleet:
+        fleet.old = {"agent-0"}
+        await fleet.start("nats", [str(server_binary()), "--config", str(tmp_path / "nats.conf")])
+        (first,) = (await deployment.deploy(fleet, client, plan, url)).replicas
+        body = json.dumps({"model": MODEL, "prompt": [*range(100, 200)], "max_tokens": 1}).encode()
+        for worker_id in ids:
+            to, answer = {"x-kvrouter-mode": "direct", "x-kvrouter-target": worker_id}, bytearray()
+            head = await client.send("POST", f"{first.url}/v1/completions", answer.extend, body, to)
+            assert 200 == head.status, answer
+        process, second = await deployment.start_frontend(fleet, client, plan, url, 1)
+        await wait_until_ok(client, process, f"{second.url}/ready")
+        views = await settled([first, second])
+
+    assert views[0].index == views[1].index
+    assert {f"{worker_id}/0": 6 for worker_id in ids} == {
+        name: held for name, (held, _) in views[1].index.items()
+    }
 
 
 async def test_versions_differ(previous: Path, tmp_path: Path) -> None:

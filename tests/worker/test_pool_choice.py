@@ -210,11 +210,12 @@ async def test_unknown_directory() -> None:
     assert not await why_equal(AgentOptions(NOWHERE, "new"), unknown, [card("k", "")])
 
 
-async def test_listening(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("other", ["old", "vllm.old"])
+async def test_listening(nats_url: str, monkeypatch: pytest.MonkeyPatch, other: str) -> None:
     """It listens until the card of a fitting worker comes; not at all if there is nothing to choose."""
     monkeypatch.setattr(pool_choice, "LISTEN_S", 1e9)
     options = AgentOptions(engine_url=NOWHERE, worker_id="new", nats=nats_url, namespace=uuid.uuid4().hex)
-    subject = Subjects(options.namespace).live_worker(WorkerId("old"))
+    subject = Subjects(options.namespace).live_worker(WorkerId(other))
     own = Subjects(options.namespace).live_worker(WorkerId("new"))
 
     def beat(of: Card | None) -> bytes:
@@ -226,7 +227,7 @@ async def test_listening(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None
         choosing = asyncio.create_task(choose_pool(options, part, facts(*NAMES), asyncio.Event()))
         bus.publish(own, beat(card("k-old", worker="new")))  # a former life of its own does not count
         bus.publish(subject, b"broken")
-        cards = itertools.chain([None, None], itertools.repeat(card("k")))
+        cards = itertools.chain([None, None], itertools.repeat(card("k", worker=other)))
         while not choosing.done():
             bus.publish(subject, beat(next(cards)))
             await asyncio.sleep(0.01)

@@ -33,6 +33,7 @@ from kvrouter.core.wire.values import (
     Text,
     Total,
     Url,
+    WorkerName,
     rank_header_error,
     url_error,
 )
@@ -58,7 +59,7 @@ class Card(Struct, frozen=True, kw_only=True):
     addresses a data-parallel rank; empty if there is only one rank.
     """
 
-    worker_id: Identifier
+    worker_id: WorkerName
     url: Url
     model: Line
     served_names: _Names = ()
@@ -237,7 +238,7 @@ class RouterBeat(Struct, frozen=True, array_like=True):
     feeds: Annotated[dict[Identifier, Number], Meta(max_length=1024)]
     round: Number
     interval_ms: Amount | None = None
-    workers: Annotated[list[Identifier], Meta(max_length=4096)] = []
+    workers: Annotated[list[WorkerName], Meta(max_length=4096)] = []
     serves: Annotated[dict[Identifier, BlockSize], Meta(max_length=1024)] = {}
     routing: RoutingChange | None = None  # the latest that it knows, so that joiners learn it
     hears: Annotated[dict[Identifier, Heard], Meta(max_length=1024)] | None = None

@@ -18,7 +18,7 @@ from msgspec import Meta, Raw, Struct
 from kvrouter.core.wire.values import (
     U64,
     Amount,
-    Identifier,
+    BookedWorker,
     Number,
     Rank,
     RequestId,
@@ -26,6 +26,7 @@ from kvrouter.core.wire.values import (
     ShortText,
     Tier,
     WholePrompt,
+    WorkerName,
 )
 from kvrouter.errors import MalformedFrameError
 
@@ -100,7 +101,7 @@ class AddRequest(Struct, frozen=True, array_like=True, tag=16):
 
     number: Number
     request_id: RequestId
-    worker_id: ShortText
+    worker_id: BookedWorker
     rank: Rank
     hashes: bytes
     isl: Amount
@@ -135,7 +136,7 @@ class Bind(Struct, frozen=True, array_like=True, tag=20):
     """A session is bound to a target for `ttl_ms`."""
 
     session: Session
-    worker_id: ShortText
+    worker_id: BookedWorker
     rank: Rank
     ttl_ms: Amount
 
@@ -143,7 +144,7 @@ class Bind(Struct, frozen=True, array_like=True, tag=20):
 class ApproxEntry(Struct, frozen=True, array_like=True, tag=21):
     """Blocks that a target is assumed to hold for another `ttl_ms`. In snapshots only."""
 
-    worker_id: ShortText
+    worker_id: BookedWorker
     rank: Rank
     hashes: bytes
     ttl_ms: Amount
@@ -153,7 +154,7 @@ class ApproxEntry(Struct, frozen=True, array_like=True, tag=21):
 class SentText(Struct, frozen=True, array_like=True, tag=22):
     """Mode prefix-affinity: the target has computed a prompt that is this text or begins with it."""
 
-    worker_id: ShortText
+    worker_id: BookedWorker
     rank: Rank
     text: Annotated[str, Meta(max_length=MAX_SENT_CHARS)]
 
@@ -191,7 +192,7 @@ class LostWith(Struct, frozen=True, array_like=True, tag=25):
     """
 
     prompt: WholePrompt
-    worker_id: Identifier
+    worker_id: WorkerName
     sent_ms: Amount
     lost_ms: Amount
 
@@ -200,7 +201,7 @@ class DeadlyPrompt(Struct, frozen=True, array_like=True, tag=26):
     """The source refuses a prompt for another `ttl_ms`: these workers were lost with it."""
 
     prompt: WholePrompt
-    worker_ids: Annotated[list[Identifier], Meta(max_length=8)]
+    worker_ids: Annotated[list[WorkerName], Meta(max_length=8)]
     ttl_ms: Amount
 
 

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta
 
-from kvrouter.core.wire.ids import IDENTIFIER_PATTERN
+from kvrouter.core.wire.ids import IDENTIFIER_PATTERN, MOST_WORKER_ID_CHARACTERS, WORKER_ID_PATTERN
 
 MOST_NUMBER = 1 << 62
 MOST_AMOUNT = 1 << 48
@@ -54,8 +54,11 @@ Share = Annotated[float, Meta(ge=0, le=MOST_SHARE)]
 Finite = Annotated[float, Meta(ge=-MOST_FINITE, le=MOST_FINITE)]
 Seconds = Annotated[float, Meta(ge=0, le=MOST_FINITE)]
 
-# Worker ids, router ids and pools: they are parts of NATS subjects, where a dot or a space has a meaning.
+# Router ids and pools: they are parts of NATS subjects, where a dot or a space has a meaning.
 Identifier = Annotated[str, Meta(pattern=rf"\A{IDENTIFIER_PATTERN}\Z")]
+WorkerName = Annotated[str, Meta(pattern=rf"\A{WORKER_ID_PATTERN}\Z")]
+# A worker id in bookings, which are ignored if no worker has it: without a pattern it is read faster.
+BookedWorker = Annotated[str, Meta(max_length=MOST_WORKER_ID_CHARACTERS)]
 ShortText = Annotated[str, Meta(max_length=64)]
 # A setting, its value, who changed it, or why: logged, so without control characters.
 SettingText = Annotated[str, Meta(max_length=256, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]

@@ -125,7 +125,7 @@ async def hearing(options: NatsOptions, server: Server, url: str, subjects: Subj
     async with Bus.open(replace(options, servers=(url,)), name="doctor", user=VERIFY) as bus:
         if not server.kind and await connect(bus, server):
             await measure(bus, server)
-            await bus.subscribe(subjects.live_worker(WorkerId("*")), note)
+            await bus.subscribe(subjects.live_worker(WorkerId(">")), note)
             await bus.subscribe(subjects.live_router(RouterId("*")), note)
             bus.publish(subjects.hello, b"")
         yield

@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 
 from kvrouter.bus import Bus, Subjects
 from kvrouter.core.wire.heartbeats import Card
-from kvrouter.core.wire.ids import WorkerId
+from kvrouter.core.wire.ids import WorkerId, is_in_group
 from kvrouter.core.wire.ops import (
     VERSION,
     Check,
@@ -63,6 +63,7 @@ class Requests:
         self._asked: dict[str, WorkerId] = {}
         self._answered: set[str] = set()
         self._waiting: dict[str, asyncio.Future[bytes]] = {}
+        self._hears_groups = False
 
     async def begin(self) -> None:
         """Subscribe to answers, until the bus is closed."""
@@ -70,6 +71,9 @@ class Requests:
 
     async def ask(self, worker_id: WorkerId, payload: bytes) -> bytes:
         """The first answer. Raises AgentError without an answer."""
+        if is_in_group(worker_id) and not self._hears_groups:
+            self._hears_groups = True
+            await self._bus.subscribe(self._subjects.group_answers(self._asker), self._take)
         reply = self._subjects.kv_answer(worker_id, self._asker, str(len(self._asked)))
         self._asked[reply] = worker_id
         waiting: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()

@@ -93,7 +93,7 @@ def test_other_versions_are_rejected(version: int) -> None:
 @pytest.mark.parametrize(
     ("fact", "value"),
     [
-        ("worker_id", "a.b"),
+        ("worker_id", "a.b.c"),
         ("worker_id", ""),
         ("worker_id", "x" * 65),
         ("worker_id", "w2"),
@@ -204,7 +204,7 @@ def test_rank_named_twice_is_rejected() -> None:
         msgspec.structs.replace(ROUTER, feeds={"a": -1}),
         msgspec.structs.replace(ROUTER, feeds={f"p{n}": 1 for n in range(1025)}),
         msgspec.structs.replace(ROUTER, round=-1),
-        msgspec.structs.replace(ROUTER, workers=["a.b"]),
+        msgspec.structs.replace(ROUTER, workers=["a.b.c"]),
     ],
 )
 def test_impossible_heartbeats_of_replicas_are_rejected(beat: RouterBeat) -> None:

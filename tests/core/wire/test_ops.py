@@ -81,7 +81,7 @@ amounts = st.integers(0, 2**40)
 packed = st.lists(st.integers(0, 2**64 - 1), max_size=5).map(pack_hashes)
 tiers = st.integers(0, 2)
 names = st.text(max_size=10)
-worker_ids = st.from_regex(r"\A[A-Za-z0-9_-]{1,64}\Z")
+worker_ids = st.from_regex(r"\A([A-Za-z0-9_-]{1,64}\.)?[A-Za-z0-9_-]{1,64}\Z")
 whole_prompts = st.binary(min_size=16, max_size=16)
 parents = st.one_of(st.none(), st.integers(0, 2**64 - 1))
 ops = st.one_of(
@@ -131,7 +131,7 @@ def test_frames_come_back(incarnation: int, seq: int, sent: list[Op]) -> None:
         [25, PROMPT, "w 1", 1, 1],
         [25, PROMPT, "w1", -1, 1],
         [26, PROMPT, ["w"] * 9, 1],
-        [26, PROMPT, ["a.b"], 1],
+        [26, PROMPT, ["a.b.c"], 1],
         [26, PROMPT, ["w1"], 2**60],
         [27, PROMPT * 2, 1],
         [27, "text of 16 chars", 1],
