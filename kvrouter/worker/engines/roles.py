@@ -17,7 +17,8 @@ from kvrouter.worker.options import AgentOptions, read_connector
 # vLLM's class of each connector, as `kv_connector` of its configuration names it: 0.33's, and a former name.
 _CLASSES = {
     "NixlConnector": "nixl", "NixlPullConnector": "nixl", "NixlPushConnector": "nixl-push",
-    "MooncakeConnector": "mooncake", "LMCacheConnectorV1": "lmcache", "MoRIIOConnector": "moriio",
+    "MooncakeConnector": "mooncake", "LMCacheConnectorV1": "lmcache", "LMCacheMPConnector": "lmcache",
+    "MoRIIOConnector": "moriio",
     "ExampleConnector": "example", "SharedStorageConnector": "example",
 }  # fmt: skip
 _ROLES = {"kv_producer": PREFILL, "kv_consumer": DECODE, "kv_both": BOTH}
