@@ -13,6 +13,7 @@ import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,35 +37,36 @@ _IMPORT = re.compile(r"^\s*from kvrouter\.core\.(\w+)", re.MULTILINE)
 _FOR_TOOLS = ("noqa", "type:", "pragma", "fmt:", "cython:")
 
 
-def comments(source: str) -> Iterator[str]:
-    """The comments written for people, without the #."""
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        text = token.string.lstrip("#: ")
-        if token.type == tokenize.COMMENT and text and not text.startswith(_FOR_TOOLS):
-            yield text
+@cache
+def comments(source: str) -> int:
+    """How many comments are written for people."""
+    if "#" not in source:
+        return 0
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    texts = [token.string.lstrip("#: ") for token in tokens if token.type == tokenize.COMMENT]
+    return sum(1 for text in texts if text and not text.startswith(_FOR_TOOLS))
 
 
-def function_lines(source: str) -> Iterator[int]:
-    """The length of each function."""
+@cache
+def sizes(source: str) -> tuple[list[int], list[tuple[str, int]]]:
+    """The length of each function; the name and the length of each class."""
+    functions, classes = [], []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield (node.end_lineno or node.lineno) - node.lineno + 1
-
-
-def class_lines(source: str) -> Iterator[tuple[str, int]]:
-    """The name and the length of each class."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ClassDef):
-            yield node.name, (node.end_lineno or node.lineno) - node.lineno + 1
+            functions.append((node.end_lineno or node.lineno) - node.lineno + 1)
+        elif isinstance(node, ast.ClassDef):
+            classes.append((node.name, (node.end_lineno or node.lineno) - node.lineno + 1))
+    return functions, classes
 
 
 def above(sources: dict[Path, str]) -> Iterator[str]:
     """What is above its limit."""
     for path, source in sources.items():
-        longest = max(function_lines(source), default=0)
+        functions, classes = sizes(source)
+        longest = max(functions, default=0)
         if longest > FUNCTION_LINES:
             yield f"{path}: a function of {longest} lines, more than {FUNCTION_LINES}"
-        for name, length in class_lines(source):
+        for name, length in classes:
             if length > LARGER.get(name, CLASS_LINES):
                 yield f"{path}: {name} has {length} lines, more than {LARGER.get(name, CLASS_LINES)}"
     for folder, files in Counter(path.parent for path in sources).items():
@@ -73,7 +75,7 @@ def above(sources: dict[Path, str]) -> Iterator[str]:
     lines = sum(source.count("\n") for source in sources.values())
     if lines > LINES:
         yield f"{lines} lines, more than {LINES}"
-    share = 1000 * sum(1 for source in sources.values() for _ in comments(source)) / lines
+    share = 1000 * sum(map(comments, sources.values())) / lines
     if share < COMMENTS:
         yield f"{share:.1f} comments per 1,000 lines, fewer than {COMMENTS}"
 
@@ -100,9 +102,9 @@ def main(arguments: list[str] | None = None) -> int:
     root: Path = parser.parse_args(arguments).root.resolve()
     sources = {path.relative_to(root): path.read_text() for path in (root / "kvrouter").rglob("*.py")}
     lines = sum(source.count("\n") for source in sources.values())
-    written = sum(1 for source in sources.values() for _ in comments(source))
+    written = sum(map(comments, sources.values()))
     (folder, files), *_ = Counter(path.parent for path in sources).most_common(1)
-    lengths = sorted(length for source in sources.values() for length in function_lines(source)) or [0]
+    lengths = sorted(length for source in sources.values() for length in sizes(source)[0]) or [0]
     small = [
         path
         for path, text in sources.items()

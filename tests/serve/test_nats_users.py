@@ -19,6 +19,8 @@ from kvrouter.lab.mocker.server import running_mocker
 from scripts.kit.ports import free_ports
 from tests.serve.serving import PATIENCE_S, Serving, serving, until_ready
 
+# It says hello, so it need not wait for heartbeats.
+DOCTOR = ("doctor", "--listen-s=1", "--nats")
 FAST = MockerConfig(engine=EngineConfig(num_blocks=2048 + 1), model_name="tiny", speedup=50.0)
 
 
@@ -61,8 +63,8 @@ async def test_commands_of_the_same_host(free_port: Callable[[], int], tmp_path:
             verified = await ended(
                 "verify", "--owners", "--replica", urls[1], "--replica", urls[3], NATS_URL=nats
             )
-            examined = await ended("doctor", "--nats", nats)
-            stranger = await ended("doctor", "--nats", nats, XDG_STATE_HOME=str(tmp_path))
+            examined = await ended(*DOCTOR, nats)
+            stranger = await ended(*DOCTOR, nats, XDG_STATE_HOME=str(tmp_path))
         finally:
             second.terminate()
             await second.communicate()
@@ -87,7 +89,7 @@ async def test_open(free_port: Callable[[], int], tmp_path: Path) -> None:
         aiohttp.ClientSession() as http,
     ):
         await until_ready(served, http, [f"http://127.0.0.1:{port}"])
-        code, said = await ended("doctor", "--nats", nats, XDG_STATE_HOME=str(tmp_path))
+        code, said = await ended(*DOCTOR, nats, XDG_STATE_HOME=str(tmp_path))
 
     assert "1 replica, 1 worker" in said
     assert "nats.rejected" not in said
