@@ -19,7 +19,10 @@ NOT_SHOWN = {
     # hardly ever: problem `deadly_prompt` and /deadly_prompts say more; the deaths are among failed attempts
     "kvrouter_deadly_prompts_refused_total",
     # only with a feature that most fleets do not use
+    "kvrouter_kv_transfer_seconds",
     "kvrouter_media_prompts_total",
+    "kvrouter_pd_pair_failures_total",
+    "kvrouter_pd_requests_total",
     "kvrouter_policy_troubles_total",
     "kvrouter_process_scraped",
     "kvrouter_remote_tokenizations_total",

@@ -90,8 +90,9 @@ class Refusals:
 def card_bytes(card: Card) -> int:
     """About what a card takes here, with a target for each of its ranks."""
     texts = (card.worker_id, card.url, card.model, card.engine, card.engine_version, card.tokenizer)
+    half = (card.role, card.kv_connector, card.kv_address, card.kv_hash)
     named = (card.served_names, card.lora_names, card.notes, card.tiers, card.labels, card.labels.values())
-    return _STRUCT_BYTES + _RANK_BYTES * card.ranks + _strings(texts) + sum(map(_strings, named))
+    return _STRUCT_BYTES + _RANK_BYTES * card.ranks + _strings(texts + half) + sum(map(_strings, named))
 
 
 def rank_bytes(rank: RankBeat) -> int:
