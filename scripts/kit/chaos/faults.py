@@ -35,6 +35,7 @@ CUT_S = 8.0
 # Its agent reports it as down after three probes, and requests move to other workers one per second.
 WORKER_STOPPED_S = 20.0
 DOWN_S = 2.0
+PAUSED_S = 0.2
 DRAIN_LIMIT_S = 60.0
 # A prompt cached only on the worker to be killed: a quarter of its cache, 0.7 s to compute elsewhere.
 HELD_TOKENS = 16_384
@@ -223,9 +224,14 @@ async def kill_halves(stage: Stage, load: SteadyLoad, numbers: Sequence[int]) ->
     """Kill workers of a split fleet; only streams of a decode worker that have begun may fail."""
     await _until(lambda: any(load.is_streaming(url) for url in stage.urls))
     urls = {stage.deployed.engines[number].url for number in numbers}
-    at_s = time.perf_counter()
-    begun = frozenset(outcome.number for outcome in load.in_flight if outcome.ttft_s is not None)
-    await asyncio.gather(*[stage.fleet.processes[f"mocker-{number}"].kill() for number in numbers])
+    mockers = [stage.fleet.processes[f"mocker-{number}"] for number in numbers]
+    with contextlib.ExitStack() as stack:
+        for mocker in mockers:
+            stack.enter_context(mocker.paused())
+        await asyncio.sleep(PAUSED_S)  # what they have sent arrives
+        at_s = time.perf_counter()
+        begun = frozenset(outcome.number for outcome in load.in_flight if outcome.ttft_s is not None)
+        await asyncio.gather(*[mocker.kill() for mocker in mockers])
     await asyncio.sleep(DOWN_S)
     for number in numbers:
         process = await stage.fleet.start_again(f"mocker-{number}")
