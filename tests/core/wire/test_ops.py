@@ -149,7 +149,7 @@ def test_the_wire_is_that_of_the_design() -> None:
     assert (1, 1_700_000_000_000_000, 5) == (version, incarnation, seq)
     assert [1, 1, 2, 3, 4, 5, 6, 7, 16, 17, 19, 18, 20, 21, 22, 23, 24, 25, 26, 27] == [op[0] for op in raw]
     assert [1, 1, 2**64 - 1, b"\x01" + bytes(7) + b"\xff" * 8] == raw[0]
-    assert [16, 7, "chatcmpl-é", "w1", 3, HASHES, 40, 1, 24, 5, False] == raw[8]
+    assert [16, 7, "chatcmpl-é", "w1", 3, HASHES, 40, 1, 24, 5, False, ""] == raw[8]
 
 
 def test_streaming_reader_finds_the_same() -> None:
