@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from kvrouter.bus import Bus, Subjects
 from kvrouter.bus.rights import AGENT
 from kvrouter.config import open_bus
-from kvrouter.core.wire.heartbeats import Card, RankBeat
+from kvrouter.core.wire.heartbeats import BOTH, CONNECTORS, DECODE, PREFILL, Card, RankBeat
 from kvrouter.core.wire.ids import WorkerId
 from kvrouter.core.wire.values import url_error
 from kvrouter.errors import ConfigError
@@ -53,6 +53,8 @@ async def announce(
     engine: str = "",
     engine_version: str = "",
     labels: Mapping[str, str] | None = None,
+    role: str = BOTH,
+    kv_connector: str = "",
     heartbeat_s: float = 1.0,
 ) -> AsyncIterator[Announcement]:
     """Announce a worker with one publisher per rank, and run them until the block ends.
@@ -60,11 +62,17 @@ async def announce(
     `url` is its OpenAI-compatible HTTP server as frontends reach it. `tiers` maps "device" (and "host",
     "disk") to capacities in blocks, 0 meaning unknown: replicas ignore a rank that publishes more.
     `rank_header` is the request header that addresses a rank. `prefill_tokens_per_s`: prompt tokens that a
-    rank computes in a second, roughly; replicas assume it until they have measured it.
+    rank computes in a second, roughly; replicas assume it until they have measured it. `role` and
+    `kv_connector`: of half of a prefill/decode pair (docs/prefill-decode.md).
 
     Raises ConfigError, and TakenOverError in a group once another program announces the same worker id.
     """
     _check(publishers, url)
+    if role not in {BOTH, PREFILL, DECODE} or (role != BOTH and kv_connector not in CONNECTORS):
+        raise ConfigError(
+            f"role {role!r} with KV connector {kv_connector!r}: a role is both, prefill or decode, and these "
+            f"two need a connector: {' or '.join(CONNECTORS)}"
+        )
     worker_id = publishers[0].worker_id
     card = Card(
         worker_id=worker_id,
@@ -81,6 +89,8 @@ async def announce(
         engine=engine,
         engine_version=engine_version,
         labels=dict(labels or {}),
+        role=role,
+        kv_connector=kv_connector,
         started_at_us=publishers[0].incarnation,
         agent_version=__version__,
     )

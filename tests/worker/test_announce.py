@@ -203,6 +203,17 @@ async def test_bad_announcement(nats_url: str, ranks: list[int], url: str, messa
                 pass
 
 
+@pytest.mark.parametrize(("role", "connector"), [("encode", ""), ("prefill", ""), ("decode", "other")])
+async def test_bad_role(nats_url: str, role: str, connector: str) -> None:
+    async with connect(nats_url) as nats:
+        half = announce(
+            nats, [KvPublisher(nats, "w", 16)], url="http://h:1", model="m", role=role, kv_connector=connector
+        )
+        with pytest.raises(ConfigError, match="nixl or example"):
+            async with half:
+                pass
+
+
 def test_public_names() -> None:
     """The package has every public name; a wrong one is an AttributeError."""
     for name in kvrouter.__all__:

@@ -14,7 +14,7 @@ import cProfile
 import json
 import pstats
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,6 +40,8 @@ from scripts.kit.script import table_of
 CONCURRENCY = 32
 WARM_REQUESTS = 2_000
 PROFILE_LINES = 60
+# Each request goes through a prefill and a decode worker.
+PAIR = {"kvrouter kv, a pair": ("--router-mode=kv", "--pd-min-uncached-tokens=0")}
 READY_S, RUN_S = 20.0, 120.0
 _PACKAGE = f"{Path(kvrouter.__file__).parent}/"
 
@@ -115,9 +117,9 @@ async def run(flags: argparse.Namespace) -> int:
     set_up_logs("info" if flags.flag else "error", "json")
     figures: dict[str, dict[str, float]] = {}
     async with open_stage() as stage:
-        workers = await stage.workers(pace_ms=5)
-        for name in FLAGS:
-            us, profile = await _measure(stage, workers, name, flags)
+        whole, halves = await stage.workers(pace_ms=5), await stage.workers(pace_ms=6, is_split=True)
+        for name, own in (FLAGS | PAIR).items():
+            us, profile = await _measure(stage, halves if name in PAIR else whole, own, flags)
             event_us = (us["longer"] - us["stream"]) / EVENTS
             figures[name] = {"request": us["short"], "stream of 2": us["stream"], "event": event_us}
             figures[name] |= {path: us[path] for path in CONVERSATIONS}
@@ -142,11 +144,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 async def _measure(
-    stage: Stage, workers: Workers, name: str, flags: argparse.Namespace
+    stage: Stage, workers: Workers, own: Sequence[str], flags: argparse.Namespace
 ) -> tuple[dict[str, float], pstats.Stats | None]:
     options = parse_options(
         [
-            *FLAGS[name],
+            *own,
             *flags.flag,
             f"--nats={stage.nats_url}",
             f"--namespace={namespace(workers)}",

@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("--namespace", required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--url", action="append", required=True)
+    parser.add_argument("--split", action="store_true", help="every other one computes prompts only")
     uvloop.run(_announce(parser.parse_args()))
     return 0
 
@@ -37,11 +38,14 @@ async def _announce(flags: argparse.Namespace) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     async with AsyncExitStack() as stack:
         nats = await stack.enter_async_context(connect(flags.nats))
-        for url in flags.url:
+        for number, url in enumerate(flags.url):
+            role, connector = "both", ""
+            if flags.split:
+                role, connector = ("prefill", "decode")[number % 2], "example"
             blocks = KvPublisher(nats, f"w{urlsplit(url).port}", block_size=BLOCK_SIZE)
             worker = announce(
                 nats, [blocks], url=url, model=flags.model, namespace=flags.namespace,
-                tiers={"device": DEVICE_BLOCKS},
+                tiers={"device": DEVICE_BLOCKS}, role=role, kv_connector=connector,
             )  # fmt: skip
             await stack.enter_async_context(worker)
         await stopped.wait()

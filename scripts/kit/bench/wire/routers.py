@@ -57,12 +57,15 @@ async def start_workers(fleet: Fleet, client: Client, *, pace_ms: float, count: 
     return Workers(process, ports)
 
 
-async def start_announcer(fleet: Fleet, workers: Workers, nats_url: str, namespace: str) -> None:
-    """Announce the workers to the frontends in `namespace`."""
+async def start_announcer(
+    fleet: Fleet, workers: Workers, nats_url: str, namespace: str, *, is_split: bool = False
+) -> None:
+    """Announce the workers to the frontends in `namespace`; `is_split`: half of them compute prompts."""
     words = [word for url in workers.urls for word in ("--url", url)]
     command = [
         sys.executable, "-m", "scripts.kit.bench.wire.announce", f"--nats={nats_url}",
         f"--namespace={namespace}", f"--model={MODEL}", *words,
+        *(["--split"] if is_split else []),
     ]  # fmt: skip
     await fleet.start(f"announcer-{namespace}", command)
 

@@ -19,10 +19,11 @@ WORKERS = 4
 class Stage(deployment.Stage):
     """The processes of a measurement, and how to start more."""
 
-    async def workers(self, pace_ms: float, count: int = WORKERS) -> Workers:
+    async def workers(self, pace_ms: float, count: int = WORKERS, *, is_split: bool = False) -> Workers:
         """Start fake workers with this pace, announced in their own namespace."""
         workers = await routers.start_workers(self.fleet, self.client, pace_ms=pace_ms, count=count)
-        await routers.start_announcer(self.fleet, workers, self.nats_url, namespace(workers))
+        names = workers, self.nats_url, namespace(workers)
+        await routers.start_announcer(self.fleet, *names, is_split=is_split)
         return workers
 
     async def ours(
