@@ -68,11 +68,7 @@ async def announce(
     Raises ConfigError, and TakenOverError in a group once another program announces the same worker id.
     """
     _check(publishers, url)
-    if role not in {BOTH, PREFILL, DECODE} or (role != BOTH and kv_connector not in CONNECTORS):
-        raise ConfigError(
-            f"role {role!r} with KV connector {kv_connector!r}: a role is both, prefill or decode, and these "
-            f"two need a connector: {' or '.join(CONNECTORS)}"
-        )
+    _check_role(role, kv_connector)
     worker_id = publishers[0].worker_id
     card = Card(
         worker_id=worker_id,
@@ -167,6 +163,14 @@ class Announcement:
     def _on_replay(self, subject: str, payload: bytes, reply: str) -> None:
         if self._is_open:  # the program's own connection stays subscribed after the block
             self._answers.answer(payload, reply)
+
+
+def _check_role(role: str, kv_connector: str) -> None:
+    if role not in {BOTH, PREFILL, DECODE} or (role != BOTH and kv_connector not in CONNECTORS):
+        raise ConfigError(
+            f"role {role!r} with KV connector {kv_connector!r}: a role is both, prefill or decode, and these "
+            f"two need a connector: {' or '.join(CONNECTORS)}"
+        )
 
 
 def _check(publishers: Sequence[KvPublisher], url: str) -> None:
