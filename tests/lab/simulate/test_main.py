@@ -81,7 +81,7 @@ def test_engines_as_a_user_has_them(tmp_path: Path) -> None:
         (["--kv-tokens", "9", "--cache", "2"], "use one of them"),
         (["--fail", "w5@3"], "--fail: there is no w5, with --workers 4"),
         (["--json", "/nowhere/f.json"], "--json /nowhere/f.json: No such file"),
-        (["--timing", "mocker"], "must be reference, large-steps or h100"),
+        (["--timing", "mocker"], "removed; use h100"),
         (["--num-blocks", "9"], "use --kv-tokens"),
         (["--duration", "9"], "use --pace"),
     ],
