@@ -31,8 +31,8 @@ FILES = 25
 # 1,500 of them for prefill and decode apart, 500 of these in the mocker.
 LINES = 69_700
 COMMENTS = 28.8
-# Of docs/, as `wc -w` counts them, without the changes of the next release; 900 for prefill and decode apart.
-DOC_WORDS = 60_900
+# Of docs/, as `wc -w` counts them, without the changes of the next release; 1,000 for prefill and decode apart.
+DOC_WORDS = 61_000
 _IMPORT = re.compile(r"^\s*from kvrouter\.core\.(\w+)", re.MULTILINE)
 _FOR_TOOLS = ("noqa", "type:", "pragma", "fmt:", "cython:")
 
