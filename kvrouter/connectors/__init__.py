@@ -17,9 +17,9 @@ from kvrouter.bodies import lax
 from kvrouter.bodies.edits import with_field
 
 PARAMETERS = "kv_transfer_params"
-_ONE, _NO = Raw(b"1"), Raw(b"false")
+_ONE, _NO, _YES, _NULL = Raw(b"1"), Raw(b"false"), Raw(b"true"), Raw(b"null")
 # They ask for more than the one token that ends a prefill, or for a stream.
-_LEFT_OUT = ("stream_options", "n", "best_of", "logprobs", "top_logprobs")
+_LEFT_OUT = ("n", "best_of", "logprobs", "top_logprobs")
 
 
 class Connector(Protocol):
@@ -38,14 +38,23 @@ def prefill_body(body: bytes, asking: Raw | None) -> bytes:
     What changes tokens or hashes stays: messages, tools, guided decoding, `cache_salt`.
     """
     fields = lax.fields_of(body)
+    if fields.get("stream", _NO) == _YES:  # else the engine rejects them: before it computes anything
+        fields.pop("stream_options", None)
     for name in _LEFT_OUT:
         fields.pop(name, None)
-    fields |= {"stream": _NO, "max_tokens": _ONE, "min_tokens": _ONE}
-    if "max_completion_tokens" in fields:
-        fields["max_completion_tokens"] = _ONE
+    fields |= {"stream": _NO, "min_tokens": _ONE}
+    for name in ("max_tokens", "max_completion_tokens"):
+        if name == "max_tokens" or name in fields:
+            fields[name] = _one(fields.get(name, _NULL))
     if asking is not None:
         fields[PARAMETERS] = asking
     return lax.with_nan(msgspec.json.encode(fields), body)
+
+
+def _one(limit: Raw) -> Raw:
+    """One token, where the engine would take the limit; an invalid one stays, and is rejected."""
+    text = bytes(limit).strip()
+    return _ONE if text == b"null" or (text.isdigit() and int(text[:20]) > 0) else limit
 
 
 def decode_body(body: bytes, handed: Raw | None) -> bytes:

@@ -24,15 +24,15 @@ CLASS_LINES = 300
 # Pool has the roles of its targets since prefill and decode are apart.
 LARGER = {
     "Attempt": 509, "Replica": 477, "FeedReader": 419, "BlockIndex": 395, "Pool": 398, "Agent": 376,
-    "BookingTable": 360, "Completions": 321, "Bus": 337, "EngineBlocks": 330, "Examination": 316,
+    "BookingTable": 360, "Completions": 324, "Bus": 337, "EngineBlocks": 330, "Examination": 316,
     "ReferenceEngine": 305,
 }  # fmt: skip
 FILES = 25
 # 1,500 of them for prefill and decode apart, 500 of these in the mocker.
 LINES = 69_700
 COMMENTS = 28.8
-# Of docs/, as `wc -w` counts them, without the changes of the next release; 1,000 for prefill and decode apart.
-DOC_WORDS = 61_000
+# Of docs/, as `wc -w` counts them, without docs/changes; 1,100 for prefill and decode apart.
+DOC_WORDS = 61_100
 _IMPORT = re.compile(r"^\s*from kvrouter\.core\.(\w+)", re.MULTILINE)
 _FOR_TOOLS = ("noqa", "type:", "pragma", "fmt:", "cython:")
 

@@ -283,6 +283,33 @@ async def test_bad_request(fleet_of: FleetOf) -> None:
         assert 1 == len(fleet.requests)
 
 
+@pytest.mark.parametrize(
+    "fields", [{"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": "9"}, {"max_completion_tokens": 0}]
+)
+async def test_invalid_limits_reach_the_prefill_worker(fleet_of: FleetOf, fields: dict[str, Any]) -> None:
+    """So it rejects the request before it computes anything."""
+    async with pair(fleet_of) as fleet:
+        await fleet.ask(BODY | fields)
+        assert fields.items() <= fleet.workers[0].requests[0].json.items()
+
+
+async def test_options_of_no_stream_reach_the_prefill_worker(fleet_of: FleetOf) -> None:
+    async with pair(fleet_of) as fleet:
+        await fleet.ask(BODY | {"stream_options": {"include_usage": True}})
+        assert "stream_options" in fleet.workers[0].requests[0].json
+
+
+async def test_all_pairs_fail(fleet_of: FleetOf) -> None:
+    """The last try is a decode worker alone, whatever the number of pairs."""
+    bad = says(answer(b'{"error": {"message": "handshake"}}', 500))
+
+    async def decode(received: Received, wire: Wire) -> None:
+        await (bad if b"kv_transfer_params" in received.body else D)(received, wire)
+
+    async with pair(fleet_of, prefill=(P, P), decode=(decode, decode)) as fleet:
+        assert [200] * 6 == [(await fleet.ask(STREAM)).status for _ in range(6)]
+
+
 async def test_client_leaves(fleet_of: FleetOf) -> None:
     """A client that leaves ends the prefill, and nothing reaches the decode worker."""
     async with pair(fleet_of, prefill=(says_and_stalls(),)) as fleet, connected(fleet.url) as client:

@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from kvrouter.core.fleet.block_size import NAMED_MOST
 from kvrouter.core.fleet.own_bookings import OwnBooking, OwnBookings
 from kvrouter.core.fleet.pool import Pool
-from kvrouter.core.fleet.split import refusal
 from kvrouter.core.fleet.sync_feed import SyncFeed
 from kvrouter.core.routing.admission import AdmissionQueue
 from kvrouter.core.routing.breaker import CircuitBreakers
@@ -306,6 +305,7 @@ class Router:
         for target in self.pool.targets_of(worker_id):
             self.feed.forget_texts(target)
             self.tables.rests.forget(target)
+        self.tables.transfers.forget([worker_id])
         self.pool.forget_assumed(worker_id)
         self.selection.policy.on_worker_removed(worker_id)
         # it may take requests all the same: then the policy needs its card again
@@ -375,8 +375,8 @@ def _why_none(
         why = "failed this request" if exclude else f"are {AVOIDED}"
         return f"all workers of {pool.model!r} {why}: {', '.join(map(str, exclude or avoid))}"
     if pool.split.others:
-        cards = [pool.targets[target].card for target in sorted(pool.split.others)[:NAMED_MOST]]
-        found = ", ".join(f"{card.worker_id} {refusal(card)}" for card in cards)
+        refused = list(pool.refusals(RouteRequest("")).items())[:NAMED_MOST]
+        found = ", ".join(f"{target.worker_id} {reason}" for target, reason in refused)
         return f"no worker of {pool.model!r} answers requests: {found}"
     known = ", ".join(pool.workers) or "none"
     return f"no live worker for model {pool.model!r}; known: {known}"

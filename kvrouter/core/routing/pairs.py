@@ -130,7 +130,7 @@ class Pair(Struct, frozen=True, gc=False):
             )
 
         shown = {*self.decoders.targets(), *self.prefillers.targets()}
-        others = {target: "serves whole requests" for target in whole.targets() if target not in shown}
+        others = {target: "no half of this pair" for target in whole.targets() if target not in shown}
         refusals = {target: why for target, why in refusals.items() if target not in shown} | others
         decision = explained(self.decode, self.answers, self.decoders, refusals)
         first = explained(self.prefill, self.computes, self.prefillers, {})
@@ -156,8 +156,8 @@ def choose_pair(  # noqa: PLR0917
     decode = replace_fields(selection, policy=DecodeHalf(counts_overlap=weight is None))
     best: tuple[float, Candidate, Candidates, Candidates] | None = None
     for all_prefillers, all_decoders in islands:
-        prefillers = prefill.eligible(request, all_prefillers, moment)
         decoders = decode.eligible(request, all_decoders, moment)
+        prefillers = _not_resting(prefill.eligible(request, all_prefillers, moment), decoders, moment)
         if not (prefillers and decoders):
             continue
         costs = first_half.costs(prefillers, moment)
@@ -179,6 +179,19 @@ def choose_pair(  # noqa: PLR0917
     if not terms.pop("is_remote"):
         return None
     return Pair(computes, answers, prefill, decode, prefillers, decoders, terms)
+
+
+def _not_resting(prefillers: Candidates, decoders: Candidates, moment: Moment) -> Candidates:
+    """Those that can hand over to one of the decode workers: the others have failed with each just now."""
+    transfers, names = moment.tables.transfers, {target.worker_id for target in decoders.targets()}
+    if not transfers.has_failures:
+        return prefillers
+    return prefillers.kept(
+        [
+            not all(transfers.rests(target.worker_id, name, moment.now) for name in names)
+            for target in prefillers.targets()
+        ]
+    )
 
 
 def weight_of(request: RouteRequest, policy: BuiltInPolicy, moment: Moment) -> float | None:

@@ -43,6 +43,11 @@ class Transfers:
 
     # Pairs that fail
 
+    @property
+    def has_failures(self) -> bool:
+        """Whether any pair has failed that has not worked since."""
+        return bool(self._failures)
+
     def failed(self, prefill: WorkerId, decode: WorkerId, now: float) -> None:
         """A request that was handed over failed at the decode worker."""
         pair = prefill, decode

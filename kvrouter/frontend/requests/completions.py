@@ -14,6 +14,7 @@ from functools import partial
 from itertools import cycle, repeat
 
 import structlog
+from msgspec.structs import replace
 
 from kvrouter.bodies.apis import Api
 from kvrouter.core.fleet.router import Placement
@@ -259,8 +260,11 @@ class Completions:
         `is_last`: no retry is left.
         """
         metrics, now, began = self._metrics, self._now(), clock()
+        route = work.route
+        if is_last and record.attempts and route.may_split:
+            route = replace(route, may_split=False)  # hand-overs have failed: the last try needs none
         placement, _ = work.router.route_among(
-            work.route, now, streamed=work.stream, exclude=failed, prefer=fallbacks, avoid=avoided
+            route, now, streamed=work.stream, exclude=failed, prefer=fallbacks, avoid=avoided
         )
         ended = clock()
         if next(self._times_decision):

@@ -272,6 +272,18 @@ def test_pairs_that_fail() -> None:
     assert not transfers._failures
 
 
+def test_a_prefill_worker_whose_pairs_rest() -> None:
+    """It is passed over, however idle, and another one hands over; a new engine begins anew."""
+    router = decoding(new_router(split_pool()))
+    for decode in (D1, D2):
+        for _ in range(FAILURES_MOST):
+            router.tables.transfers.failed(P1.worker_id, decode.worker_id, 0.0)
+
+    assert {P2} == {pair_of(router.route(ask(number), 0.0))[0] for number in (2, 3)}
+    router.engine_lost(P1.worker_id)
+    assert P1 == pair_of(router.route(ask(4), 0.0))[0]
+
+
 def test_transfers_are_learnt() -> None:
     """Seconds per token of the wire; stalls and clocks that went back teach nothing."""
     transfers = Transfers()
