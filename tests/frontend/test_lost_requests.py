@@ -242,7 +242,7 @@ async def test_the_engine_says_that_it_died(fleet_of: FleetOf, engines: list[Eng
 async def test_amid_traffic(fleet_of: FleetOf, engines: list[Engine]) -> None:
     """Amid 20 requests on each worker, half of them streams, the poison ends three workers at most.
 
-    Every other request that had no output yet is answered, and none of them is refused.
+    Every other request without output is answered, unless it was at two of these, and none is refused.
     """
     async with fleet_of(scripts=tuple(engines)) as fleet:
         embody(fleet, engines)
@@ -258,7 +258,14 @@ async def test_amid_traffic(fleet_of: FleetOf, engines: list[Engine]) -> None:
         assert CODE == responses[-1].json["error"]["code"]
         assert len(poisoned(fleet)) <= 3
         assert {200} == {response.status for response in await asyncio.gather(*streams)}
-        assert {200} == {response.status for response in await asyncio.gather(*waiting)}
+        ended = set(poisoned(fleet))
+        for number, response in enumerate(await asyncio.gather(*waiting), start=100):
+            lost = [
+                worker
+                for worker in fleet.workers
+                if worker.id in ended and held(number) in [one.json for one in worker.requests]
+            ]
+            assert 200 == response.status or (len(lost) >= 2 and CODE == response.json["error"]["code"])
         (entry,) = fleet.frontend.replica.deadly.entries()
         assert set(entry.workers) <= set(map(WorkerId, poisoned(fleet)))
 
