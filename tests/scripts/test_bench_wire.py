@@ -20,7 +20,7 @@ from kvrouter.core.fleet import router
 from scripts.kit.bench import peers
 from scripts.kit.bench.__main__ import main
 from scripts.kit.bench.meter import group_cpu_ns, resident_bytes
-from scripts.kit.bench.request import shares
+from scripts.kit.bench.request import PAIR, shares
 from scripts.kit.bench.wire import growth, installs, rounds, tables, targets, works
 from scripts.kit.bench.wire.load import Report
 from scripts.kit.bench.wire.rounds import Contender, Results, measure, run_rounds
@@ -216,7 +216,7 @@ def test_relay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_request(tmp_path: Path) -> None:
-    """The request bench serves real requests through fake sockets in both modes, and shows a profile."""
+    """The request bench serves real requests through fake sockets, whole and by pairs, and shows a profile."""
     out = tmp_path / "request.json"
     few = ["--runs", "1", "--requests", "100", "--profile", "--json", str(out)]
     bench = [sys.executable, "-m", "scripts.kit.bench", "request", *few]  # it sets up logs
@@ -224,7 +224,7 @@ def test_request(tmp_path: Path) -> None:
 
     assert 0 == done.returncode, done.stderr
     rows = json.loads(out.read_text())["us"]
-    assert {targets.OURS, targets.OURS_KV} == rows.keys()
+    assert {targets.OURS, targets.OURS_KV, *PAIR} == rows.keys()
     for row in rows.values():
         request, _, _ = (row.pop(name) for name in ("request", "stream of 2", "event"))
         assert all(row.pop(api) > 0 for api in ("chat/completions", "messages", "responses"))
