@@ -216,7 +216,7 @@ def test_relay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_request(tmp_path: Path) -> None:
-    """The request bench serves real requests through fake sockets, whole and by pairs, and shows a profile."""
+    """The request bench serves real requests through fake sockets, also by pairs, and shows a profile."""
     out = tmp_path / "request.json"
     few = ["--runs", "1", "--requests", "100", "--profile", "--json", str(out)]
     bench = [sys.executable, "-m", "scripts.kit.bench", "request", *few]  # it sets up logs
