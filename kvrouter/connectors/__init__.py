@@ -8,6 +8,8 @@ its answer the decode worker needs. CONTRIBUTING.md has the recipe for another o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 import msgspec
@@ -15,6 +17,8 @@ from msgspec import Raw
 
 from kvrouter.bodies import lax
 from kvrouter.bodies.edits import with_field
+from kvrouter.connectors.example import Example
+from kvrouter.connectors.nixl import Nixl
 
 PARAMETERS = "kv_transfer_params"
 _ONE, _NO, _YES, _NULL = Raw(b"1"), Raw(b"false"), Raw(b"true"), Raw(b"null")
@@ -30,6 +34,10 @@ class Connector(Protocol):
     def handed_over(self, answer: bytes, prefill_url: str) -> Raw | None:
         """The parameters for the decode worker; None: nothing was handed over."""
         ...
+
+
+SERVED: Mapping[str, Connector] = MappingProxyType({"nixl": Nixl(), "example": Example()})
+"""By the name on a worker's card (`CONNECTORS` in core/wire/heartbeats.py)."""
 
 
 def prefill_body(body: bytes, asking: Raw | None) -> bytes:
@@ -52,9 +60,13 @@ def prefill_body(body: bytes, asking: Raw | None) -> bytes:
 
 
 def _one(limit: Raw) -> Raw:
-    """One token, where the engine would take the limit; an invalid one stays, and is rejected."""
-    text = bytes(limit).strip()
-    return _ONE if text == b"null" or (text.isdigit() and int(text[:20]) > 0) else limit
+    """One token, where the engine would take the limit (also 9.0 and "9"); else it stays, and is rejected."""
+    if limit == _NULL:
+        return _ONE
+    try:
+        return _ONE if float(bytes(limit).strip(b'" ')) >= 1 else limit
+    except ValueError:
+        return limit
 
 
 def decode_body(body: bytes, handed: Raw | None) -> bytes:

@@ -283,9 +283,7 @@ async def test_bad_request(fleet_of: FleetOf) -> None:
         assert 1 == len(fleet.requests)
 
 
-@pytest.mark.parametrize(
-    "fields", [{"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": "9"}, {"max_completion_tokens": 0}]
-)
+@pytest.mark.parametrize("fields", [{"max_tokens": 0}, {"max_tokens": -1}, {"max_completion_tokens": 0}])
 async def test_invalid_limits_reach_the_prefill_worker(fleet_of: FleetOf, fields: dict[str, Any]) -> None:
     """So it rejects the request before it computes anything."""
     async with pair(fleet_of) as fleet:

@@ -125,7 +125,7 @@ class OwnBookings:
         """Record what later decisions depend on."""
         request, target, now = own.request, choice.target, own.sent_at
         number = own.booking.key.number
-        self.remember_prefill(own)
+        self.track(own)
         if self._feed.is_followed:  # else no bookings of peers arrive to be counted
             self._feed.unseen.booked_here(own.booking, now)
         self._tables.arrivals.count(now)
@@ -137,8 +137,8 @@ class OwnBookings:
             if seconds is not None:
                 self._predict(now + seconds, number)
 
-    def remember_prefill(self, own: OwnBooking) -> None:
-        """Record the booking of a request's other half: later decisions depend on it through its load."""
+    def track(self, own: OwnBooking) -> None:
+        """Record the booking, of a whole request or of half of one, for its later events."""
         self._own[own.booking.key.number] = own
         if self._circuits is not None:
             self._circuits.sent(own.booking.target, own.sent_at)

@@ -255,7 +255,7 @@ class Router:
         booking = self.bookings.book(request, choice, now, PREFILL)
         # streamed: the end of its answer is that of its prefill
         own = OwnBooking(booking, request, policy, choice.prefill_tokens, now, True, self.pool.block_size)
-        self.bookings.remember_prefill(own)
+        self.bookings.track(own)
         return _placement(self.pool, booking, choice, ())
 
     def has_eligible(self, request: RouteRequest, now: float, *, exclude: frozenset[Target]) -> bool:

@@ -7,8 +7,7 @@ begin ──> the prefill worker's answer ──> prefilled ──> finish ─�
 
 from __future__ import annotations
 
-from kvrouter.connectors import decode_body, prefill_body
-from kvrouter.connectors.names import SERVED
+from kvrouter.connectors import SERVED, decode_body, prefill_body
 from kvrouter.core.wire.heartbeats import DECODE
 from kvrouter.errors import WorkerRejectedError
 from kvrouter.frontend.records.record import AttemptRecord

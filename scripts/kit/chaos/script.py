@@ -15,6 +15,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import structlog
@@ -159,13 +160,8 @@ def _split_plan(directory: Path) -> Plan:
     """Two prefill and two decode workers. Any prompt with more than 64 uncached tokens is handed over."""
     roles = {**dict.fromkeys(PREFILLS, "prefill"), **dict.fromkeys(DECODES, "decode")}
     flags = {number: (f"--role={role}", "--kv-connector=nixl") for number, role in roles.items()}
-    return Plan(
-        "kv",
-        directory / "model",
-        engines=ENGINES,
-        replicas=REPLICAS,
-        num_blocks=NUM_BLOCKS,
-        namespace=NAMESPACE,
+    return replace(
+        _plan(directory),
         frontend_flags=("--drain-grace-s=2", "--pd-min-uncached-tokens=64"),
         mocker_flags=flags,
         agent_flags=flags,
