@@ -168,8 +168,9 @@ class SimReplica(Process):
         self._flush_soon()
 
     def place(self, rng: random.Random) -> None:
-        """A request begins, if there is a target."""
-        pools = [router for _, router in sorted(self.replica.routers.items()) if router.pool.targets]
+        """A request begins, if a target serves whole requests: a forged card may have another role."""
+        routers = [router for _, router in sorted(self.replica.routers.items())]
+        pools = [r for r in routers if r.pool.targets.keys() - r.pool.split.others]
         if not pools:
             return
         hashes = LIBRARY.hashes(rng.randrange(LIBRARY_SIZE))

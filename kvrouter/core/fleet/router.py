@@ -375,8 +375,8 @@ def _why_none(
         why = "failed this request" if exclude else f"are {AVOIDED}"
         return f"all workers of {pool.model!r} {why}: {', '.join(map(str, exclude or avoid))}"
     if pool.split.others:
-        refused = list(pool.refusals(RouteRequest("")).items())[:NAMED_MOST]
-        found = ", ".join(f"{target.worker_id} {reason}" for target, reason in refused)
+        refused = {target.worker_id: reason for target, reason in pool.refusals(RouteRequest("")).items()}
+        found = ", ".join(" ".join(why) for why in list(refused.items())[:NAMED_MOST])
         return f"no worker of {pool.model!r} answers requests: {found}"
     known = ", ".join(pool.workers) or "none"
     return f"no live worker for model {pool.model!r}; known: {known}"
