@@ -83,9 +83,9 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "kvrouter_pd_requests_total": Metric(
             "counter",
             ("path",),
-            "prefill and decode apart: attempts that were handed from a prefill to a decode worker (`pair`), "
-            "served whole by a decode worker (`decode`: that is sooner, or its pairs rest), or because no "
-            "prefill worker is left or nothing was handed over (`fallback`)",
+            "prefill and decode apart: requests that were handed from a prefill to a decode worker (`pair`), "
+            "served whole by a decode worker as that was sooner (`decode`), or as hand-overs failed or no "
+            "prefill worker was left (`fallback`)",
             see="prefill-decode.md",
         ),
         "kvrouter_pd_pair_failures_total": Metric(

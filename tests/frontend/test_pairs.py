@@ -170,7 +170,9 @@ async def test_whole(fleet_of: FleetOf, fields: dict[str, Any]) -> None:
 
 async def test_few_tokens_stay(fleet_of: FleetOf) -> None:
     async with pair(fleet_of, "--pd-min-uncached-tokens", "64", decode=(OK,)) as fleet:
-        await fleet.ask(BODY)
+        response = await fleet.ask(BODY)
+        kept = (await fleet.get(f"/decisions/{response.header('x-request-id')}")).json["decisions"][0]
+        assert {"uncached_tokens": 64, "least_tokens": 64} == kept["remote"]
         assert ["w1"] == fleet.requests
         assert await metric(fleet, 'kvrouter_pd_requests_total{path="decode"} 1')
 
@@ -245,6 +247,21 @@ async def test_decode_worker_fails(fleet_of: FleetOf, failure: Script) -> None:
         assert 200 == (await fleet.ask(STREAM)).status
         assert ["w0", "w0", "w1", "w2"] == sorted(fleet.requests)
         assert await metric(fleet, "kvrouter_pd_pair_failures_total 1")
+        assert await metric(fleet, 'kvrouter_pd_requests_total{path="pair"} 1')
+
+
+async def test_decode_worker_refuses_the_connection(fleet_of: FleetOf) -> None:
+    """What was computed goes to another decode worker; the prompt is not computed again."""
+    async with pair(fleet_of, decode=(D, D)) as fleet:
+        gone = fleet.workers[1]
+        gone.die()
+        for count in range(1, 6):
+            assert 200 == (await fleet.ask(STREAM)).status
+            assert count == fleet.requests.count("w0")
+            assert HANDED == fleet.workers[2].requests[-1].json["kv_transfer_params"]
+        assert await metric(fleet, 'kvrouter_failed_attempts_total{reason="lost"}')
+        assert await metric(fleet, 'kvrouter_pd_requests_total{path="pair"} 5')
+        assert await metric(fleet, "kvrouter_pd_pair_failures_total 0")
 
 
 @pytest.mark.parametrize(
@@ -343,6 +360,52 @@ async def test_no_prefill_worker(fleet_of: FleetOf, flags: tuple[str, ...], stat
         assert status == response.status
         if status != 200:
             assert "--pd-fallback refuse" in response.json["error"]["message"]
+
+
+REFUSE = (*ALWAYS, "--pd-fallback", "refuse")
+
+
+async def test_refuse_without_hand_over(fleet_of: FleetOf) -> None:
+    """With `--pd-fallback refuse` no decode worker computes a prompt for want of a prefill worker."""
+    nothing = says(prefilled(remote_host=None))
+    async with pair(fleet_of, *REFUSE, prefill=(nothing, P)) as fleet:
+        for _ in range(4):
+            assert 200 == (await fleet.ask(STREAM)).status
+        assert all(HANDED == one.json["kv_transfer_params"] for one in fleet.workers[2].requests)
+    async with pair(fleet_of, *REFUSE, prefill=(nothing,)) as fleet:
+        assert 502 == (await fleet.ask(STREAM)).status
+        assert ["w0"] == fleet.requests
+        short = await fleet.ask(STREAM | {"prompt": [1, 2, 3]})  # less than a block: nothing to hand over
+        assert 200 == short.status
+
+
+async def test_refuse_where_pairs_fail(fleet_of: FleetOf) -> None:
+    """Neither the last try nor a resting pair leaves a prompt to a decode worker."""
+    bad = says(answer(b'{"error": {"message": "handshake"}}', 500))
+
+    async def decode(received: Received, wire: Wire) -> None:
+        await (bad if b"kv_transfer_params" in received.body else D)(received, wire)
+
+    async with pair(fleet_of, *REFUSE, decode=(decode,)) as fleet:
+        replies = [await fleet.ask(STREAM) for _ in range(4)]
+        assert [500, 500, 500, 503] == [one.status for one in replies]
+        assert "--pd-fallback refuse" in replies[-1].json["error"]["message"]
+        planned = (await fleet.ask(BODY, path="/v1/route")).json
+        assert planned["winner"] is None
+        assert ["w1"] == [one["worker_id"] for one in planned["removed"] if "just failed" in one["by"]]
+
+
+async def test_pairs_that_rest_are_a_fallback(fleet_of: FleetOf) -> None:
+    """A request counts once, by the path that it ended on."""
+    bad = says(answer(b'{"error": {"message": "handshake"}}', 500))
+
+    async def decode(received: Received, wire: Wire) -> None:
+        await (bad if b"kv_transfer_params" in received.body else D)(received, wire)
+
+    async with pair(fleet_of, decode=(decode,)) as fleet:
+        assert [200] * 5 == [(await fleet.ask(STREAM)).status for _ in range(5)]
+        assert await metric(fleet, 'kvrouter_pd_requests_total{path="fallback"} 5')
+        assert not await metric(fleet, 'path="pair"')
 
 
 async def test_islands(fleet_of: FleetOf) -> None:

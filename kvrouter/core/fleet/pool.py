@@ -97,6 +97,11 @@ class PoolSettings(Settings):
     placement_secret: int = 0
     """64 random bits of the process: where native tables place hashes (core/tables/table.py)."""
 
+    @property
+    def refuses_whole(self) -> bool:
+        """Whether decode workers serve no request whose prompt could not be handed over to them."""
+        return self.pd_fallback == "refuse"
+
 
 class Pool:
     """The state of one pool, and the candidates it offers."""
@@ -356,8 +361,7 @@ class Pool:
         self.targets = dict(sorted(pairs, key=lambda pair: pair[0]))
         self._use_ids()
         self._roster = Roster(self.targets.items())
-        refuses = self.settings.pd_fallback == "refuse"
-        self.split = split_of(self.targets, self.settings.pd_same_label, refuses=refuses)
+        self.split = split_of(self.targets, self.settings.pd_same_label, refuses=self.settings.refuses_whole)
         self._not_targets = self._refusals()
         self.active.line_up(self._roster.targets)
         self.changes += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -22,7 +23,7 @@ from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment, RoutingT
 from kvrouter.core.routing.candidates import Candidates
 from kvrouter.core.routing.decisions import Decided, DecisionRing
 from kvrouter.core.routing.filters import Filter
-from kvrouter.core.routing.pairs import Pair, choose_pair
+from kvrouter.core.routing.pairs import Pair, Sharing, choose_pair
 from kvrouter.core.routing.policy import Candidate, RouteRequest
 from kvrouter.core.routing.selection import Decision, Modes, Selection
 from kvrouter.core.tables.bookings import Booking
@@ -31,12 +32,17 @@ from kvrouter.core.tables.deadly_prompts import DeadlyPrompts
 from kvrouter.core.tables.early_ops import EarlyBudget, EarlyOps
 from kvrouter.core.tables.ghosts import Reuse
 from kvrouter.core.tables.predictions import PredictionTable
-from kvrouter.core.wire.heartbeats import DECODE, PREFILL, Card
+from kvrouter.core.wire.heartbeats import BOTH, DECODE, PREFILL, Card
 from kvrouter.core.wire.ids import BookingKey, RouterId, Target, WorkerId
 from kvrouter.errors import NoWorkersError, counted
 
 # Why a target is no candidate for any request for a while.
 AVOIDED = "avoided, as a worker was lost a moment ago"
+UNPAIRED = "without a partner that has not just failed (--pd-fallback refuse)"
+
+# How prefill and decode workers share a request: the decode worker alone ("decode": it is better, "fallback":
+# no prefill worker is left). Empty where a worker of both serves it.
+Path = Literal["", "pair", "decode", "fallback"]
 
 
 class Placement(Struct, frozen=True, gc=False):
@@ -58,6 +64,7 @@ class Placement(Struct, frozen=True, gc=False):
     """By which its engine hands KV blocks over."""
     prefill: Placement | None = None
     """Where its prompt is computed, if another worker does that."""
+    path: Path = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +181,12 @@ class Router:
         exclude: frozenset[Target] = frozenset(),
         prefer: tuple[Target, ...] = (),
         avoid: frozenset[Target] = frozenset(),
+        computed: Placement | None = None,
     ) -> tuple[Placement, Candidates]:
         """Like `route`, but also returns the candidates, which are too large for a placement to keep.
 
-        `avoid`: targets that are left out without having failed this request.
+        `avoid`: targets that are left out without having failed this request. `computed`: where its prompt
+        has been computed: another decode worker is chosen for it.
         """
         # the pool's block size may have changed since the prompt was hashed
         request = self.pool.in_present_size(request)
@@ -187,35 +196,30 @@ class Router:
         left_out = exclude | avoid if avoid else exclude
         candidates = self.pool.candidates(request, left_out, with_prefills=policy.reads_speed)
         eligible = selection.eligible(request, candidates, moment)
+        sharing = None
+        if request.may_split and eligible and self.pool.split.whole is not None:
+            eligible, sharing = self._shared(
+                request, selection, candidates, eligible, moment, left_out, computed
+            )
         if not eligible:
             removed = selection.removed(request, candidates, moment)
-            raise NoWorkersError(_why_none(self.pool, exclude, avoid, removed))
-        pair = None
-        if request.may_split and self.pool.split.islands:
-            pair = self._pair(request, selection, candidates, eligible, moment, left_out)
-        best = _preferred(eligible, prefer) if prefer else []
-        if pair is None:
-            best = best or selection.choose(request, eligible, moment)
-        else:
+            raise NoWorkersError(_why_none(self.pool, exclude, avoid, removed, sharing))
+        pair = None if sharing is None else sharing.pair
+        if pair is not None:
             selection, eligible, best = pair.decode, pair.decoders, [pair.answers]
+        else:
+            preferred = _preferred(eligible, prefer) if prefer else []
+            best = preferred or selection.choose(request, eligible, moment)
         order = tuple([one.target for one in best])
         if self.decisions is not None:
+            refused = self._refused(request, exclude, avoid)
             self.decisions.append(
-                Decided(
-                    request=request,
-                    moment=moment,
-                    selection=selection,
-                    order=order,
-                    candidates=candidates,
-                    eligible=eligible,
-                    refusals=self._refused(request, exclude, avoid),
-                    pair=pair,
-                )
+                Decided(request, moment, selection, order, candidates, eligible, refused, sharing)
             )
         choice = best[0]
         if policy.compares_seconds:
             self.tables.shares.count(*candidates.held_of(request))
-        prefill = None if pair is None else self._book_prefill(request, pair, policy, now)
+        prefill = None if pair is None else computed or self._book_prefill(request, pair, policy, now)
         booking = self.bookings.book(request, choice, now, "" if pair is None else DECODE)
         if request.prompts and not (exclude or prefer):  # a retry is the same request
             _count_reuse(self.reuse, self.pool, request, pair.computes if pair else choice, candidates)
@@ -224,9 +228,12 @@ class Router:
         if policy.reads_speed and pair is None:
             own.predicted_ttft_s = self._count_decision(eligible, choice.target, moment)
         self.bookings.remember(own, choice, selection, moment)
-        return _placement(self.pool, booking, choice, order[1:], prefill), candidates
+        placement = _placement(
+            self.pool, booking, choice, fallbacks=order[1:], sharing=sharing, prefill=prefill
+        )
+        return placement, candidates
 
-    def _pair(  # noqa: PLR0917
+    def _shared(  # noqa: PLR0917
         self,
         request: RouteRequest,
         selection: Selection,
@@ -234,8 +241,9 @@ class Router:
         whole: Candidates,
         moment: Moment,
         left_out: frozenset[Target],
-    ) -> Pair | None:
-        """The two workers that serve the request together; None: one is better, or no two are left."""
+        computed: Placement | None = None,
+    ) -> tuple[Candidates, Sharing]:
+        """Whether two workers serve the request together; first, those of `whole` that may serve it alone."""
         islands = [
             (
                 self.pool.among(candidates, island.prefill, request, left_out),
@@ -243,9 +251,13 @@ class Router:
             )
             for island in self.pool.split.islands
         ]
-        return choose_pair(
-            request, selection, islands, whole, moment, self.pool.settings.pd_min_uncached_tokens
+        settings, computed_at = self.pool.settings, None if computed is None else computed.target
+        sharing = choose_pair(
+            request, selection, islands, whole, moment, settings.pd_min_uncached_tokens, computed_at
         )
+        if not sharing.terms and self.pool.settings.refuses_whole:
+            whole = whole.kept([card.role == BOTH for card in whole.cards()])
+        return whole, sharing
 
     def _book_prefill(
         self, request: RouteRequest, pair: Pair, policy: BuiltInPolicy, now: float
@@ -256,7 +268,7 @@ class Router:
         # streamed: the end of its answer is that of its prefill
         own = OwnBooking(booking, request, policy, choice.prefill_tokens, now, True, self.pool.block_size)
         self.bookings.track(own)
-        return _placement(self.pool, booking, choice, ())
+        return _placement(self.pool, booking, choice)
 
     def has_eligible(self, request: RouteRequest, now: float, *, exclude: frozenset[Target]) -> bool:
         """Whether `route` would find a target."""
@@ -282,12 +294,15 @@ class Router:
         request, selection = self.pool.in_present_size(request), self._selection(request)
         candidates, moment = self.pool.candidates(request, exclude), self._moment(selection.policy, now)
         refused = self._refused(request, exclude)
-        eligible = selection.eligible(request, candidates, moment)
-        if eligible and request.may_split and self.pool.split.islands:
-            pair = self._pair(request, selection, candidates, eligible, moment, exclude)
-            if pair is not None:
-                return pair.explain(request, candidates, moment, refused)
-        return selection.explain(request, candidates, moment, refused)
+        eligible, sharing = selection.eligible(request, candidates, moment), None
+        if request.may_split and eligible and self.pool.split.whole is not None:
+            eligible, sharing = self._shared(request, selection, candidates, eligible, moment, exclude)
+            if not eligible:
+                refused |= dict.fromkeys(candidates.targets(), UNPAIRED)
+                candidates = eligible
+        best = selection.choose(request, eligible, moment) if eligible else []
+        order = tuple([one.target for one in best])
+        return Decided(request, moment, selection, order, candidates, eligible, refused, sharing).explain()
 
     def forget(self, targets: list[Target]) -> None:
         """Remove targets that are gone from every table."""
@@ -364,9 +379,15 @@ class Router:
 
 
 def _why_none(
-    pool: Pool, exclude: frozenset[Target], avoid: frozenset[Target], removed: dict[Target, str]
+    pool: Pool,
+    exclude: frozenset[Target],
+    avoid: frozenset[Target],
+    removed: dict[Target, str],
+    sharing: Sharing | None,
 ) -> str:
     """Why no target is left. `removed`: by filters."""
+    if sharing is not None:
+        return f"all workers of {pool.model!r} are {UNPAIRED}"
     if removed:
         names = ", ".join(dict.fromkeys(removed.values()))
         whole = counted(len(removed), "worker")
@@ -398,7 +419,9 @@ def _placement(
     pool: Pool,
     booking: Booking,
     choice: Candidate,
-    fallbacks: tuple[Target, ...],
+    *,
+    fallbacks: tuple[Target, ...] = (),
+    sharing: Sharing | None = None,
     prefill: Placement | None = None,
 ) -> Placement:
     target = choice.target
@@ -415,7 +438,16 @@ def _placement(
         block_size=pool.block_size,
         connector=card.kv_connector,
         prefill=prefill,
+        path="" if pool.split.whole is None else _path(card, sharing),
     )
+
+
+def _path(card: Card, sharing: Sharing | None) -> Path:
+    if sharing is not None and sharing.pair is not None:
+        return "pair"
+    if card.role != DECODE:
+        return ""
+    return "decode" if sharing is None or sharing.terms else "fallback"
 
 
 def _preferred(eligible: Candidates, prefer: tuple[Target, ...]) -> list[Candidate]:

@@ -14,10 +14,11 @@ from collections import deque
 from itertools import islice
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvrouter.core.routing.builtin_policy import Moment
 from kvrouter.core.routing.candidates import Candidates
-from kvrouter.core.routing.pairs import Pair
+from kvrouter.core.routing.pairs import Sharing
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.routing.selection import Decision, Selection
 from kvrouter.core.wire.ids import Target
@@ -41,8 +42,8 @@ class Decided(Struct, frozen=True, gc=False):
     eligible: Candidates
     refusals: dict[Target, str]
     """Targets that were not candidates, and why."""
-    pair: Pair | None = None
-    """The two workers that serve it together; then `order`, `eligible` and `selection` are the second's."""
+    sharing: Sharing | None = None
+    """None: two workers were no choice. Of a pair, `order`, `eligible`, `selection` are the second one's."""
 
     def about_bytes(self) -> int:
         """An estimate of what keeping it takes."""
@@ -55,16 +56,19 @@ class Decided(Struct, frozen=True, gc=False):
 
         Tables that a policy reads (`BuiltInPolicy.reads_tables`) are read as they are now, not as they were.
         """
-        if self.pair is not None:
-            return self.pair.explain(self.request, self.candidates, self.moment, self.refusals)
-        return self.selection.decision(
-            self.request,
-            self.candidates,
-            eligible=self.eligible,
-            order=self.order,
-            moment=self.moment,
-            refusals=self.refusals,
-        )
+        sharing = self.sharing
+        if sharing is not None and sharing.pair is not None:
+            decision = sharing.pair.explain(self.request, self.candidates, self.moment, self.refusals)
+        else:
+            decision = self.selection.decision(
+                self.request,
+                self.candidates,
+                eligible=self.eligible,
+                order=self.order,
+                moment=self.moment,
+                refusals=self.refusals,
+            )
+        return decision if sharing is None else replace(decision, remote=sharing.terms)
 
 
 class DecisionRing:

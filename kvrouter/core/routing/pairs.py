@@ -114,8 +114,6 @@ class Pair(Struct, frozen=True, gc=False):
     decode: Selection
     prefillers: Candidates
     decoders: Candidates
-    terms: Mapping[str, float]
-    """Why not one worker."""
 
     def explain(
         self, request: RouteRequest, whole: Candidates, moment: Moment, refusals: dict[Target, str]
@@ -134,7 +132,16 @@ class Pair(Struct, frozen=True, gc=False):
         refusals = {target: why for target, why in refusals.items() if target not in shown} | others
         decision = explained(self.decode, self.answers, self.decoders, refusals)
         first = explained(self.prefill, self.computes, self.prefillers, {})
-        return replace(decision, prefill=first, remote=self.terms)
+        return replace(decision, prefill=first)
+
+
+class Sharing(Struct, frozen=True, gc=False):
+    """Whether two workers serve a request together."""
+
+    pair: Pair | None = None
+    """None: one worker serves it alone."""
+    terms: Mapping[str, float] = {}
+    """Why; empty if no two were left to compare with one."""
 
 
 def choose_pair(  # noqa: PLR0917
@@ -144,11 +151,13 @@ def choose_pair(  # noqa: PLR0917
     whole: Candidates,
     moment: Moment,
     least_tokens: int | None,
-) -> Pair | None:
-    """The two workers; None if one of `whole` serves the request better alone, or no two are left.
+    computed_at: Target | None = None,
+) -> Sharing:
+    """The two workers, if they serve the request better than one of `whole` alone.
 
     `islands`: prefill and decode workers that can hand over to each other. `least_tokens`: the operator's
-    threshold in place of the rule.
+    threshold in place of the rule. `computed_at`: the prompt is computed there already, so only the other
+    one is chosen.
     """
     weight = weight_of(request, selection.policy, moment)
     first_half = PrefillHalf(weight)
@@ -158,6 +167,8 @@ def choose_pair(  # noqa: PLR0917
     for all_prefillers, all_decoders in islands:
         decoders = decode.eligible(request, all_decoders, moment)
         prefillers = _not_resting(prefill.eligible(request, all_prefillers, moment), decoders, moment)
+        if computed_at is not None:
+            prefillers = prefillers.kept([one == computed_at for one in prefillers.targets()])
         if not (prefillers and decoders):
             continue
         costs = first_half.costs(prefillers, moment)
@@ -165,7 +176,7 @@ def choose_pair(  # noqa: PLR0917
         if best is None or costs[place] < best[0]:
             best = costs[place], prefillers[place], prefillers, decoders
     if best is None:
-        return None
+        return Sharing()
     cost, computes, prefillers, decoders = best
     rests = moment.tables.transfers.rests
     first = computes.target.worker_id
@@ -173,12 +184,12 @@ def choose_pair(  # noqa: PLR0917
         [not rests(first, target.worker_id, moment.now) for target in decoders.targets()]
     )
     if not decoders:
-        return None
+        return Sharing()
     answers = decode.choose(request, decoders, moment)[0]
     terms = _compared(whole, answers, None if weight is not None else cost, moment, least_tokens)
-    if not terms.pop("is_remote"):
-        return None
-    return Pair(computes, answers, prefill, decode, prefillers, decoders, terms)
+    is_remote = terms.pop("is_remote") or computed_at is not None
+    pair = Pair(computes, answers, prefill, decode, prefillers, decoders) if is_remote else None
+    return Sharing(pair, terms)
 
 
 def _not_resting(prefillers: Candidates, decoders: Candidates, moment: Moment) -> Candidates:

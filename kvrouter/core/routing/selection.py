@@ -56,7 +56,7 @@ class Decision(Struct, frozen=True):
     prefill: Decision | None = None
     """Of the worker that computes the prompt, if another one than `target`."""
     remote: Mapping[str, float] = {}
-    """Why two workers serve the request: the terms of that choice."""
+    """Why two workers serve the request, or one: the terms of that choice, if there was one."""
 
     @property
     def target(self) -> Target | None:

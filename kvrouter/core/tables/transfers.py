@@ -14,8 +14,9 @@ LATENCY_S = 0.003
 # Until anything is measured: 128 KB a token at 25 GB/s, as if so many tokens had been handed over.
 PRIOR_S, PRIOR_TOKENS = 5e-6 * 20_000, 20_000.0
 DECAY = 0.99
-# Slower ones are stalls, and say nothing of the wire.
-MOST_S = 60.0
+# One that takes more than so many times what was expected is a stall of its decode worker rather than a slow
+# wire, and counts as that much: a wire that has become slow is believed after a few dozen.
+STALL_FACTOR = 3.0
 
 # After so many failures in a row a pair is left alone for a while.
 FAILURES_MOST = 3
@@ -33,7 +34,8 @@ class Transfers:
 
     def observe(self, seconds: float, tokens: int) -> None:
         """A decode worker's first byte came so long after it was asked."""
-        if 0 <= seconds <= MOST_S and tokens > 0:
+        if 0 <= seconds and tokens > 0:
+            seconds = min(seconds, STALL_FACTOR * self.seconds(tokens))
             self._seconds = DECAY * self._seconds + max(0.0, seconds - LATENCY_S)
             self._tokens = DECAY * self._tokens + tokens
 

@@ -104,11 +104,12 @@ class DecisionViews:
 
     def _summary(self, decided: Decided) -> dict[str, Any]:
         choice = next(one for one in decided.candidates if one.target == decided.order[0])
+        pair = None if decided.sharing is None else decided.sharing.pair
         return _facts(decided.request, decided.moment.now, decided.selection) | {
             "model": choice.card.model,
             "winner": str(choice.target),
             "overlap_blocks": choice.overlap_blocks,
-            **({"prefill": str(decided.pair.computes.target)} if decided.pair is not None else {}),
+            **({"prefill": str(pair.computes.target)} if pair is not None else {}),
             "candidates": len(decided.candidates),
             "eligible": len(decided.eligible),
         }
@@ -168,17 +169,16 @@ def _view(decision: Decision) -> dict[str, Any]:
         "part": round(decision.part, 3),
         "candidates": [_candidate(one) | {"why_not": decision.why_not(one)} for one in judged],
         "removed": [_target(one) | {"by": one.removed_by} for one in removed],
-    } | _view_of_prefill(decision)
+    } | _view_of_sharing(decision)
 
 
-def _view_of_prefill(decision: Decision) -> dict[str, Any]:
-    """The other half of a pair, and why two workers are better than one."""
-    first = decision.prefill
-    if first is None:
-        return {}
-    candidates = [_candidate(one) | {"why_not": first.why_not(one)} for one in first.verdicts]
-    prefill = {"winner": str(first.target), "candidates": candidates}
-    return {"prefill": prefill, "remote": _rounded(dict(decision.remote))}
+def _view_of_sharing(decision: Decision) -> dict[str, Any]:
+    """The other half of a pair, and why two workers are better than one, or one than two."""
+    first, view = decision.prefill, {}
+    if first is not None:
+        candidates = [_candidate(one) | {"why_not": first.why_not(one)} for one in first.verdicts]
+        view["prefill"] = {"winner": str(first.target), "candidates": candidates}
+    return view | ({"remote": _rounded(dict(decision.remote))} if decision.remote else {})
 
 
 def _terms(decided: Decided) -> dict[str, Any]:

@@ -90,6 +90,8 @@ class Readers:
         if work is not None:
             model = metrics.models[work.router.pool.model]
             mode = work.route.mode or work.router.modes.default.mode
+            if path := record.path:
+                metrics.pd_requests.inc(path)
         # Only the APIs' own routes lead here, so the path is not the client's choice.
         metrics.requests.values[model, record.request.head.route, mode, record.status, ending] += 1
         self.clients.of(record.request, self._now()).count(record, ending)

@@ -214,6 +214,17 @@ class Record(Struct):
         """The status that its client got."""
         return CLIENT_LEFT if self.served is None else self.served.status
 
+    @property
+    def path(self) -> str:
+        """How prefill and decode workers shared it; empty: one of both served it, or none."""
+        last = self.last
+        if last is None:
+            return ""
+        path, first = last.placement.path, last.prefill
+        is_unread = first is not None and first.is_good and not last.is_handed_over
+        has_failed = path == "decode" and any(one.prefill is not None for one in self.attempts)
+        return "fallback" if is_unread or has_failed else path
+
     def ending(self) -> Ending:
         """How it ended."""
         served = self.served

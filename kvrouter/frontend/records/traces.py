@@ -54,7 +54,8 @@ def end_trace(trace: Trace, record: Record, facts: dict[str, Any], bug: BaseExce
         trace.step("tokenize", *record.tokenized)
     if record.queued_at:
         trace.step("queue", record.accepted_at, record.queued_at)
-    for running in (leg for attempt in record.attempts for leg in attempt.legs()):
+    legs = [leg for attempt in record.attempts for leg in attempt.legs()]
+    for running in {id(leg): leg for leg in legs}.values():  # two attempts may share a prefill half
         _end_attempt(trace, running)
     attributes = {
         _ATTRIBUTES.get(name, f"kvrouter.{name}"): value

@@ -14,10 +14,8 @@ from functools import partial
 from itertools import cycle, repeat
 
 import structlog
-from msgspec.structs import replace
 
 from kvrouter.bodies.apis import Api
-from kvrouter.core.fleet.router import Placement
 from kvrouter.core.wire.ids import Target
 from kvrouter.errors import (
     KvRouterError,
@@ -260,32 +258,30 @@ class Completions:
         `is_last`: no retry is left.
         """
         metrics, now, began = self._metrics, self._now(), clock()
-        route = work.route
-        if is_last and record.attempts and route.may_split:
-            route = replace(route, may_split=False)  # hand-overs have failed: the last try needs none
+        route, unread = self._hand_overs.next_try(record, work.route, is_last=is_last)
         placement, _ = work.router.route_among(
-            route, now, streamed=work.stream, exclude=failed, prefer=fallbacks, avoid=avoided
+            route,
+            now,
+            streamed=work.stream,
+            exclude=failed,
+            prefer=fallbacks,
+            avoid=avoided,
+            computed=None if unread is None else unread.placement.prefill,
         )
         ended = clock()
         if next(self._times_decision):
             metrics.decide.observe(ended - began)
-
-        def begun(placement: Placement) -> AttemptRecord:
-            return AttemptRecord(
-                work=work,
-                placement=placement,
-                excluded=None if is_last else failed,
-                model=metrics.models[work.router.pool.model],
-                counts=metrics.targets.get(placement.target) or metrics.new_target(placement.target),
-                decided=(began, ended),
-                sent_at=now,
-            )
-
-        running = begun(placement)
+        running = AttemptRecord(
+            work=work,
+            placement=placement,
+            excluded=None if is_last else failed,
+            model=metrics.models[work.router.pool.model],
+            counts=metrics.targets.get(placement.target) or metrics.new_target(placement.target),
+            decided=(began, ended),
+            sent_at=now,
+        )
         if placement.prefill is not None:
-            running.prefill = begun(placement.prefill)
-        elif work.router.pool.split.whole is not None:
-            self._hand_overs.count_whole(running)
+            self._hand_overs.add_prefill(running, placement.prefill, unread)
         record.attempts.append(running)
         if work.route.prompts:
             self._count_placed(running)
@@ -312,7 +308,7 @@ class Completions:
     ) -> tuple[Outcome, Case | None]:
         """One worker's try. Returns the case of the request, which a loss begins."""
         try:
-            if running.prefill is not None:
+            if running.prefill is not None and running.prefill.outcome is None:
                 failure, case = await self._prefill(record, running, running.prefill, case)
                 if failure is not None:
                     return failure, case
@@ -351,7 +347,7 @@ class Completions:
             router.bookings.free(placement.key, now)
             self._publishing.flush_soon()
             return
-        if outcome is not None and running.is_handed_over:
+        if outcome is not None and running.is_handed_over and not running.is_refused:
             self._hand_overs.ended(running, outcome, now)
         if router.circuits is not None:
             record_outcome(router.circuits, placement.target, outcome)

@@ -7,10 +7,13 @@ begin ──> the prefill worker's answer ──> prefilled ──> finish ─�
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from kvrouter.connectors import SERVED, decode_body, prefill_body
-from kvrouter.core.wire.heartbeats import DECODE
+from kvrouter.core.fleet.router import Placement
+from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.errors import WorkerRejectedError
-from kvrouter.frontend.records.record import AttemptRecord
+from kvrouter.frontend.records.record import AttemptRecord, Record
 from kvrouter.relay.collected import Collected
 from kvrouter.relay.events import message_in
 from kvrouter.relay.exchange import Done, Lost, Outcome
@@ -21,12 +24,27 @@ class HandOvers:
     def __init__(self, metrics: RequestMetrics) -> None:
         self._metrics = metrics
 
-    def count_whole(self, running: AttemptRecord) -> None:
-        """Count a request that one worker of a pool with roles serves."""
-        pool = running.work.router.pool
-        worker = pool.workers.get(running.placement.target.worker_id)
-        if worker is not None and worker.card.role == DECODE:
-            self._metrics.pd_requests.inc("decode" if pool.split.islands else "fallback")
+    def next_try(
+        self, record: Record, route: RouteRequest, *, is_last: bool
+    ) -> tuple[RouteRequest, AttemptRecord | None]:
+        """What to route next; and the last attempt, if what was computed for it never reached its worker."""
+        last = record.last
+        if last is None or not route.may_split:
+            return route, None
+        if last.is_refused and last.is_handed_over:
+            return route, last
+        if is_last and not last.work.router.pool.settings.refuses_whole:
+            route = replace(route, may_split=False)  # hand-overs have failed: the last try needs none
+        return route, None
+
+    def add_prefill(self, running: AttemptRecord, first: Placement, unread: AttemptRecord | None) -> None:
+        """Add the half at the prefill worker: that of `unread`, if it is the same."""
+        if unread is not None and unread.placement.prefill is first:
+            running.prefill, running.body, running.is_handed_over = unread.prefill, unread.body, True
+            return
+        metrics = self._metrics
+        counts = metrics.targets.get(first.target) or metrics.new_target(first.target)
+        running.prefill = replace(running, placement=first, counts=counts)
 
     def begin(self, first: AttemptRecord) -> Collected:
         """The prefill half is sent with this body; what takes its answer."""
@@ -54,13 +72,18 @@ class HandOvers:
         handed = connector.handed_over(answer, first.placement.url)
         running.is_handed_over = handed is not None or connector.asking is None
         running.body = decode_body(work.body, handed)
-        self._metrics.pd_requests.inc("pair" if running.is_handed_over else "fallback")
+        pool = work.router.pool
+        # a prompt of less than a block leaves nothing to hand over
+        if not running.is_handed_over and pool.settings.refuses_whole and work.route.isl > pool.block_size:
+            first.outcome = Lost("the prefill worker has handed nothing over (--pd-fallback refuse)")
+            return first.outcome
         return None
 
     def first_output(self, running: AttemptRecord, first: AttemptRecord) -> None:
         """Learn how long it took to hand the prompt over."""
         running.body = None
-        tokens, seconds = running.placement.choice.own_prefill_tokens, running.first_at - first.ended_at
+        tokens = running.placement.choice.own_prefill_tokens
+        seconds = running.first_at - max(first.ended_at, running.decided[1])
         if running.is_handed_over:
             running.work.router.tables.transfers.observe(seconds, tokens)
             self._metrics.kv_transfer.observe(seconds)

@@ -285,12 +285,17 @@ def test_a_prefill_worker_whose_pairs_rest() -> None:
 
 
 def test_transfers_are_learnt() -> None:
-    """Seconds per token of the wire; stalls and clocks that went back teach nothing."""
+    """Seconds per token of the wire; a stall teaches little, and a clock that went back nothing."""
     transfers = Transfers()
     for _ in range(400):
         transfers.observe(0.003 + 1000 * 20e-6, 1000)
     learnt = transfers.seconds(1000)
     assert 0.023 == pytest.approx(learnt, rel=0.05)
-    for seconds, tokens in ((-1.0, 1000), (1e9, 1000), (0.1, 0), (float("nan"), 5)):
+    for seconds, tokens in ((-1.0, 1000), (0.1, 0), (float("nan"), 5)):
         transfers.observe(seconds, tokens)
     assert learnt == transfers.seconds(1000)
+    transfers.observe(1e9, 1000)
+    assert learnt < transfers.seconds(1000) < 1.03 * learnt
+    for _ in range(400):  # a wire that has become slower, though
+        transfers.observe(0.003 + 1000 * 100e-6, 1000)
+    assert 0.103 == pytest.approx(transfers.seconds(1000), rel=0.05)
