@@ -34,14 +34,13 @@ from kvrouter.telemetry.logs import set_up_logs
 from scripts.kit.bench.meter import conclude, machine
 from scripts.kit.bench.wire.routers import Workers
 from scripts.kit.bench.wire.stage import FLAGS, Stage, namespace, open_stage
+from scripts.kit.bench.wire.targets import OURS_PAIR
 from scripts.kit.bench.wire.works import SHORT_BODIES, conversations
 from scripts.kit.script import table_of
 
 CONCURRENCY = 32
 WARM_REQUESTS = 2_000
 PROFILE_LINES = 60
-# Each request goes through a prefill and a decode worker.
-PAIR = {"kvrouter kv, a pair": ("--router-mode=kv", "--pd-min-uncached-tokens=0")}
 READY_S, RUN_S = 20.0, 120.0
 _PACKAGE = f"{Path(kvrouter.__file__).parent}/"
 
@@ -118,8 +117,8 @@ async def run(flags: argparse.Namespace) -> int:
     figures: dict[str, dict[str, float]] = {}
     async with open_stage() as stage:
         whole, halves = await stage.workers(pace_ms=5), await stage.workers(pace_ms=6, is_split=True)
-        for name, own in (FLAGS | PAIR).items():
-            us, profile = await _measure(stage, halves if name in PAIR else whole, own, flags)
+        for name, own in FLAGS.items():
+            us, profile = await _measure(stage, halves if name == OURS_PAIR else whole, own, flags)
             event_us = (us["longer"] - us["stream"]) / EVENTS
             figures[name] = {"request": us["short"], "stream of 2": us["stream"], "event": event_us}
             figures[name] |= {path: us[path] for path in CONVERSATIONS}

@@ -8,10 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 import time
 import uuid
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,21 +19,32 @@ from typing import Any
 from kvrouter.tokens.tiny import VOCABULARY_SIZE
 from kvrouter.worker.options import worker_id_of
 from scripts.kit.chaos.cluster import busiest
+from scripts.kit.chaos.halves import (
+    DECODES,
+    LEASE_S,
+    PREFILLS,
+    between_halves,
+    end_leases,
+    kill_halves,
+    until,
+    upgrade,
+)
 from scripts.kit.chaos.incidents import INCIDENTS, play
 from scripts.kit.chaos.judge import Damage, Excuse
 from scripts.kit.chaos.stage import Stage
+from scripts.kit.chaos.truth import IN_TRANSIT_BLOCKS
 from scripts.kit.fleet import wait_until_ok
 from scripts.kit.http_client import HttpError
 from scripts.kit.load import LoadRequest, Outcome, SteadyLoad
 from scripts.kit.workload import MODEL
 
 STOPPED_S = 10.0
+NATS_AWAY_S = 15.0
 # Longer than a lease of five heartbeats.
 CUT_S = 8.0
 # Its agent reports it as down after three probes, and requests move to other workers one per second.
 WORKER_STOPPED_S = 20.0
 DOWN_S = 2.0
-PAUSED_S = 0.2
 DRAIN_LIMIT_S = 60.0
 # A prompt cached only on the worker to be killed: a quarter of its cache, 0.7 s to compute elsewhere.
 HELD_TOKENS = 16_384
@@ -45,17 +54,12 @@ HELD_WEIGHT = 1000.0
 KILLED, STOPPED = 0, 7
 # Engines by number: full replay buffer, agent with a state file, short replay buffer.
 FIRST, KEPT, LATE = 0, 2, 3
-# Of a split fleet.
-PREFILLS, DECODES = (0, 1), (2, 3)
 # In batches. An engine fills it within seconds, so the beginning is lost for a restarted agent.
 SHORT_REPLAY_BUFFER = 25
 # In batches: more than an engine sends between two saved states of its agent, less than it has sent so far.
 KEPT_REPLAY_BUFFER = 1000
 _STATE_PATIENCE_S = 120.0
-# Blocks by which a replica may be ahead of this process in reading an engine's events.
-IN_TRANSIT_BLOCKS = 256
 _PATIENCE_S = 20.0
-_PATHS = re.compile(r'^kvrouter_pd_requests_total{path="(\w+)"} (\S+)', re.MULTILINE)
 _PROOF = "engine.history_continued"
 
 Fault = Callable[[Stage, SteadyLoad], Awaitable[Damage]]
@@ -83,8 +87,13 @@ class Row:
 
 async def kill_replica(stage: Stage, load: SteadyLoad) -> Damage:
     """Kill a replica in the middle of a stream."""
+    await until(lambda: load.is_streaming(stage.urls[1]))
+    return await kill_frontend(stage, load)
+
+
+async def kill_frontend(stage: Stage, load: SteadyLoad) -> Damage:
+    """Kill a replica."""
     url = stage.urls[1]
-    await _until(lambda: load.is_streaming(url))
     at_s = time.perf_counter()
     await stage.frontend(1).kill()
     await asyncio.sleep(DOWN_S)
@@ -103,16 +112,16 @@ async def kill_replica(stage: Stage, load: SteadyLoad) -> Damage:
 
 async def stop_replica(stage: Stage, load: SteadyLoad) -> Damage:
     """SIGSTOP a replica in the middle of streams; its clients wait."""
-    await _until(lambda: load.is_streaming(stage.urls[1]))
+    await until(lambda: load.is_streaming(stage.urls[1]))
     with stage.frontend(1).paused():
         await asyncio.sleep(STOPPED_S)
     return Damage(time.perf_counter())
 
 
-async def kill_nats(stage: Stage, load: SteadyLoad) -> Damage:
+async def kill_nats(stage: Stage, load: SteadyLoad, down_s: float = DOWN_S) -> Damage:
     """Kill the NATS server; after some seconds it restarts without state."""
     await stage.fleet.processes["nats"].kill()
-    await asyncio.sleep(DOWN_S)
+    await asyncio.sleep(down_s)
     await stage.fleet.start_again("nats")
     return Damage(time.perf_counter())
 
@@ -162,13 +171,13 @@ async def kill_agent_with_state(stage: Stage, load: SteadyLoad) -> Damage:
     """Kill an agent. The replay buffer lacks the beginning, but reaches back to the agent's saved state."""
     watch, log = stage.watches[stage.deployed.engines[KEPT].url], stage.fleet.processes[f"agent-{KEPT}"].log
     state = state_file(stage.fleet.directory)
-    await _until(lambda: watch.batches > KEPT_REPLAY_BUFFER and state.exists(), _STATE_PATIENCE_S)
+    await until(lambda: watch.batches > KEPT_REPLAY_BUFFER and state.exists(), _STATE_PATIENCE_S)
     proofs = log.read_text().count(_PROOF)
     begun_s = time.time()
     age_s = begun_s - state.stat().st_mtime
     damage = await _kill_agent(stage, KEPT)
     with contextlib.suppress(TimeoutError):
-        await _until(lambda: log.read_text().count(_PROOF) > proofs)
+        await until(lambda: log.read_text().count(_PROOF) > proofs)
     is_proven = log.read_text().count(_PROOF) > proofs
     note = f"the state was {age_s:.1f} s old; {watch.batches} batches sent, {KEPT_REPLAY_BUFFER} replayed"
     return replace(
@@ -220,43 +229,6 @@ async def kill_worker(stage: Stage, load: SteadyLoad) -> Damage:
     return Damage(time.perf_counter(), [excuse], notes, problems, is_noticed)
 
 
-async def kill_halves(stage: Stage, load: SteadyLoad, numbers: Sequence[int]) -> Damage:
-    """Kill workers of a split fleet; only streams of a decode worker that have begun may fail."""
-    await _until(lambda: any(load.is_streaming(url) for url in stage.urls))
-    urls = {stage.deployed.engines[number].url for number in numbers}
-    mockers = [stage.fleet.processes[f"mocker-{number}"] for number in numbers]
-    with contextlib.ExitStack() as stack:
-        for mocker in mockers:
-            stack.enter_context(mocker.paused())
-        await asyncio.sleep(PAUSED_S)  # what they have sent arrives
-        at_s = time.perf_counter()
-        begun = frozenset(outcome.number for outcome in load.in_flight if outcome.ttft_s is not None)
-        await asyncio.gather(*[mocker.kill() for mocker in mockers])
-    await asyncio.sleep(DOWN_S)
-    for number in numbers:
-        process = await stage.fleet.start_again(f"mocker-{number}")
-        await wait_until_ok(stage.client, process, f"{stage.deployed.engines[number].url}/health")
-    excuses = [Excuse("were streaming from the killed worker", at_s, request_numbers=begun)]
-
-    def is_noticed(target: dict[str, Any]) -> bool:
-        held = len(stage.watches[target["url"]].held())
-        return bool(target["url"] not in urls or target["device_blocks"] <= held + IN_TRANSIT_BLOCKS)
-
-    if not any(number in DECODES for number in numbers):
-        excuses = []
-    return Damage(time.perf_counter(), excuses, await _paths(stage), is_noticed=is_noticed)
-
-
-async def _paths(stage: Stage) -> list[str]:
-    """How the requests of a split fleet were served so far."""
-    counts: Counter[str] = Counter()
-    for url in stage.urls:
-        _, text = await stage.client.get(f"{url}/metrics")
-        for path, count in _PATHS.findall(text.decode()):
-            counts[path] += int(float(count))
-    return ["; ".join(f"{count:,} {path}" for path, count in sorted(counts.items()))]
-
-
 async def stop_worker(stage: Stage, load: SteadyLoad) -> Damage:
     """SIGSTOP a worker: requests without a first byte move to others; streams wait, then continue."""
     worker_id = worker_id_of(stage.deployed.engines[0].url)
@@ -277,7 +249,7 @@ async def stop_worker(stage: Stage, load: SteadyLoad) -> Damage:
 async def _make_known(stage: Stage, load: SteadyLoad, worker_id: str, begins_with: int) -> None:
     """Let one worker compute the held prompt; returns when every replica would choose this worker for it."""
     computed = load.send(_held_request(begins_with, mode="direct", target=worker_id), stage.urls[0])
-    await _until(lambda: computed.ended_at_s is not None)
+    await until(lambda: computed.ended_at_s is not None)
     body = _held_request(begins_with, overlap_weight=HELD_WEIGHT).body
     async with asyncio.timeout(_PATIENCE_S):
         for url in stage.admin_urls:
@@ -334,12 +306,6 @@ async def restart_all(stage: Stage, load: SteadyLoad) -> Damage:
     return Damage(time.perf_counter(), notes=notes, problems=problems)
 
 
-async def _until(is_so: Callable[[], bool], patience_s: float = _PATIENCE_S) -> None:
-    async with asyncio.timeout(patience_s):
-        while not is_so():  # noqa: ASYNC110  # what is waited for has no event of its own
-            await asyncio.sleep(0.002)
-
-
 ROWS = (
     Row("replica-kill", "kill -9 a replica mid-stream, restart it", kill_replica),
     Row("replica-stop", f"SIGSTOP a replica for {STOPPED_S:g} s", stop_replica),
@@ -394,8 +360,36 @@ ROWS = (
         partial(kill_halves, numbers=PREFILLS),
         is_split=True,
     ),
-    Row("split-replica-kill", "the same with a replica between the halves", kill_replica, is_split=True),
-    Row("split-nats-kill", "the same with nats-server", kill_nats, is_split=True),
+    Row(
+        "split-lease-over",
+        f"a decode worker stands still for longer than the lease of {LEASE_S:g} s",
+        end_leases,
+        is_split=True,
+    ),
+    Row(
+        "split-replica-kill",
+        "kill -9 a replica between the halves, restart it",
+        partial(between_halves, kill=kill_frontend),
+        is_split=True,
+    ),
+    Row(
+        "split-nats-kill",
+        f"the same with nats-server, which is away for {NATS_AWAY_S:g} s",
+        partial(between_halves, kill=partial(kill_nats, down_s=NATS_AWAY_S)),
+        is_split=True,
+    ),
+    Row(
+        "split-decode-joins",
+        "a decode worker of the next version joins in place of one",
+        partial(upgrade, numbers=DECODES[:1]),
+        is_split=True,
+    ),
+    Row(
+        "split-upgrade",
+        "a rolling upgrade of the other three",
+        partial(upgrade, numbers=(*PREFILLS, DECODES[1])),
+        is_split=True,
+    ),
     Row("leaf-cut", f"a NATS leaf node without its cluster for {CUT_S:g} s", cut_leaf, on_cluster=True),
     *(
         Row(name, what, partial(play, lasting, alerts), on_cluster=True, alerts=alerts)

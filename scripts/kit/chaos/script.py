@@ -27,16 +27,15 @@ from kvrouter.version import __version__
 from scripts.kit import proxies
 from scripts.kit.chaos import incidents
 from scripts.kit.chaos.faults import (
-    DECODES,
     KEPT,
     KEPT_REPLAY_BUFFER,
     LATE,
-    PREFILLS,
     ROWS,
     SHORT_REPLAY_BUFFER,
     Row,
     state_file,
 )
+from scripts.kit.chaos.halves import DECODES, LEASE_S, PREFILLS
 from scripts.kit.chaos.judge import RowResult, judge, table
 from scripts.kit.chaos.stage import Stage, open_stage
 from scripts.kit.deployment import Plan
@@ -160,10 +159,11 @@ def _split_plan(directory: Path) -> Plan:
     """Two prefill and two decode workers. Any prompt with more than 64 uncached tokens is handed over."""
     roles = {**dict.fromkeys(PREFILLS, "prefill"), **dict.fromkeys(DECODES, "decode")}
     flags = {number: (f"--role={role}", "--kv-connector=nixl") for number, role in roles.items()}
+    lease = {number: (*of, f"--kv-lease-s={LEASE_S:g}") for number, of in flags.items()}
     return replace(
         _plan(directory),
         frontend_flags=("--drain-grace-s=2", "--pd-min-uncached-tokens=64"),
-        mocker_flags=flags,
+        mocker_flags=lease,
         agent_flags=flags,
     )
 

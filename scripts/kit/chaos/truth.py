@@ -25,6 +25,9 @@ from kvrouter.observe.verify.agents import RankFeed, Requests
 from kvrouter.worker.blocks.engine_blocks import EngineHash
 from kvrouter.worker.engines.vllm import BlockRemoved, BlockStored, decode_batch
 
+# Blocks by which a replica may be ahead of this process in reading an engine's events.
+IN_TRANSIT_BLOCKS = 256
+
 
 class EngineWatch:
     """The blocks of one engine, counted like its physical blocks: a hash may be stored twice."""

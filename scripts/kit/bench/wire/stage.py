@@ -10,9 +10,13 @@ from scripts.kit import deployment
 from scripts.kit.bench.wire import routers
 from scripts.kit.bench.wire.rounds import Contender, other
 from scripts.kit.bench.wire.routers import Router, Workers
-from scripts.kit.bench.wire.targets import DIRECT, OURS, OURS_KV
+from scripts.kit.bench.wire.targets import DIRECT, OURS, OURS_KV, OURS_PAIR
 
-FLAGS = {OURS: ("--router-mode=round-robin",), OURS_KV: ("--router-mode=kv",)}
+FLAGS = {
+    OURS: ("--router-mode=round-robin",),
+    OURS_KV: ("--router-mode=kv",),
+    OURS_PAIR: ("--router-mode=kv", "--pd-min-uncached-tokens=0"),
+}
 WORKERS = 4
 
 
@@ -38,12 +42,12 @@ class Stage(deployment.Stage):
     ) -> Contender:
         """Start a frontend in a mode of FLAGS: of this checkout with `more` flags, or another one.
 
-        `under` and `timeout_s`: see start_kvrouter.
+        `workers`: for OURS_PAIR, half of them compute prompts. `under` and `timeout_s`: see start_kvrouter.
         """
         flags = [*FLAGS[name], f"--nats={self.nats_url}", f"--namespace={namespace(workers)}"]
         if checkout is None:
             flags += more
-        if name == OURS_KV:
+        if name != OURS:
             flags.append(f"--model-path={self.model_path}")
         shown = other(name) if checkout else name
         return contender(
@@ -64,7 +68,7 @@ class Stage(deployment.Stage):
     ) -> list[Contender]:
         """Start the frontends of this checkout with `more` flags, and of `checkout` if given."""
         checkouts = [None] if checkout is None else [None, checkout]
-        return [await self.ours(name, workers, each, more) for name in FLAGS for each in checkouts]
+        return [await self.ours(name, workers, each, more) for name in (OURS, OURS_KV) for each in checkouts]
 
     async def nginx(self, workers: Workers, program: Path) -> Contender:
         """Start an nginx in front of these workers."""

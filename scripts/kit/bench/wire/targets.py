@@ -13,6 +13,7 @@ from scripts.kit.bench.wire.works import Run
 from scripts.kit.script import table_of
 
 OURS, OURS_KV = "kvrouter round-robin", "kvrouter kv"
+OURS_PAIR = "kvrouter kv, a pair"  # each request goes through a prefill and a decode worker
 DIRECT = "direct"  # the generator and the fake workers, without a router
 NGINX, VLLM, SGLANG, DYNAMO = "nginx", "vllm-router round_robin", "sglang-router round_robin", "dynamo kv"
 _ADDED_MS = {"latency_p50_ms": 0.1, "latency_p99_ms": 0.3}
