@@ -33,7 +33,7 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     cache_salt: str | None
     session_id: str | None
     n: int
-    """Number of choices to generate."""
+    """Number of choices to generate, with those of `best_of`."""
     kvrouter: dict[str, Any] | None = None
     """Overrides for the router (overrides.py). They are removed before the engine gets the body."""
     nvext: Nvext | None = None
@@ -80,6 +80,7 @@ class _Common(lax.Guarded):
     model: str | None = None
     stream: bool | None = None
     n: int | None = None
+    best_of: int | None = None
     max_tokens: int | None = None
     cache_salt: str | None = None
     extra_key: Any = None
@@ -134,7 +135,7 @@ TRANSFER = "kv_transfer_params"
 # What the prompt does not depend on. If another field cannot be read, the engine makes another prompt of it.
 BESIDES_PROMPT = frozenset(
     {
-        *("model", "stream", "n", "session_id", "priority", "vllm_xargs"),
+        *("model", "stream", "n", "best_of", "session_id", "priority", "vllm_xargs"),
         *("max_tokens", "max_completion_tokens", "max_output_tokens"),
         *("prompt_logprobs", "echo", "logprobs", "use_beam_search", TRANSFER),
     }
@@ -235,7 +236,7 @@ def _request(
         prompt=prompt,
         cache_salt=salt_of(body.cache_salt, body.nvext),
         session_id=body.session_id or None,
-        n=max(1, body.n or 1),
+        n=max(1, body.n or 1, body.best_of or 1),
         kvrouter=body.kvrouter,
         nvext=body.nvext,
         echoes=bool(body.echo),

@@ -55,7 +55,7 @@ class Members:
             before, blocks = seen.capacity_blocks, now.capacity_blocks
             self._warn("worker.capacity_fell", worker=worker_id, pool=pool_id, before=before, now=blocks)
         if seen is None or replace(seen, capacity_blocks=now.capacity_blocks) != now:
-            facts = {"worker": worker_id, "pool": pool_id, "url": worker.card.url}
+            facts = {"worker": worker_id, "pool": pool_id, "url": worker.card.url, **worker.card.part()}
             self._log("worker.joined", **facts, reason=_why_joined(seen, now))
 
     def replica_heartbeat(self, router_id: RouterId) -> None:

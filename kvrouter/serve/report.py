@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 
 import structlog
 
+from kvrouter.core.wire.heartbeats import BOTH
 from kvrouter.processes.output import Output
 from kvrouter.serve.tokenizers import TokenizerReport
 from kvrouter.worker.engines.facts import EngineFacts, with_discovered
@@ -53,6 +54,8 @@ class EngineReport:
     replay: tuple[str, ...]
     tokenizer: str
     lacks: tuple[str, ...]
+    role: str = BOTH
+    kv_connector: str = ""
 
     def lines(self) -> Iterator[str]:
         loras = f", LoRA: {', '.join(self.loras)}" if self.loras else ""
@@ -61,6 +64,8 @@ class EngineReport:
         unused = f" (not used: {self.events_not_used})" if self.events_not_used else ""
         yield f"engine {self.worker} at {self.url}: {self.engine}"
         yield f"  model       {self.model}{loras}"
+        if self.role != BOTH:
+            yield f"  role        {self.role}, connector {self.kv_connector}"
         yield f"  block size  {self.block_size} tokens"
         yield f"  blocks      {capacity}{host}"
         yield f"  ranks       {self.ranks}"
@@ -92,6 +97,8 @@ def report(
         replay=tuple(feed.replay for feed in settled.endpoints if feed.replay),
         tokenizer=tokenizer.text,
         lacks=tuple(filter(None, (*facts.lacks, tokenizer.lack))),
+        role=facts.role,
+        kv_connector=facts.kv_connector,
     )
 
 

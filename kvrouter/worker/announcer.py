@@ -149,7 +149,8 @@ class Announcer:
         if not self._is_announced:
             self._is_announced = True
             card = self.card
-            log.info("worker.up", worker=card.worker_id, model=card.model, ranks=card.ranks, **self._facts)
+            facts = {**card.part(), **self._facts}
+            log.info("worker.up", worker=card.worker_id, model=card.model, ranks=card.ranks, **facts)
 
     def _on_hello(self, _subject: str, payload: bytes, _reply: str) -> None:
         self.hurry()

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
 
 from rich.console import Console
@@ -87,7 +88,7 @@ async def _split(console: Console) -> int:
         roles = ["prefill", "decode"] * (ENGINES // 2)
         flags = {number: (f"--role={role}", "--kv-connector=nixl") for number, role in enumerate(roles)}
         plan = Plan("kv", stage.model_path, engines=ENGINES, speedup=SPEEDUP, mocker_flags=flags)
-        await _keep(console, stage.fleet, await stage.deploy(plan))
+        await _keep(console, stage.fleet, await stage.deploy(plan), roles)
     return 0
 
 
@@ -158,7 +159,7 @@ next:
   kvrouter analyze TRACE      what your own traffic would gain (docs/analyze.md)"""
 
 
-async def _keep(console: Console, fleet: Fleet, deployed: Deployment) -> None:
+async def _keep(console: Console, fleet: Fleet, deployed: Deployment, roles: Sequence[str] = ()) -> None:
     """Leave the fleet running until Ctrl-C or the end of one of its processes."""
     replicas, engines = deployed.replicas, deployed.engines
     lines = ["", "still running, until Ctrl-C:"]
@@ -166,7 +167,8 @@ async def _keep(console: Console, fleet: Fleet, deployed: Deployment) -> None:
         f"  replica {n}  {replica.url}  (/metrics /ready), {replica.admin_url}  (/workers /decisions)"
         for n, replica in enumerate(replicas)
     ]
-    lines += [f"  engine {n}   {engine.url}" for n, engine in enumerate(engines)]
+    for n, (engine, role) in enumerate(zip_longest(engines, roles)):
+        lines.append(f"  engine {n}   {engine.url}{f'  ({role}, nixl)' if role else ''}")
     lines += [f"  NATS       {deployed.nats_url}", f"  logs       {fleet.directory}"]
     body = json.dumps({"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "model": MODEL})
     lines.append(

@@ -153,6 +153,7 @@ async def test_decision(fleet_of: FleetOf) -> None:
 
 WHOLE = {
     "two answers": {"n": 2},
+    "the best of two": {"best_of": 2},
     "two prompts": {"prompt": [[1, 2, 3], [4, 5, 6]]},
     "echo": {"echo": True},
     "logprobs of the prompt": {"prompt_logprobs": 1},

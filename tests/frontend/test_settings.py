@@ -101,6 +101,8 @@ def test_max_body_in_mib() -> None:
         (["--max-body-mib", "1.5"], "must be a whole number of at least 1"),
         (["--idle-timeout-s", "soon"], "'soon': must be a number above 0"),
         (["--kv-cache-block-size", "0"], "must be a whole number of at least 1"),
+        (["--pd-same-label", "zone=a"], "must be the name of one label, without a value"),
+        (["--pd-same-label", "zone,rack"], "must be the name of one label"),
         (["--sync"], "no such setting"),
     ],
 )

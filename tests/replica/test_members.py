@@ -33,7 +33,13 @@ class Namespace:
         return RouterRules(Kv(), lambda: 0.5)
 
     def worker(
-        self, worker_id: str, state: State = "up", incarnation: int = 1, block_size: int = 16, blocks: int = 0
+        self,
+        worker_id: str,
+        state: State = "up",
+        incarnation: int = 1,
+        block_size: int = 16,
+        blocks: int = 0,
+        **part: Any,
     ) -> None:
         """A heartbeat."""
         card = Card(
@@ -42,6 +48,7 @@ class Namespace:
             model="m",
             block_size=block_size,
             tiers={"device": blocks},
+            **part,
         )
         beat = WorkerBeat(VERSION, incarnation, state, POOL, [], 1, card)
         self.replica.worker_heartbeat(WorkerId(worker_id), encode(beat), 0.0)
@@ -110,6 +117,15 @@ def test_workers_come_and_go(logs: list[dict[str, Any]]) -> None:
     joined = [("worker.joined", worker) for worker in ("a", "b", "c")]
     assert [*joined, ("worker.left", "b"), ("worker.lost", "c")] == members_of(logs)
     assert all(entry["pool"] == POOL for entry in logs if entry["event"] != "worker.left")
+
+
+def test_half_of_a_pair_joins(logs: list[dict[str, Any]]) -> None:
+    """The line of a prefill or decode worker has its role and connector."""
+    space = Namespace()
+    space.worker("a")
+    space.worker("p", role="prefill", kv_connector="nixl")
+
+    assert [(None, None), ("prefill", "nixl")] == [(e.get("role"), e.get("kv_connector")) for e in logs]
 
 
 def test_worker_that_comes_back(logs: list[dict[str, Any]]) -> None:

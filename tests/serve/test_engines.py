@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvrouter.errors import ConfigError
-from kvrouter.serve.engines import EngineSpec, check_different, read_engine
+from kvrouter.serve.engines import _FLAGS, EngineSpec, check_different, read_engine
+from kvrouter.serve.settings import ServeOptions
+from kvrouter.settings.declare import declared
 
 
 def test_url_alone() -> None:
@@ -38,6 +40,8 @@ def test_every_key() -> None:
         "--label=zone=a",
         "--label=node=n=1",
     ] == spec.flags()
+    (shown,) = [one.setting.help for one in declared(ServeOptions) if one.name == "engine"]
+    assert all(key in shown for key in _FLAGS if key != "whole")  # a former name of role=both
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,13 @@ engine e-1 at http://e:1: vllm 0.32.0
   tokenizer   /models/tiny""" == "\n".join(report(OPTIONS, facts, TokenizerReport("/models/tiny")).lines())
 
 
+def test_role() -> None:
+    """Half of a pair has a line with its role and connector."""
+    facts = EngineFacts(Models(("m",), ()), "", Scrape(), role="prefill", kv_connector="nixl")
+
+    assert "  role        prefill, connector nixl" in report(OPTIONS, facts, TokenizerReport("")).lines()
+
+
 def test_much_missing() -> None:
     """Each missing item is reported with its remedy."""
     facts = EngineFacts(Models(("m",), ()), "", Scrape(), tokenizer="Org/Model", lacks=(EVENTS_OFF,))

@@ -86,6 +86,15 @@ def test_worker_is_up_once_announced(bus: FakeBus, announcer: Announcer) -> None
     assert [("worker.up", "w")] == [(entry["event"], entry["worker"]) for entry in logs]
 
 
+def test_half_of_a_pair_is_up(bus: FakeBus, announcer: Announcer) -> None:
+    """`worker.up` has the role and the connector."""
+    announcer.update(replace(CARD, role="decode", kv_connector="nixl"))
+    with capture_logs() as logs:
+        announcer.beat(0.0)
+
+    assert ("decode", "nixl") == (logs[0]["role"], logs[0]["kv_connector"])
+
+
 def test_update(bus: FakeBus, announcer: Announcer) -> None:
     """A changed card gets a new version and is sent with the next heartbeat; the same card does not."""
     changed = Card(worker_id="w", url="http://e", model="m", block_size=32)

@@ -35,6 +35,12 @@ NewIndex: TypeAlias = Callable[[IndexBounds, int], BlockIndex]
 """Makes an index from its bounds and placement secret."""
 
 
+def _label_name(text: str) -> str:
+    if not text or {"=", ","} & {*text}:
+        raise ValueError("must be the name of one label, without a value, as in zone")
+    return text
+
+
 @dataclass(frozen=True, slots=True)
 class PoolSettings(Settings):
     """An operator's settings of routing, the same for every pool."""
@@ -89,6 +95,7 @@ class PoolSettings(Settings):
         (),
         "hand over only between workers with an equal label, such as zone",
         metavar="NAME",
+        read=_label_name,
         is_repeated=True,
     )
     index_bounds: IndexBounds = field(default_factory=IndexBounds)

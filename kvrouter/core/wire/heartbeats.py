@@ -114,6 +114,10 @@ class Card(Struct, frozen=True, kw_only=True):
         """The names of its base model."""
         return self.served_names or (self.model,)
 
+    def part(self) -> dict[str, str]:
+        """Its role and connector, if it does not serve whole requests only: for logs and labels."""
+        return {} if self.role == BOTH else {"role": self.role, "kv_connector": self.kv_connector}
+
 
 class RankBeat(Struct, frozen=True, array_like=True):
     """One rank's feed and load. Usage is a fraction 0..1 of the KV blocks; None: not reported."""
