@@ -7,6 +7,7 @@ most specific one is kept as the reason until the connection works again.
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import ssl
 
@@ -31,11 +32,22 @@ NO_SERVER = (
 )
 NO_ANSWER = "no NATS server answers at this address: check --nats. Connecting again until one does"
 NO_RIGHT = (
-    "the server's file does not let this user do that: write it again (`kvrouter nats accounts` with the "
-    "same directory and names), and send nats-server a SIGHUP"
+    "the server's file does not let this user do that: give this process the user of its part (--nats-nkey), "
+    "or write the file again (`kvrouter nats accounts` with the same directory and names), and send "
+    "nats-server a SIGHUP"
+)
+OTHER_WORKER = (
+    "the NATS user of this agent may not announce this worker id: give the agent the user of its worker "
+    "(--nats-nkey), or a --worker-id of its user's group, as vllm.NAME for user vllm=vllm.*; "
+    "`kvrouter nats accounts DIR --agent …` makes a user for more workers"
 )
 NO_TLS = "check --nats-tls-ca, --nats-tls-cert and --nats-tls-key, and whether the server has TLS on"
 OTHERWISE = "check --nats, and look at the log of the NATS server. Connecting again until it answers"
+
+# What an agent does in its worker's name (kvrouter/bus/rights.py).
+_AS_WORKER = re.compile(
+    r'publish to "\S+\.(live\.worker|live\.kv|answer\.kv)\.|subscription to "\S+\.kv-replay\.'
+)
 
 # These follow a more specific error: a server that rejects a password closes the connection, too.
 _VAGUE = (
@@ -111,7 +123,7 @@ class Outage:
 
 def _remedy(error: BaseException, text: str) -> str:
     if "permissions violation" in text.lower():
-        return NO_RIGHT
+        return OTHER_WORKER if _AS_WORKER.search(text.lower()) else NO_RIGHT
     if isinstance(error, ConnectionRefusedError):
         return NO_SERVER
     if isinstance(error, socket.gaierror | TimeoutError | nats.errors.TimeoutError):

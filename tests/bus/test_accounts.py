@@ -9,11 +9,12 @@ import stat
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
+import nats.errors
 import pytest
 from nats.aio.client import Client
 from structlog.testing import capture_logs
 
-from kvrouter.bus import Bus, NatsOptions, accounts
+from kvrouter.bus import Bus, NatsOptions, accounts, outage
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat, encode
 from kvrouter.core.wire.ids import WorkerId
@@ -270,7 +271,9 @@ async def test_fleet_with_rights(server: NatsServer, users: Path, user: str) -> 
 
         assert before == card_of(late, worker_id)
         assert 6 == held(late)
-        assert all("permissions violation" in text for text in forger.refused)
+        for text in forger.refused:
+            assert "permissions violation" in text
+            assert outage.OTHER_WORKER == outage._remedy(nats.errors.Error(text), text)
 
 
 def without_groups(file: Path) -> None:

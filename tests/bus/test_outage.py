@@ -13,6 +13,7 @@ from kvrouter.bus import local_users
 from kvrouter.bus import outage as outages
 from kvrouter.bus.outage import MOST_WARNINGS, NO_ANSWER, NO_SERVER, NO_TLS, OTHERWISE, Outage
 
+DENIED = "nats: permissions violation for"
 REJECTED = nats.errors.Error("nats: 'Authorization Violation'")
 
 
@@ -64,7 +65,10 @@ async def test_another_address(error: Exception) -> None:
         (ConnectionRefusedError(111, "Connection refused"), NO_SERVER),
         (socket.gaierror(-2, "Name or service not known"), NO_ANSWER),
         (REJECTED, local_users.REJECTED),
-        (nats.errors.Error('nats: permissions violation for subscription to "a.>"'), outages.NO_RIGHT),
+        (nats.errors.Error(f'{DENIED} subscription to "a.>"'), outages.NO_RIGHT),
+        (nats.errors.Error(f'{DENIED} subscription to "a.kv-replay.sglang.w1"'), outages.OTHER_WORKER),
+        (nats.errors.Error(f'{DENIED} publish to "a.live.worker.sglang.w1"'), outages.OTHER_WORKER),
+        (nats.errors.Error(f'{DENIED} publish to "a.kv-replay.sglang.w1"'), outages.NO_RIGHT),
         (ssl.SSLCertVerificationError(1, "self-signed certificate"), NO_TLS),
         (nats.errors.UnexpectedEOF(), OTHERWISE),
     ],
