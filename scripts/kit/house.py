@@ -28,8 +28,8 @@ LARGER = {
     "ReferenceEngine": 305,
 }  # fmt: skip
 FILES = 25
-# 1,650 of them for prefill and decode apart: 500 of these in the mocker, 150 in what operators see of roles.
-LINES = 69_850
+# 1,700 of them for prefill and decode apart: 500 of these in the mocker, 200 in what operators see of roles.
+LINES = 69_900
 COMMENTS = 28.8
 # Of docs/, as `wc -w` counts them, without docs/changes; 1,100 for prefill and decode apart.
 DOC_WORDS = 61_100

@@ -347,7 +347,8 @@ async def test_no_decode_worker(fleet_of: FleetOf) -> None:
         assert 503 == response.status
         assert "role prefill" in response.json["error"]["message"]
         await until(lambda: fleet.frontend.replica.readiness.is_ready)
-        assert b"role prefill" in (await fleet.get("/ready")).body
+        fleet.frontend.audit.run()
+        assert b"role prefill and no decode worker" in (await fleet.get("/ready")).body
 
 
 @pytest.mark.parametrize(("flags", "status"), [((), 200), (("--pd-fallback", "refuse"), 503)])
@@ -361,6 +362,9 @@ async def test_no_prefill_worker(fleet_of: FleetOf, flags: tuple[str, ...], stat
         assert status == response.status
         if status != 200:
             assert "--pd-fallback refuse" in response.json["error"]["message"]
+        await until(lambda: fleet.frontend.replica.readiness.is_ready)
+        fleet.frontend.audit.run()
+        assert b"role decode and no prefill worker" in (await fleet.get("/ready")).body
 
 
 REFUSE = (*ALWAYS, "--pd-fallback", "refuse")

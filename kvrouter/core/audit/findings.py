@@ -10,6 +10,7 @@ from functools import partial
 
 from msgspec import Struct
 
+from kvrouter.core.audit.pairs import problems_of_pairs
 from kvrouter.core.audit.problems import (
     NOT_COMPARED,
     Problem,
@@ -66,6 +67,7 @@ class Audit:
         self._has_queue = has_queue
         self._known: dict[_Key, AuditFinding] = {}
         self._found: dict[_Key, AuditFinding] = {}
+        self._now = 0.0
 
     def step_count(self) -> int:
         """Into how many steps to divide an audit. The caller calls `check_events` at each step."""
@@ -77,6 +79,7 @@ class Audit:
 
     def check_events(self, now: float) -> None:
         """Record which expected blocks the events have named by now."""
+        self._now = now
         for router in self._replica.routers.values():
             router.predictions.look(now, partial(self._holds, router.pool))
 
@@ -133,7 +136,8 @@ class Audit:
         return [
             f"{pool}: {worker and f'worker {worker} '}{found.problem.text}" if pool else found.problem.text
             for (pool, worker, kind), found in self._known.items()
-            if kind in {"not_found", "address", "loop", "deadly_prompt"} or not pool
+            if kind in {"not_found", "address", "loop", "deadly_prompt", "role", "partner", "pair"}
+            or not pool
         ] + list(self._eventless())
 
     def _eventless(self) -> Iterator[str]:
@@ -171,6 +175,9 @@ class Audit:
         pools = [router.pool for router in self._replica.routers.values()]
         for pool_id, sentences in name_conflicts(pools).items():
             yield AuditFinding(pool_id, "", Problem("name", sentences[0]))
+        for pool_id, router in self._replica.routers.items():
+            for worker_id, problem in problems_of_pairs(router.pool, router.tables.transfers, self._now):
+                yield AuditFinding(pool_id, worker_id, problem)
         for pool in pools:
             for problem in problems_of_queue(pool) if self._has_queue else ():
                 yield AuditFinding(pool.id, "", problem)

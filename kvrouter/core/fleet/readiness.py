@@ -20,7 +20,6 @@ from kvrouter.core.feeds.reader import FeedReader
 from kvrouter.core.feeds.trust import FeedState
 from kvrouter.core.fleet.block_size import NAMED_MOST
 from kvrouter.core.fleet.peers import Peers
-from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.pools import Pools
 from kvrouter.core.wire.ids import PoolId, RouterId, WorkerId
 from kvrouter.core.wire.senders import Feed, KvSource, name
@@ -136,13 +135,10 @@ class Readiness:
         reasons += behind(self._readers)
         pools = self._pools.with_workers()
         idle = [pool for pool in pools if not pool.has_live_target]
-        reasons += [f"pool {pool.id}: no live worker{self._why_split(pool)}" for pool in idle]
+        reasons += [f"pool {pool.id}: no live worker" for pool in idle]
         compared = [router.pool for router in self._pools.routers.values() if router.needs_tokens]
         reasons += [f"pool {pool.id}: {note}" for pool in compared if (note := pool.sizes_note())]
         return reasons or ([] if pools else ["no worker is known"])
-
-    def _why_split(self, pool: Pool) -> str:
-        return f": {self._pools.why_no_target(pool.id)}" if pool.split.others else ""
 
     def unserved(self) -> list[str]:
         """Why traffic should go to peers instead: the pools that they serve and this replica cannot.

@@ -62,16 +62,23 @@ def _islands(workers: Sequence[Worker], labels: Sequence[str]) -> Iterator[Islan
     found: dict[_Key, Island] = {}
     for place, worker in enumerate(workers):
         if worker.card.role in {PREFILL, DECODE} and worker.card.kv_connector in CONNECTORS:
-            island = found.setdefault(_key(worker.card, labels), Island([], []))
+            island = found.setdefault(tuple(terms(worker.card, labels).values()), Island([], []))
             (island.prefill if worker.card.role == PREFILL else island.decode).append(place)
     for island in found.values():
         if island.prefill and island.decode:
             yield island
 
 
-def _key(card: Card, labels: Sequence[str]) -> _Key:
-    bound = [card.labels.get(name) for name in labels]
-    return card.engine, card.engine_version, card.block_size, card.kv_connector, card.kv_hash, *bound
+def terms(card: Card, labels: Sequence[str]) -> dict[str, object]:
+    """What is equal in an island, by names for people."""
+    return {
+        "engine": card.engine,
+        "engine version": card.engine_version,
+        "block size": card.block_size,
+        "KV connector": card.kv_connector,
+        "kv-hash": card.kv_hash,
+        **{f"label {name}": card.labels.get(name) for name in labels},
+    }
 
 
 def refusal(card: Card) -> str:
@@ -81,4 +88,7 @@ def refusal(card: Card) -> str:
         return f"computes prompts only (role prefill{lack})"
     if card.role == DECODE:
         return "has no prefill worker (--pd-fallback refuse)"
-    return f"has role {card.role!r}, which this version does not know"
+    return (
+        f"has role {card.role!r:.64}, which this version does not know (upgrade the replicas, or give its "
+        "agent --role both, prefill or decode)"
+    )

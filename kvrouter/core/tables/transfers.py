@@ -66,6 +66,10 @@ class Transfers:
         count, until = self._failures.get((prefill, decode), (0, 0.0))
         return count >= FAILURES_MOST and now < until
 
+    def resting(self, now: float) -> list[tuple[WorkerId, WorkerId]]:
+        """The pairs for which `rests` is true, prefill worker first."""
+        return [pair for pair in self._failures if self.rests(*pair, now)]
+
     def forget(self, workers: Iterable[WorkerId]) -> None:
         """Workers that are gone, or whose engines are others now."""
         gone = frozenset(workers)
