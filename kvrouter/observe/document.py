@@ -105,7 +105,8 @@ class TargetRow(Struct, frozen=True, gc=False):
     started_s: float | None = None
     """When its agent started, by the agent's clock; None: it does not report it."""
     role: str = "both"
-    """As its card has it."""
+    """As its card has it. So is `kv_connector`."""
+    kv_connector: str = ""
 
 
 class Following(Struct, frozen=True, gc=False):
@@ -353,7 +354,7 @@ class FleetView:
             model=pool.model,
             workers=len(pool.workers),
             targets=sum([worker.card.ranks for worker in pool.workers.values()]),
-            eligible=len(pool.targets),
+            eligible=len(pool.split.serving),
             block_size=pool.block_size,
             queue=self.queue(pool.id)["waiting"],
             problems=problems.get((pool.id, ""), []),
@@ -436,7 +437,7 @@ class FleetView:
             url=card.url,
             engine=f"{card.engine} {card.engine_version}".strip(),
             state="silent" if worker.silent else worker.state,
-            eligible=target in pool.targets,
+            eligible=target in pool.split.serving,
             problems=problems,
             requests=requests,
             running=beat.running if beat else None,
@@ -462,6 +463,7 @@ class FleetView:
             overlap_tokens=counts.overlap_tokens if counts else 0,
             started_s=card.started_at_us / 1e6 or None,
             role=card.role,
+            kv_connector=card.kv_connector,
         )
 
     def _bookings(self, router_id: RouterId) -> int:

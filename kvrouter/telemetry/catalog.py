@@ -180,7 +180,11 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "kvrouter_workers_lost_total": Metric(
             "counter", (), "workers dropped because they were silent past their lease"
         ),
-        "kvrouter_target_eligible": Metric("gauge", ("pool", "worker", "rank"), "1 if it takes requests"),
+        "kvrouter_target_eligible": Metric(
+            "gauge",
+            ("pool", "worker", "rank", "role", "kv_connector"),
+            "1 if it takes requests; `role` and `kv_connector` only of prefill and decode workers",
+        ),
         "kvrouter_active_blocks": Metric(
             "gauge",
             ("pool", "worker", "rank"),

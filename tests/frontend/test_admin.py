@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import fields
+from typing import Any
 
 import pytest
 
@@ -349,11 +350,20 @@ async def test_own_statistics(fleet_of: FleetOf) -> None:
 
 
 async def test_roles(fleet_of: FleetOf) -> None:
-    """/workers has each worker's role and connector."""
-    async with fleet_of(role="both", kv_connector="nixl") as fleet:
-        rows = (await fleet.get("/workers")).json["targets"]
+    """/workers, /fleet and /metrics have the role and the connector, and who gets requests."""
+    half: dict[str, Any] = {"role": "prefill", "kv_connector": "nixl"}
+    async with fleet_of(scripts=(OK, OK)) as fleet:
+        fleet.announce(fleet.workers[1], **half, started_at_us=2)
+        await until(lambda: fleet.frontend.replica.routers[POOL].pool.split.whole is not None)
+        rows = [(await fleet.get(path)).json["targets"] for path in ("/workers", "/fleet")]
+        for names in ("worker_id", "worker"):
+            found = {row[names]: row for row in rows.pop(0)}
+            assert half | {"eligible": False} == {name: found["w1"][name] for name in (*half, "eligible")}
+            assert ("both", True) == (found["w0"]["role"], found["w0"]["eligible"])
+        metrics = (await fleet.get("/metrics")).body.decode()
 
-    assert {("both", "nixl")} == {(row["role"], row["kv_connector"]) for row in rows}
+    labels = f'kv_connector="nixl",pool="{POOL}",rank="0",role="prefill",worker="w1"'
+    assert f"kvrouter_target_eligible{{{labels}}} 0.0" in metrics.splitlines()
 
 
 async def test_models(fleet_of: FleetOf) -> None:

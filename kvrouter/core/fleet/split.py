@@ -10,7 +10,7 @@ version, layout and way of transfer, so a rolling upgrade has two islands, and n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import TypeAlias
 
 from msgspec import Struct
@@ -30,10 +30,14 @@ class Island(Struct, frozen=True):
 
 
 class Split(Struct, frozen=True):
-    """`whole`: the places of targets that serve whole requests; None: all do. `others`: those that do not."""
+    """`whole`: the places of targets that serve whole requests; None: all do. `others`: those that do not.
+
+    `serving`: the targets that get requests, whole or in a pair.
+    """
 
     whole: list[int] | None = None
     others: frozenset[Target] = frozenset()
+    serving: Set[Target] = frozenset()
     islands: tuple[Island, ...] = ()
 
 
@@ -45,7 +49,7 @@ def split_of(targets: Mapping[Target, Worker], labels: Sequence[str], *, refuses
     workers = list(targets.values())
     roles = [worker.card.role for worker in workers]
     if all(role == BOTH for role in roles):
-        return Split()
+        return Split(serving=targets.keys())
     islands = tuple(_islands(workers, labels))
     paired = {place for island in islands for place in island.decode}
     whole = [
@@ -55,7 +59,8 @@ def split_of(targets: Mapping[Target, Worker], labels: Sequence[str], *, refuses
     ]
     serving = set(whole)
     others = frozenset(target for place, target in enumerate(targets) if place not in serving)
-    return Split(whole, others, islands)
+    serving.update(place for island in islands for place in island.prefill)
+    return Split(whole, others, {target for at, target in enumerate(targets) if at in serving}, islands)
 
 
 def _islands(workers: Sequence[Worker], labels: Sequence[str]) -> Iterator[Island]:

@@ -339,7 +339,7 @@ def _target(pool: Pool, worker: Worker, target: Target, reader: FeedReader | Non
         "refused": "",  # always empty; kept for programs that read it
         "block_size": worker.card.block_size,
         "notes": [*_shown(worker.card.notes), *filter(None, [pool.size_note(worker)])],
-        "eligible": target in pool.targets,
+        "eligible": target in pool.split.serving,
         "blocks": pool.index.blocks(target),
         "device_blocks": count,
         "digest": f"{digest:016x}",  # hex: many JSON parsers round integers above 2**53

@@ -73,7 +73,7 @@ def _pool_samples(pool: Pool) -> Iterator[Sample]:
             yield "kvrouter_target_requests", own, active.requests(target)
             charged = active.charged_tokens(target)
             yield "kvrouter_charged_prefill_tokens", own, charged
-            yield "kvrouter_target_eligible", own, target in pool.targets
+            yield "kvrouter_target_eligible", own | worker.card.part(), target in pool.split.serving
             if beat := worker.ranks.get(target.rank):
                 yield from _load_samples(beat, own)
 

@@ -121,7 +121,7 @@ def _check_problems(shown: Sequence[Examined]) -> Iterator[Finding]:
     for (subject, text), urls in unsaid[:_MOST_PROBLEMS]:
         where = urls[0] if len(urls) == 1 else f"{len(urls)} replicas"
         kind = "engine.not_found" if text.startswith(_NOT_FOUND) else "replica.problem"
-        yield Finding(kind, subject, f"{clean(text, 250)} (at {where})")
+        yield Finding(kind, subject, f"{clean(text, 400)} (at {where})")
 
 
 def _check_feeds(one: Examined, about: str) -> Iterator[Finding]:

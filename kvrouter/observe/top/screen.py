@@ -200,7 +200,7 @@ def _detail(row: TopRow) -> list[str]:
     capacity = f" of {fact.total_blocks:,}" if fact.total_blocks else ""
     return [
         "",
-        f"{row.name}{row.part}   {fact.engine}   {fact.url}   pool {fact.pool}",
+        f"{row.name}{row.part} {fact.kv_connector[:16]}   {fact.engine}   {fact.url}   pool {fact.pool}",
         f"active blocks {fact.active_blocks:,}{capacity}; {feed}",
         f"{row.answers:,} answers, {row.errors:,} errors; {cached}",
         *[f"! {text}" for text in (row.differs, *fact.problems) if text],

@@ -235,6 +235,8 @@ def test_a_lost_pair() -> None:
     with pytest.raises(NoWorkersError, match="p1 computes prompts only"):
         alone.route(ask(), 0.0)
     assert not alone.pool.has_live_target
+    assert not alone.pool.split.serving
+    assert len(split_pool().split.serving) == 4
 
     local = new_router(split_pool(card("d1", role="decode")))
     assert (None, D1) == pair_of(local.route(ask(), 0.0))

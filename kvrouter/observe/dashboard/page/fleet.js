@@ -20,7 +20,7 @@ let squares = new Map();
 
 const name = (row) => `${row.worker}/${row.rank}`;
 const key = (row) => `${row.pool} ${name(row)}`;
-const part = (row) => ((row.role ?? "both") === "both" ? "" : `, ${row.role}`);
+const part = (row) => ((row.role ?? "both") === "both" ? "" : `, ${row.role} ${row.kv_connector ?? ""}`);
 const state = (row) => row.state + (row.eligible ? "" : ", not eligible") + part(row);
 const ratio = (part, whole) => (whole > 0 ? part / whole : null);
 
