@@ -31,8 +31,8 @@ FILES = 25
 # 1,700 of them for prefill and decode apart: 500 of these in the mocker, 200 in what operators see of roles.
 LINES = 69_900
 COMMENTS = 28.8
-# Of docs/, as `wc -w` counts them, without docs/changes; 1,100 for prefill and decode apart.
-DOC_WORDS = 61_100
+# Of docs/, as `wc -w` counts them, without docs/changes; 1,200 for prefill and decode apart.
+DOC_WORDS = 61_200
 _IMPORT = re.compile(r"^\s*from kvrouter\.core\.(\w+)", re.MULTILINE)
 _FOR_TOOLS = ("noqa", "type:", "pragma", "fmt:", "cython:")
 
