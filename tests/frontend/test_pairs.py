@@ -289,6 +289,9 @@ async def test_pair_that_fails_rests(fleet_of: FleetOf) -> None:
     async with pair(fleet_of, *ALWAYS, "--retries", "0", decode=(decode,)) as fleet:
         statuses = [(await fleet.ask(STREAM)).status for _ in range(5)]
         assert [500, 500, 500, 200, 200] == statuses
+        fleet.frontend.audit.check_events(asyncio.get_running_loop().time())
+        fleet.frontend.audit.run()
+        assert b"handed over from w0 have failed here 3 times" in (await fleet.get("/ready")).body
 
 
 async def test_bad_request(fleet_of: FleetOf) -> None:

@@ -66,8 +66,8 @@ def _why_alone(pool: Pool, card: Card, workers: Mapping[WorkerId, Worker]) -> st
     own, others = terms(card, labels), _others(workers, other, labels)
     if not others:
         return (
-            f"has role {card.role} and no {other} worker in its pool, so it {alone}: start one, or look why "
-            f"those that exist are down; a {other} worker of another model is in another pool"
+            f"has role {card.role} and no {other} worker is up in its pool, so it {alone}: start one, or "
+            f"look why those that exist are down; a {other} worker of another model is in another pool"
         )
     nearest = min(others, key=lambda name: len(_differing(own, others[name])))
     names = _differing(own, others[nearest])

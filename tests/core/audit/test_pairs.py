@@ -57,9 +57,13 @@ def test_nothing_to_say() -> None:
         (
             "prefill",
             {},
-            "has role prefill and no decode worker in its pool, so it gets no requests: start one",
+            "has role prefill and no decode worker is up in its pool, so it gets no requests: start one",
         ),
-        ("decode", {}, "has role decode and no prefill worker in its pool, so it serves whole requests"),
+        (
+            "decode",
+            {},
+            "has role decode and no prefill worker is up in its pool, so it serves whole requests",
+        ),
         ("decode", {"pd_fallback": "refuse"}, "so it gets no requests"),
     ],
 )
