@@ -33,7 +33,7 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     cache_salt: str | None
     session_id: str | None
     n: int
-    """Number of choices to generate, with those of `best_of`."""
+    """Number of choices to generate."""
     kvrouter: dict[str, Any] | None = None
     """Overrides for the router (overrides.py). They are removed before the engine gets the body."""
     nvext: Nvext | None = None
@@ -50,6 +50,8 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     """The raw JSON of vLLM's `vllm_xargs`."""
     removed: tuple[str, ...] = ()
     """The kinds of fields in it that no client may send (lax.py)."""
+    best_of: int = 1
+    """Of how many it wants the best; vLLM ignores it today."""
     asked_output: int = 0
     """Tokens of output at most, as the client asks; 0: it does not say."""
     extra_key: str | None = None
@@ -236,7 +238,8 @@ def _request(
         prompt=prompt,
         cache_salt=salt_of(body.cache_salt, body.nvext),
         session_id=body.session_id or None,
-        n=max(1, body.n or 1, body.best_of or 1),
+        n=max(1, body.n or 1),
+        best_of=body.best_of or 1,
         kvrouter=body.kvrouter,
         nvext=body.nvext,
         echoes=bool(body.echo),

@@ -345,7 +345,7 @@ async def _sent_ids(
 
 def _may_split(asked: openai.CompletionRequest, prompts: Sequence[Prompt], api: Api) -> bool:
     """Whether two workers may serve it: what is handed over can be read once, for one answer."""
-    is_one = len(prompts) == 1 and asked.n == 1 and not asked.is_beam_search
+    is_one = len(prompts) == 1 and asked.n == 1 and asked.best_of <= 1 and not asked.is_beam_search
     return api.is_native and is_one and asked.reads_cache and not asked.echoes and asked.token_ids is None
 
 
