@@ -30,6 +30,8 @@ class Connector(Protocol):
     """`asking`: the parameters in the prefill worker's body; None: it needs none."""
 
     asking: Raw | None
+    lease_s: float
+    """The decode worker gets no older parameters."""
 
     def handed_over(self, answer: bytes, prefill_url: str) -> Raw | None:
         """The parameters for the decode worker; None: nothing was handed over."""

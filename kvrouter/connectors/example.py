@@ -10,6 +10,7 @@ from msgspec import Raw
 
 class Example:
     asking: Raw | None = None
+    lease_s = float("inf")
 
     def handed_over(self, answer: bytes, prefill_url: str) -> Raw | None:
         return None

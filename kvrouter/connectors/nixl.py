@@ -3,7 +3,8 @@
     P: kv_transfer_params {"do_remote_decode": true, …}      its answer has those for D, with a lease of 30 s
     D: these, verbatim, unknown ones too
 
-All or none: with half of them vLLM 0.33 parks the request and fetches nothing. Source: vLLM 0.33,
+All or none: with half of them vLLM 0.33 parks the request and fetches nothing. In time or not at all: after
+the lease it reads what other prompts have left in the blocks, and answers from that. Source: vLLM 0.33,
 distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py.
 """
 
@@ -20,13 +21,8 @@ ASKING = Raw(
 )
 # Without one of them the decode engine waits for ever, or its scheduler ends.
 NEEDED = (
-    "remote_block_ids",
-    "remote_engine_id",
-    "remote_request_id",
-    "remote_host",
-    "remote_port",
-    "tp_size",
-)
+    "remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size",
+)  # fmt: skip
 _TRUE, _NULL = Raw(b"true"), Raw(b"null")
 _HERE = ("localhost", "127.", "::1")
 
@@ -37,6 +33,8 @@ class _Answer(msgspec.Struct):
 
 class Nixl:
     asking: Raw | None = ASKING
+    # Of 30 s (kv_lease_duration), without 5 s until the decode engine renews it, and 5 s for the way there.
+    lease_s = 20.0
 
     def handed_over(self, answer: bytes, prefill_url: str) -> Raw | None:
         """None: the prompt was shorter than a block, or a parameter is missing: then D computes it."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 
 from kvrouter.relay.begun import Begun
+from kvrouter.relay.engine_answers import seconds_until
 
 # The hand-over parameters of a prompt of 1 M tokens in blocks of 16 take 0.5 MB.
 MOST_BYTES = 1024 * 1024
@@ -35,3 +37,8 @@ class Collected:
     def body(self) -> bytes:
         """Empty if it is too long."""
         return b"" if self._is_much else bytes(self._data).partition(b"\r\n\r\n")[2]
+
+    def age_s(self, now: float) -> float:
+        """Since the worker answered, by its own `date`. `now`: seconds since 1970."""
+        _, found, rest = bytes(self._data).partition(b"\r\ndate: ")
+        return -seconds_until(rest.partition(b"\r\n")[0], now) if found else inf

@@ -59,7 +59,7 @@ def rest_s(advice: Mapping[bytes, bytes], now: float) -> float:
     given = advice.get(b"retry-after-ms")
     seconds = _number(given) / 1000 if given is not None else 0.0
     if not seconds and (given := advice.get(b"retry-after")) is not None:
-        seconds = _number(given) or _seconds_until(given, now)
+        seconds = _number(given) or seconds_until(given, now)
     return min(max(seconds, 0.0), MOST_REST_S)
 
 
@@ -67,7 +67,7 @@ def _number(text: bytes) -> float:
     return float(text) if _DECIMAL.fullmatch(text) else 0.0
 
 
-def _seconds_until(date: bytes, now: float) -> float:
+def seconds_until(date: bytes, now: float) -> float:
     """Until a date of HTTP; 0 if it is none."""
     try:
         return parsedate_to_datetime(date.decode("ascii")).timestamp() - now

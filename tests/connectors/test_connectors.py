@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,12 @@ from msgspec import Raw
 from kvrouter.connectors import SERVED, decode_body, prefill_body
 from kvrouter.connectors.nixl import ASKING, NEEDED, Nixl
 from kvrouter.core.wire.heartbeats import CONNECTORS
+from kvrouter.worker.engines.roles import _CLASSES
 
+# The names in vLLM's own files (scripts/kit/engine_events.py). `scripts/test-vllm DIR --pd` compares them
+# with the engine that it runs.
+RECORD = Path(__file__).parents[1] / "data/engine_events.json"
+ENGINE = {name: set(names) for name, names in json.loads(RECORD.read_bytes())["vllm"]["hand_over"].items()}
 HANDED = {
     "do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_engine_id": "e",
     "remote_request_id": "r", "remote_host": "127.0.0.1", "remote_port": 5600, "tp_size": 1, "invented": 1e30,
@@ -32,6 +38,20 @@ def asked(**fields: Any) -> Any:
 def test_every_connector_is_served() -> None:
     """Agents and frontends know the same ones."""
     assert set(CONNECTORS) == SERVED.keys()
+
+
+def test_connectors_are_the_engines() -> None:
+    """An engine's `kv_connector` is one of these names."""
+    former = {"SharedStorageConnector"}
+    assert former == _CLASSES.keys() - ENGINE["connectors"]
+
+
+def test_parameters_are_the_engines() -> None:
+    """The engine reads what it is asked with, and names all that the decode engine needs."""
+    assert json.loads(bytes(ASKING)).keys() <= ENGINE["nixl_reads"]
+    assert ENGINE["nixl_needs"] < set(NEEDED) <= ENGINE["nixl_answers"] & ENGINE["nixl_reads"]
+    assert not ENGINE["example_reads"]
+    assert SERVED["example"].asking is None
 
 
 @pytest.mark.parametrize("limit", [None, 1, 9, 9.0, 1e3, "9", 10**30])

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from email.utils import formatdate
 from typing import Any
 
 import pytest
 
-from kvrouter.connectors.nixl import NEEDED
+from kvrouter.connectors.nixl import NEEDED, Nixl
 from tests.frontend.clients import connected
 from tests.frontend.fleet import BODY, STREAM, Fleet, FleetOf
 from tests.frontend.workers import (
@@ -47,12 +49,12 @@ HANDED = {
 USAGE = {"prompt_tokens": 64, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
 
 
-def prefilled(**changes: Any) -> bytes:
+def prefilled(headers: bytes = b"", /, **changes: Any) -> bytes:
     """A prefill worker's answer. A change of None removes the parameter."""
     handed = {name: value for name, value in (HANDED | changes).items() if value is not None}
     choice = {"index": 0, "text": "x", "finish_reason": "length"}
     whole = {"id": "p", "choices": [choice], "usage": USAGE, "kv_transfer_params": handed}
-    return answer(json.dumps(whole).encode())
+    return answer(json.dumps(whole).encode(), headers=headers)
 
 
 P = says(prefilled())
@@ -185,6 +187,19 @@ async def test_all_or_none(fleet_of: FleetOf, name: str) -> None:
         assert 200 == (await fleet.ask(STREAM)).status
         assert "kv_transfer_params" not in fleet.workers[1].requests[0].json
         assert await metric(fleet, 'kvrouter_pd_requests_total{path="fallback"} 1')
+
+
+@pytest.mark.parametrize(("age_s", "path"), [(60, "fallback"), (None, "fallback"), (-60, "pair")])
+async def test_lease_over(
+    fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch, age_s: float | None, path: str
+) -> None:
+    """The decode worker gets no parameters whose lease may be over: it would read other prompts' blocks."""
+    monkeypatch.setattr(Nixl, "lease_s", 0.0)
+    date = b"" if age_s is None else f"date: {formatdate(time.time() - age_s, usegmt=True)}\r\n".encode()
+    async with pair(fleet_of, prefill=(says(prefilled(date)),)) as fleet:
+        assert 200 == (await fleet.ask(STREAM)).status
+        assert ("kv_transfer_params" in fleet.workers[1].requests[0].json) == (path == "pair")
+        assert await metric(fleet, f'kvrouter_pd_requests_total{{path="{path}"}} 1')
 
 
 @pytest.mark.parametrize(

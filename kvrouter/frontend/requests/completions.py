@@ -337,7 +337,7 @@ class Completions:
         finally:
             self._hand_overs.prefilled(first, self._now())
             self._end(first)
-        return self._hand_overs.finish(running, outcome, collected.body), case
+        return self._hand_overs.finish(running, outcome, collected, self._now()), case
 
     def _end(self, running: AttemptRecord) -> None:
         """Free the booking of an attempt. It has no outcome if the client left or an error was raised."""

@@ -7,6 +7,8 @@ begin ──> the prefill worker's answer ──> prefilled ──> finish ─�
 
 from __future__ import annotations
 
+import time
+
 from msgspec.structs import replace
 
 from kvrouter.connectors import SERVED, decode_body, prefill_body
@@ -57,19 +59,22 @@ class HandOvers:
         if first.is_good:
             first.work.router.bookings.first_byte(first.placement.key, now)
 
-    def finish(self, running: AttemptRecord, outcome: Outcome, answer: bytes) -> Outcome | None:
+    def finish(self, running: AttemptRecord, outcome: Outcome, kept: Collected, now: float) -> Outcome | None:
         """Hand over what the prefill worker answered; returns why nothing was computed.
 
         Raises WorkerRejectedError if the request is at fault.
         """
-        first, work = running.prefill, running.work
+        first, work, answer = running.prefill, running.work, kept.body
         assert first is not None
         if isinstance(outcome, Done) and outcome.status >= 300:
             raise WorkerRejectedError(outcome.status, *message_in(answer))
         if not first.is_good:
             return Lost(outcome.failure) if isinstance(outcome, Done) else outcome
         connector = SERVED[first.placement.connector]
-        handed = connector.handed_over(answer, first.placement.url)
+        lease_s = connector.lease_s
+        # Its clock may be wrong, but it did not answer before it was asked.
+        is_late = now - first.sent_at > lease_s and kept.age_s(time.time()) > lease_s
+        handed = None if is_late else connector.handed_over(answer, first.placement.url)
         running.is_handed_over = handed is not None or connector.asking is None
         running.body = decode_body(work.body, handed)
         pool = work.router.pool

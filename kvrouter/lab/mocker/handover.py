@@ -9,8 +9,8 @@
 ends by itself. `example` (ExampleConnector) has no parameters: it writes a file for each computed block to a
 shared directory.
 
-What a failed hand-over gives was seen with real engines: another engine, another compatibility hash or a dead
-prefill engine fail the request; with incomplete parameters, or after the lease, the decode engine prefills.
+Seen with real engines: another engine, another compatibility hash or a dead prefill engine fail the request;
+with incomplete parameters the decode engine prefills. After the lease, too: a real one reads other blocks.
 """
 
 from __future__ import annotations

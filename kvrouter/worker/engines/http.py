@@ -273,9 +273,10 @@ class EngineHttp:
     async def reports_cached_tokens(self, model: str) -> bool | None:
         """Whether answers report the number of cached prompt tokens; None if the engine does not answer.
 
-        The test request has one token in and one out: it fills no block, so the cache stays unchanged.
+        The test request has two tokens in and one out: it fills no block, so the cache stays unchanged.
+        One token in would end a vLLM 0.33 with ExampleConnector (docs/prefill-decode.md).
         """
-        answer = await self.complete(model, [1])
+        answer = await self.complete(model, [1, 1])
         try:
             usage = _decode_completion(answer).usage if answer is not None else None
         except UNREADABLE:

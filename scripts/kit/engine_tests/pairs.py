@@ -3,6 +3,7 @@
     scripts/test-vllm DIR --pd nixl|example
 
 Each answer is compared with that of one engine alone; blocks are counted by the decode engine's own metrics.
+The names in the engine's files are compared with those that tests/connectors knows.
 nixl needs its library: DIR/venv/bin/python -m pip install --target DIR/nixl --no-deps nixl nixl-cu12
 """
 
@@ -14,13 +15,17 @@ import json
 import random
 import re
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+from kvrouter.connectors.nixl import ASKING, NEEDED
 from scripts.kit.deployment import Stage as Common
 from scripts.kit.deployment import open_stage
+from scripts.kit.engine_events import FILE, hand_over_of
 from scripts.kit.engine_tests.adapters import write_weights
+from scripts.kit.engine_tests.between import Between, between
 from scripts.kit.engine_tests.engines import (
     BLOCK_SIZE,
     Engine,
@@ -34,13 +39,26 @@ from scripts.kit.http_client import Client
 from scripts.kit.ports import free_ports
 from scripts.kit.script import ScriptError, new_console, run, table_of
 
-LENGTHS = (1, 31, 32, 33, 64, 200, 700, 1500)
+LENGTHS = {
+    "nixl": (1, 31, 32, 33, 64, 200, 700, 1500),
+    # ExampleConnector of vLLM 0.33 ends its engine at the second prompt of 1 token, or of one more than whole
+    # blocks: it finds fewer tokens than the engine has, and get_num_new_matched_tokens is below 0.
+    "example": (2, 31, 32, 64, 100, 200, 700, 1500),
+}
+NUM_BLOCKS = 640
+# The engine's lease is 30 s.
+LEASE_TIMEOUT_S = 120
 AT_ONCE = 8
 OUTPUT_TOKENS = 12
 _BYTES = re.compile(r"^vllm:nixl_bytes_transferred_sum(?:{[^}]*})? (\S+)", re.MULTILINE)
+_EXPIRED = re.compile(r"^vllm:nixl_num_kv_expired_reqs_total(?:{[^}]*})? (\S+)", re.MULTILINE)
+_FAILURES = re.compile(r"^kvrouter_pd_pair_failures_total (\S+)", re.MULTILINE)
 _HITS = re.compile(r"^vllm:external_prefix_cache_hits_total(?:{[^}]*})? (\S+)", re.MULTILINE)
 # NixlConnector pins its threads to the machine's last core, so that two engines would share one.
 _UNPIN = "import os\nos.sched_setaffinity = lambda *_: None\n"
+
+
+Row: TypeAlias = tuple[str, str, str]
 
 
 class PairError(ScriptError):
@@ -84,25 +102,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
 async def _run(options: argparse.Namespace) -> int:
     console = new_console()
     program = find_program("vllm", options.directory)
-    async with open_stage("test-vllm", starts_nats=False) as common:
+    rows = [_names(program)]
+    async with open_stage("test-vllm", starts_nats=False) as common, AsyncExitStack() as stack:
         write_weights(common.model_path, 3)
-        test = EngineTest("vllm", program, common.model_path, {}, 640, load_format="auto")
+        test = EngineTest("vllm", program, common.model_path, {}, NUM_BLOCKS, load_format="auto")
         engines = [await _start(common, test, options, role) for role in ("producer", "consumer")]
         for engine in engines:
             await wait_until_up(common.client, common.fleet.processes[engine.name], engine)
+        proxy = await stack.enter_async_context(between(engines[0].url))
         named = [
-            f"{engine.url},kv={engine.events},replay={engine.replay},role={role},connector={options.connector}"
-            for engine, role in zip(engines, ("prefill", "decode"), strict=True)
+            f"{url},kv={engine.events},replay={engine.replay},role={role},connector={options.connector}"
+            for engine, url, role in zip(
+                engines, (proxy.url, engines[1].url), ("prefill", "decode"), strict=True
+            )
         ]
         flags = ["--router-mode=kv", "--router-replica-sync", "--pd-min-uncached-tokens=0"]
         stage = await serve_engines(common.fleet, common.client, engines, named, flags)
-        rows = [*await _lengths(stage), await _at_once(stage), *await _without_prefill(stage)]
+        rows += [*await _lengths(stage, options.connector), await _at_once(stage)]
+        if options.connector == "nixl":
+            rows += [await _wrong_engine(stage, proxy), await _lease_over(stage, proxy)]
+        rows += await _without_prefill(stage, proxy)
         predictions = await _predictions(stage)
     console.print(
         table_of(f"a pair of vLLM engines, {options.connector}", ("request", "handed over", "seen"), rows)
     )
     console.print(predictions)
     return 0
+
+
+def _names(program: Path) -> Row:
+    """Raises PairError if the engine's files lack a name that kvrouter uses."""
+    (site,) = program.parent.parent.glob("lib/python*/site-packages")
+    found = hand_over_of(lambda path: (site / path).read_text("utf-8"))
+    known = json.loads(FILE.read_bytes())["vllm"]
+    used = {
+        "nixl_reads": {*json.loads(bytes(ASKING)), *NEEDED},
+        "nixl_answers": set(NEEDED),
+        "connectors": {"NixlConnector", "ExampleConnector"},
+    }
+    for where, names in used.items():
+        if lacking := names.difference(found[where]):
+            raise PairError(f"{where}: this engine has no {', '.join(sorted(lacking))}")
+    recorded = {(where, name) for where, names in known["hand_over"].items() for name in names}
+    here = {(where, name) for where, names in found.items() for name in names}
+    seen = f"{len(here - recorded)} more, {len(recorded - here)} fewer than in {known['version']}"
+    return "names in the engine's files", "", seen
 
 
 async def _start(common: Common, test: EngineTest, options: argparse.Namespace, role: str) -> Engine:
@@ -133,16 +177,23 @@ async def _start(common: Common, test: EngineTest, options: argparse.Namespace, 
     return await start_engine(common.fleet, test, number, flags, environment)
 
 
+async def _sum(client: Client, *urls: str, of: re.Pattern[str]) -> float:
+    """Of the values of a metric."""
+    texts = [(await client.get(f"{url}/metrics"))[1].decode() for url in urls]
+    return sum(float(value) for text in texts for value in of.findall(text))
+
+
 async def _counts(stage: Stage) -> dict[str, float]:
-    _, text = await stage.client.get(f"{stage.engines[1].url}/metrics")
+    url = stage.engines[1].url
     found = {"bytes": _BYTES, "tokens": _HITS}
-    return {name: sum(map(float, each.findall(text.decode()))) for name, each in found.items()}
+    return {name: await _sum(stage.client, url, of=each) for name, each in found.items()}
 
 
-async def _lengths(stage: Stage) -> list[tuple[str, str, str]]:
+async def _lengths(stage: Stage, connector: str) -> list[Row]:
     """Prompts of many lengths, whole and streamed, at both replicas in turn."""
-    rng, rows = random.Random(1), []
-    for number, (length, stream) in enumerate((each, flag) for each in LENGTHS for flag in (False, True)):
+    rng, rows = random.Random(1), list[Row]()
+    cases = [(length, stream) for length in LENGTHS[connector] for stream in (False, True)]
+    for number, (length, stream) in enumerate(cases):
         prompt = [rng.randrange(5, 1900) for _ in range(length)]
         before = await _counts(stage)
         reply = await ask(stage.client, stage.replicas[number % 2].url, prompt, stream=stream)
@@ -151,18 +202,19 @@ async def _lengths(stage: Stage) -> list[tuple[str, str, str]]:
         if not reply.prefill_worker or reply.cached_tokens != 0:
             raise PairError(f"{length} tokens: not handed over, or usage is not that of the prefill: {reply}")
         blocks = -(-length // BLOCK_SIZE)
-        seen = (
-            f"{after['bytes'] - before['bytes']:,.0f} bytes, {after['tokens'] - before['tokens']:.0f} tokens"
-        )
+        tokens = after["tokens"] - before["tokens"]
+        # files hold whole blocks, without the last token, which is computed
+        if tokens != (length if connector == "nixl" else max(0, length - 2) // BLOCK_SIZE * BLOCK_SIZE):
+            raise PairError(f"{length} tokens: the decode engine counts {tokens:.0f} of the prefill engine's")
+        seen = f"{after['bytes'] - before['bytes']:,.0f} bytes, {tokens:.0f} tokens"
         form = "streamed" if stream else "whole"
         rows.append((f"{length:,} tokens, {form}", f"{blocks} blocks", f"equal; {seen}"))
     await stage.until_equal()
     return rows
 
 
-async def _at_once(stage: Stage) -> tuple[str, str, str]:
-    rng = random.Random(2)
-    prompts = [[rng.randrange(5, 1900) for _ in range(250)] for _ in range(AT_ONCE)]
+async def _at_once(stage: Stage) -> Row:
+    prompts = _prompts(2, AT_ONCE, 250)
     replies = await asyncio.gather(
         *[ask(stage.client, stage.replicas[0].url, one, stream=True) for one in prompts]
     )
@@ -171,14 +223,72 @@ async def _at_once(stage: Stage) -> tuple[str, str, str]:
     return f"{AT_ONCE} at once", f"{AT_ONCE} prompts", "equal"
 
 
-async def _without_prefill(stage: Stage) -> list[tuple[str, str, str]]:
+def _prompts(seed: int, count: int, tokens: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(5, 1900) for _ in range(tokens)] for _ in range(count)]
+
+
+async def _wrong_engine(stage: Stage, proxy: Between) -> Row:
+    """The parameters name another engine, as after a restart of the prefill engine at the same address."""
+    url = stage.replicas[0].url
+    for prompt, stream in zip(_prompts(4, 2, 300), (False, True), strict=True):
+        failures = await _sum(stage.client, url, of=_FAILURES)
+        proxy.changes = {"remote_engine_id": "0" * 36}
+        reply = await ask(stage.client, url, prompt, stream=stream)
+        proxy.reset()
+        _check(reply, await ask(stage.client, stage.engines[0].url, prompt), "wrong engine id")
+        if await _sum(stage.client, url, of=_FAILURES) != failures + 1:
+            raise PairError("wrong engine id: not counted as a failure of the pair")
+    await _works(stage, 5)
+    return "wrong engine id", f"{proxy.spoilt} refused", "equal"
+
+
+async def _works(stage: Stage, seed: int) -> None:
+    """The pair hands over as before."""
+    (prompt,) = _prompts(seed, 1, 300)
+    before = await _counts(stage)
+    reply = await ask(stage.client, stage.replicas[0].url, prompt)
+    _check(reply, await ask(stage.client, stage.engines[0].url, prompt), "afterwards")
+    if (await _counts(stage))["tokens"] - before["tokens"] != len(prompt):
+        raise PairError("nothing is handed over any more")
+
+
+async def _lease_over(stage: Stage, proxy: Between) -> Row:
+    """The prefill engine's answer comes when its blocks hold other prompts: to read them would be wrong."""
+    client, engine, url = stage.client, stage.engines[0].url, stage.replicas[0].url
+    expired = await _sum(client, engine, of=_EXPIRED)
+
+    async def until_overwritten() -> None:
+        async with asyncio.timeout(LEASE_TIMEOUT_S):
+            while True:
+                await asyncio.sleep(0.5)
+                if await _sum(client, engine, of=_EXPIRED) > expired:
+                    break
+        for other in _prompts(7, 2 * NUM_BLOCKS * BLOCK_SIZE // 1500, 1500):
+            await ask(client, engine, other)
+
+    proxy.before = until_overwritten
+    (prompt,) = _prompts(6, 1, 300)
+    before = await _counts(stage)
+    reply = await ask(client, url, prompt, stream=True)
+    proxy.reset()
+    after = await _counts(stage)
+    _check(reply, await ask(client, engine, prompt), "lease over")
+    if after["tokens"] != before["tokens"]:
+        raise PairError("lease over: the decode engine has read blocks that the prefill engine had freed")
+    await _works(stage, 8)
+    return "lease over, blocks overwritten", "nothing", "equal"
+
+
+async def _without_prefill(stage: Stage, proxy: Between) -> list[Row]:
     """The prefill engine is killed while it computes, and is gone after that."""
-    rng, client, url = random.Random(3), stage.client, stage.replicas[0].url
-    prompts = [[rng.randrange(5, 1900) for _ in range(1500)] for _ in range(4)]
+    client, url = stage.client, stage.replicas[0].url
+    prompts = _prompts(3, 4, 1500)
     alone = [await ask(client, stage.engines[0].url, prompt) for prompt in prompts]
     asking = [asyncio.create_task(ask(client, url, prompt, stream=True)) for prompt in prompts[:2]]
     await asyncio.sleep(0.1)
     await stage.fleet.processes[stage.engines[0].name].kill()
+    await proxy.close()
     for reply, expected in zip(await asyncio.gather(*asking), alone[:2], strict=True):
         _check(reply, expected, "prefill engine killed meanwhile")
     for prompt, expected in zip(prompts[2:], alone[2:], strict=True):
