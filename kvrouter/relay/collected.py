@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf
 
 from kvrouter.relay.begun import Begun
 from kvrouter.relay.engine_answers import seconds_until
@@ -41,4 +40,4 @@ class Collected:
     def age_s(self, now: float) -> float:
         """Since the worker answered, by its own `date`. `now`: seconds since 1970."""
         _, found, rest = bytes(self._data).partition(b"\r\ndate: ")
-        return -seconds_until(rest.partition(b"\r\n")[0], now) if found else inf
+        return -seconds_until(rest.partition(b"\r\n")[0], now) if found else float("inf")

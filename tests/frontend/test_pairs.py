@@ -292,6 +292,7 @@ async def test_the_prefill_worker_is_gone(fleet_of: FleetOf, failure: bytes) -> 
     async with pair(fleet_of, decode=(decode,)) as fleet:
         assert 200 == (await fleet.ask(STREAM)).status
         assert ["w0", "w1", "w1"] == sorted(fleet.requests)
+        assert await metric(fleet, 'kvrouter_pd_requests_total{path="fallback"} 1')
 
 
 async def test_pair_that_fails_rests(fleet_of: FleetOf) -> None:

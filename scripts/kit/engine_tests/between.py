@@ -60,7 +60,7 @@ class Between:
         except aiohttp.ClientError:
             assert request.transport is not None
             request.transport.abort()  # as the engine's own connection ended
-            raise
+            return web.Response(status=502)
 
 
 @contextlib.asynccontextmanager

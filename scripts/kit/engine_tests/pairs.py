@@ -41,8 +41,8 @@ from scripts.kit.script import ScriptError, new_console, run, table_of
 
 LENGTHS = {
     "nixl": (1, 31, 32, 33, 64, 200, 700, 1500),
-    # ExampleConnector of vLLM 0.33 ends its engine at the second prompt of 1 token, or of one more than whole
-    # blocks: it finds fewer tokens than the engine has, and get_num_new_matched_tokens is below 0.
+    # A vLLM 0.33 with ExampleConnector ends at a prompt of 1 token, or at the second of 33 tokens: it finds
+    # fewer tokens than the engine has, and get_num_new_matched_tokens is below 0.
     "example": (2, 31, 32, 64, 100, 200, 700, 1500),
 }
 NUM_BLOCKS = 640
@@ -53,6 +53,7 @@ OUTPUT_TOKENS = 12
 _BYTES = re.compile(r"^vllm:nixl_bytes_transferred_sum(?:{[^}]*})? (\S+)", re.MULTILINE)
 _EXPIRED = re.compile(r"^vllm:nixl_num_kv_expired_reqs_total(?:{[^}]*})? (\S+)", re.MULTILINE)
 _FAILURES = re.compile(r"^kvrouter_pd_pair_failures_total (\S+)", re.MULTILINE)
+_FALLBACKS = re.compile(r'^kvrouter_pd_requests_total\{path="fallback"} (\S+)', re.MULTILINE)
 _HITS = re.compile(r"^vllm:external_prefix_cache_hits_total(?:{[^}]*})? (\S+)", re.MULTILINE)
 # NixlConnector pins its threads to the machine's last core, so that two engines would share one.
 _UNPIN = "import os\nos.sched_setaffinity = lambda *_: None\n"
@@ -199,10 +200,10 @@ async def _lengths(stage: Stage, connector: str) -> list[Row]:
         reply = await ask(stage.client, stage.replicas[number % 2].url, prompt, stream=stream)
         after = await _counts(stage)
         _check(reply, await ask(stage.client, stage.engines[0].url, prompt), f"{length} tokens")
-        if not reply.prefill_worker or reply.cached_tokens != 0:
+        blocks, tokens = -(-length // BLOCK_SIZE), after["tokens"] - before["tokens"]
+        # with NIXL the prefill's own count, else what was read
+        if not reply.prefill_worker or reply.cached_tokens != (0 if connector == "nixl" else tokens):
             raise PairError(f"{length} tokens: not handed over, or usage is not that of the prefill: {reply}")
-        blocks = -(-length // BLOCK_SIZE)
-        tokens = after["tokens"] - before["tokens"]
         # files hold whole blocks, without the last token, which is computed
         if tokens != (length if connector == "nixl" else max(0, length - 2) // BLOCK_SIZE * BLOCK_SIZE):
             raise PairError(f"{length} tokens: the decode engine counts {tokens:.0f} of the prefill engine's")
@@ -232,13 +233,13 @@ async def _wrong_engine(stage: Stage, proxy: Between) -> Row:
     """The parameters name another engine, as after a restart of the prefill engine at the same address."""
     url = stage.replicas[0].url
     for prompt, stream in zip(_prompts(4, 2, 300), (False, True), strict=True):
-        failures = await _sum(stage.client, url, of=_FAILURES)
+        before = [await _sum(stage.client, url, of=each) for each in (_FAILURES, _FALLBACKS)]
         proxy.changes = {"remote_engine_id": "0" * 36}
         reply = await ask(stage.client, url, prompt, stream=stream)
         proxy.reset()
         _check(reply, await ask(stage.client, stage.engines[0].url, prompt), "wrong engine id")
-        if await _sum(stage.client, url, of=_FAILURES) != failures + 1:
-            raise PairError("wrong engine id: not counted as a failure of the pair")
+        if [await _sum(stage.client, url, of=each) - 1 for each in (_FAILURES, _FALLBACKS)] != before:
+            raise PairError("wrong engine id: not counted as a failure of the pair, and a fallback")
     await _works(stage, 5)
     return "wrong engine id", f"{proxy.spoilt} refused", "equal"
 
@@ -269,12 +270,12 @@ async def _lease_over(stage: Stage, proxy: Between) -> Row:
 
     proxy.before = until_overwritten
     (prompt,) = _prompts(6, 1, 300)
-    before = await _counts(stage)
+    before, fallbacks = await _counts(stage), await _sum(client, url, of=_FALLBACKS)
     reply = await ask(client, url, prompt, stream=True)
     proxy.reset()
     after = await _counts(stage)
     _check(reply, await ask(client, engine, prompt), "lease over")
-    if after["tokens"] != before["tokens"]:
+    if after["tokens"] != before["tokens"] or await _sum(client, url, of=_FALLBACKS) != fallbacks + 1:
         raise PairError("lease over: the decode engine has read blocks that the prefill engine had freed")
     await _works(stage, 8)
     return "lease over, blocks overwritten", "nothing", "equal"
