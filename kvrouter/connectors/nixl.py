@@ -37,7 +37,7 @@ class Nixl:
     lease_s = 20.0
 
     def handed_over(self, answer: bytes, prefill_url: str) -> Raw | None:
-        """None: the prompt was shorter than a block, or a parameter is missing: then D computes it."""
+        """None: a parameter is missing, so D computes the prompt."""
         try:
             found = msgspec.json.decode(answer, type=_Answer).kv_transfer_params or {}
         except (msgspec.DecodeError, UnicodeDecodeError):

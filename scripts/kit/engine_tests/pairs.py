@@ -4,7 +4,7 @@
 
 Each answer is compared with that of one engine alone; blocks are counted by the decode engine's own metrics.
 The names in the engine's files are compared with those that tests/connectors knows.
-nixl needs its library: DIR/venv/bin/python -m pip install --target DIR/nixl --no-deps nixl nixl-cu12
+nixl needs its library in DIR/nixl, as `scripts/test-vllm --build DIR` installs it.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ async def _run(options: argparse.Namespace) -> int:
         if options.connector == "nixl":
             rows += [await _wrong_engine(stage, proxy), await _lease_over(stage, proxy)]
         rows += await _without_prefill(stage, proxy)
-        predictions = await _predictions(stage)
+        predictions = await _predictions(stage, options.connector)
     console.print(
         table_of(f"a pair of vLLM engines, {options.connector}", ("request", "handed over", "seen"), rows)
     )
@@ -297,8 +297,8 @@ async def _without_prefill(stage: Stage, proxy: Between) -> list[Row]:
     return [("prefill engine killed meanwhile", "", "equal"), ("prefill engine gone", "", "equal")]
 
 
-async def _predictions(stage: Stage) -> str:
-    """Raises PairError if one was wrong."""
+async def _predictions(stage: Stage, connector: str) -> str:
+    """Raises PairError if one was wrong. `under`: a decode engine alone has read the other's files."""
     found: dict[str, float] = {}
     for replica in stage.replicas:
         _, text = await stage.client.get(f"{replica.url}/metrics")
@@ -306,9 +306,9 @@ async def _predictions(stage: Stage) -> str:
             r'kvrouter_predictions_total{[^}]*result="(\w+)"[^}]*} (\S+)', text.decode()
         ):
             found[result] = found.get(result, 0.0) + float(count)
-    if found.keys() != {"exact"}:
+    if found.keys() - ({"exact", "under"} if connector == "example" else {"exact"}):
         raise PairError(f"predictions: {found}")
-    return f"predictions of prompts: {found['exact']:.0f} exact"
+    return "predictions of prompts: " + ", ".join(f"{count:.0f} {result}" for result, count in found.items())
 
 
 def _check(reply: Reply, alone: Reply, what: str) -> None:
