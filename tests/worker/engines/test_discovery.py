@@ -46,6 +46,7 @@ class Recorded:
     answers: dict[str, bytes]
     statuses: dict[str, int] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
+    bodies: list[bytes] = field(default_factory=list)
 
     @property
     def options(self) -> AgentOptions:
@@ -65,6 +66,7 @@ class Recorded:
     async def answer(self, http: web.Request) -> web.Response:
         """Answer a request."""
         self.asked.append(http.path)
+        self.bodies.append(await http.read())
         body = self.answers.get(http.path)
         return web.Response(body=body, status=self.statuses.get(http.path, 404 if body is None else 200))
 
@@ -602,9 +604,10 @@ async def test_sglang_health(sglang: Recorded) -> None:
     ],
 )
 async def test_cached_tokens(vllm: Recorded, answer: bytes | None, reports: bool | None) -> None:
-    """A request with one token in and one out shows whether answers count cached tokens."""
+    """A short request shows it. One token would end a vLLM with ExampleConnector."""
     if answer is not None:
         vllm.answers["/v1/completions"] = answer
 
     async with EngineHttp.open(vllm.url) as engine:
         assert reports is await engine.reports_cached_tokens("tiny")
+    assert [1, 1] == msgspec.json.decode(vllm.bodies[-1])["prompt"]
