@@ -89,7 +89,12 @@ def assign(fleet: Fleet, prefills: int, **card: Any) -> None:
 
 
 async def metric(fleet: Fleet, line: str) -> bool:
-    return line in (await fleet.get("/metrics")).body.decode()
+    """Whether /metrics has the line: a request is counted just after its client has its answer."""
+    for _ in range(20):
+        if line in (await fleet.get("/metrics")).body.decode():
+            return True
+        await asyncio.sleep(0.05)
+    return False
 
 
 async def test_two_calls(fleet_of: FleetOf) -> None:

@@ -73,7 +73,7 @@ class HandOvers:
         connector = SERVED[first.placement.connector]
         lease_s = connector.lease_s
         # Its clock may be wrong, but it did not answer before it was asked.
-        is_late = now - first.sent_at > lease_s and kept.age_s(time.time()) > lease_s
+        is_late = now - first.sent_at >= lease_s and kept.age_s(time.time()) >= lease_s
         handed = None if is_late else connector.handed_over(answer, first.placement.url)
         running.is_handed_over = handed is not None or connector.asking is None
         running.body = decode_body(work.body, handed)
