@@ -24,15 +24,15 @@ CLASS_LINES = 300
 # Pool has the roles of its targets since prefill and decode are apart.
 LARGER = {
     "Attempt": 509, "Replica": 477, "FeedReader": 419, "BlockIndex": 395, "Pool": 398, "Agent": 376,
-    "BookingTable": 360, "Completions": 324, "Bus": 337, "EngineBlocks": 330, "Examination": 316,
+    "BookingTable": 360, "Completions": 326, "Bus": 337, "EngineBlocks": 330, "Examination": 316,
     "ReferenceEngine": 305,
 }  # fmt: skip
 FILES = 25
-# 1,700 of them for prefill and decode apart: 500 of these in the mocker, 200 in what operators see of roles.
-LINES = 69_900
+# 1,900 of them for prefill and decode apart, 500 of these in the mocker, 150 its problems.
+LINES = 70_000
 COMMENTS = 28.8
-# Of docs/, as `wc -w` counts them, without docs/changes; 1,200 for prefill and decode apart.
-DOC_WORDS = 61_200
+# Of docs/, as `wc -w` counts them, without docs/changes; 1,400 for prefill and decode apart.
+DOC_WORDS = 61_400
 _IMPORT = re.compile(r"^\s*from kvrouter\.core\.(\w+)", re.MULTILINE)
 _FOR_TOOLS = ("noqa", "type:", "pragma", "fmt:", "cython:")
 

@@ -109,7 +109,7 @@ def test_a_request_at_two_workers() -> None:
             )
         )
     totals = Totals()
-    totals.count(record, "ok")
+    totals.count(record, "ok", record.lasted_s)
 
     assert Totals(requests=1, prompt_tokens=64, output_tokens=7, seconds=2.5) == totals
 

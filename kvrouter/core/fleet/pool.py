@@ -446,6 +446,8 @@ class Pool:
             with_prefills=with_prefills,
             one_less=self._one_less,
         )
+        if self.split.whole is None and not exclude and not request.is_named:  # nearly always
+            return formed
         return self.among(formed, self.split.whole, request, exclude)
 
     def among(
@@ -456,16 +458,12 @@ class Pool:
         exclude: frozenset[Target] = frozenset(),
     ) -> Candidates:
         """Of the targets at these places of the roster those that may serve it; None: at all places."""
-        if not exclude and not request.is_named:
-            return formed if places is None else formed.only(places)
+        if places is not None and not exclude and not request.is_named:
+            return formed.only(places)
         roster = self._roster
-        return formed.only(
-            [
-                place
-                for place in (roster.every_place if places is None else places)
-                if roster.targets[place] not in exclude and self._serves(roster.workers[place], request)
-            ]
-        )
+        places = roster.every_place if places is None else places
+        serving = [place for place in places if self._serves(roster.workers[place], request)]
+        return formed.only([place for place in serving if roster.targets[place] not in exclude])
 
     def unnamed_blocks(self, request: RouteRequest) -> int:
         """Blocks that are charged and have no hash, as the end of the prompt was not tokenized."""

@@ -36,7 +36,7 @@ class Rests:
 
     def accepted(self, target: Target) -> None:
         """The target has accepted a connection."""
-        if self.refusals and self.refusals.pop(target, None) is not None:
+        if self.refusals.pop(target, None) is not None:
             self.until.pop(target, None)
 
     def is_awake(self, target: Target, now: float) -> bool:

@@ -186,7 +186,6 @@ class _Owner:
     def end(self, number: int) -> Booking | None:
         booking = self.bookings.pop(number, None)
         if booking is not None:
-            self.room -= _room_of(booking)
             self.changed.discard(number)
             part = self.parts.pop(number, None)
             if part is not None:  # most end before a Check asks for the digest
@@ -543,7 +542,8 @@ class BookingTable:
             return None
         booking = owner.end(key.number)
         if booking is not None:
-            self._budget.used_blocks -= _room_of(booking)
+            owner.room -= (room := _room_of(booking))
+            self._budget.used_blocks -= room
             self._budget.bookings -= 1
         if not owner.bookings:  # replicas come and go, each with a new id
             del self._owners[key.router_id]

@@ -81,6 +81,7 @@ class AccessLog:
             trace = self._tracing.begin(request.head.fields, record.began_at)
             request.trace = trace.headers(None)  # if it is not sampled, the worker shall not sample it either
             record.trace = trace if trace.is_recorded else None
+        record.is_noted = record.is_logged or record.trace is not None
 
     def end(self, record: Record) -> None:
         """Log a request that is logged, or has failed, and end its trace."""

@@ -105,11 +105,12 @@ class Totals(Struct):
     output_tokens: int = 0
     seconds: float = 0.0
 
-    def count(self, record: Record, ending: Ending) -> None:
-        """Add a request that has ended."""
+    def count(self, record: Record, ending: Ending, seconds: float) -> None:
+        """Add a request that has ended after so long."""
         self.requests += 1
-        self.seconds += record.lasted_s
-        if (last := record.last) is not None:
+        self.seconds += seconds
+        if record.attempts:
+            last = record.attempts[-1]
             self.prompt_tokens += last.prompt_tokens
             self.overlap_tokens += last.overlap_tokens
             self.output_tokens += last.output_tokens or 0

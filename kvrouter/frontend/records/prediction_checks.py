@@ -5,15 +5,15 @@ from __future__ import annotations
 from kvrouter.core.audit.findings import Audit
 from kvrouter.core.fleet.router import Placement, Router
 from kvrouter.core.routing.policy import RouteRequest
-from kvrouter.core.tables.predictions import Prediction
+from kvrouter.core.tables.predictions import Prediction, Usage
 from kvrouter.frontend.records.record import AttemptRecord
 
 
-def check_answer(running: AttemptRecord, audit: Audit, now: float) -> None:
+def check_answer(running: AttemptRecord, usage: Usage, audit: Audit, now: float) -> None:
     """Compare the prediction made at the booking with the usage in a good answer, and expect its events."""
-    work, placement, usage = running.work, running.placement, running.usage
+    work, placement = running.work, running.placement
     router, route, traits, choice = work.router, work.route, work.traits, placement.choice
-    if traits is None or usage is None:
+    if traits is None:
         return
     pool, names_blocks = router.pool, _names_blocks_of_engine(router, route, placement)
     # A prediction that may fail for a known reason is counted, and raises no alarm. Behind other waiting

@@ -59,8 +59,9 @@ class Readers:
                 metrics.between.observe((clock() - running.first_at) / (events - 1), running.model)
         if work.traits is not None or record.is_noted:
             running.usage = work.api.find_usage(attempt.tail)
-        if running.is_good and running.prefill is None:  # else its engine has computed no prompt
-            check_answer(running, self._audit, self._now())
+        # of a pair, this engine has computed no prompt
+        if running.usage is not None and running.prefill is None and running.is_good:
+            check_answer(running, running.usage, self._audit, self._now())
 
     def attempt_failed(self, running: AttemptRecord, failure: Rejected | Lost | Retried) -> str:
         """Count and log an attempt that failed; returns what the log has as its detail."""
@@ -90,13 +91,14 @@ class Readers:
         if work is not None:
             model = metrics.models[work.router.pool.model]
             mode = work.route.mode or work.router.modes.default.mode
-            if path := record.path:
+            if work.router.pool.split.whole is not None and (path := record.path):
                 metrics.pd_requests.inc(path)
         # Only the APIs' own routes lead here, so the path is not the client's choice.
         metrics.requests.values[model, record.request.head.route, mode, record.status, ending] += 1
-        self.clients.of(record.request, self._now()).count(record, ending)
+        seconds = record.lasted_s
+        self.clients.of(record.request, self._now()).count(record, ending, seconds)
         if record.served is not None:
-            metrics.duration.observe(record.lasted_s, model)
+            metrics.duration.observe(seconds, model)
         if ending != "ok" or record.error is not None or record.is_noted:
             self.access.end(record)
 

@@ -177,6 +177,8 @@ class Record(Struct):
     """Whether it is logged even if it is served."""
     trace: Trace | None = None
     """None: it is not sampled."""
+    is_noted: bool = False
+    """Whether it is logged or traced even if it is served."""
     tokenized: tuple[float, float] | None = None
     """When that began and ended."""
     accepted_at: float = 0.0
@@ -198,11 +200,6 @@ class Record(Struct):
     def last(self) -> AttemptRecord | None:
         """The attempt whose answer the client got, if it got one of a worker's."""
         return self.attempts[-1] if self.attempts else None
-
-    @property
-    def is_noted(self) -> bool:
-        """Whether it is logged or traced even if it is served."""
-        return self.is_logged or self.trace is not None
 
     @property
     def lasted_s(self) -> float:

@@ -258,7 +258,9 @@ class Completions:
         `is_last`: no retry is left.
         """
         metrics, now, began = self._metrics, self._now(), clock()
-        route, unread = self._hand_overs.next_try(record, work.route, is_last=is_last)
+        route, unread = work.route, None
+        if record.attempts:
+            route, unread = self._hand_overs.next_try(record.attempts[-1], route, is_last=is_last)
         placement, _ = work.router.route_among(
             route,
             now,
@@ -343,7 +345,7 @@ class Completions:
         """Free the booking of an attempt. It has no outcome if the client left or an error was raised."""
         router, placement, outcome, now = running.work.router, running.placement, running.outcome, self._now()
         running.ended_at = clock()
-        if running.reached is not running:  # the other half of its pair failed: its own worker got nothing
+        if running.prefill is not None and not running.prefill.is_good:  # its own worker got nothing
             router.bookings.free(placement.key, now)
             self._publishing.flush_soon()
             return
@@ -354,7 +356,8 @@ class Completions:
         # Nearly all are good: asked first, and without a `match`, which takes 0.5 µs.
         if isinstance(outcome, Done) and outcome.status < 300 and not outcome.failure:
             running.counts.answers["ok"] += 1
-            router.tables.rests.accepted(placement.target)
+            if router.tables.rests.refusals:
+                router.tables.rests.accepted(placement.target)
             # before `free`, which reports 499 to the policy otherwise
             router.bookings.answered(placement.key, outcome.status)
             # Only a good answer proves that the target computed the prompt, and so may hold its blocks.

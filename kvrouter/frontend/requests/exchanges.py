@@ -25,7 +25,7 @@ from kvrouter.frontend.requests.kept_responses import KeptResponses
 from kvrouter.frontend.requests.rules import record_refusal
 from kvrouter.relay.exchange import Attempt, ClientSide, Lost, Outcome
 from kvrouter.relay.request import Request
-from kvrouter.relay.upstream import Upstream, WorkerUnreachableError
+from kvrouter.relay.upstream import Upstream, WorkerConnection, WorkerUnreachableError
 from kvrouter.replica.publishing import Publishing
 
 # A connection that is refused within this time may be followed by another one (completions.py).
@@ -57,54 +57,59 @@ class Exchanges:
 
     async def exchange(self, record: Record, running: AttemptRecord, client: ClientSide) -> Outcome:
         """Send the request to the placement's worker, and its answer to the client."""
-        outcome = await self._exchange_once(record, running, client)
-        if isinstance(outcome, Lost) and outcome.was_idle:
-            # The worker closed an idle connection meanwhile, as HTTP/1.1 allows: it has not failed.
-            running.outcome = None
-            outcome = await self._exchange_once(record, running, client, fresh=True)
-        return outcome
-
-    async def _exchange_once(
-        self, record: Record, running: AttemptRecord, client: ClientSide, *, fresh: bool = False
-    ) -> Outcome:
-        work, placement, request = running.work, running.placement, running.work.request
-        if record.trace is not None and not fresh:
+        if record.trace is not None:
             begin_upstream(record.trace, running, len(record.attempts))
-        try:
-            connection = None if fresh else self._upstream.idle(placement.url)
+        upstream, url, is_fresh = self._upstream, running.placement.url, False
+        while True:
+            connection = None if is_fresh else upstream.idle(url)
             if connection is None:
-                connection = await self._upstream.connect(placement.url)
-        except WorkerUnreachableError as error:
-            now = self._now()
-            record_refusal(work.router, placement.target, now, random.random())
-            running.is_refused = not fresh and now < running.sent_at + REFUSED_S
-            # `fresh`: a connection has just broken with the request
-            lost = running.outcome = Lost(str(error), is_cut=fresh)
-            return lost
-        is_clients = client is request.client
-        attempt = Attempt(
+                try:
+                    connection = await upstream.connect(url)
+                except WorkerUnreachableError as error:
+                    return self._unreachable(running, error, is_fresh=is_fresh)
+            attempt = self._attempt(record, running, client, connection)
+            self._in_flight.running[attempt] = running
+            try:
+                attempt.send(self._bytes_for(running))
+                running.outcome = outcome = await attempt.outcome
+                if client is running.work.request.client and running.is_good:
+                    self._good_answer(running, attempt)
+            except asyncio.CancelledError:
+                attempt.cancel()
+                raise
+            finally:
+                del self._in_flight.running[attempt]
+                self._readers.attempt_ended(record, running, attempt)
+            if is_fresh or not isinstance(outcome, Lost) or not outcome.was_idle:
+                return outcome
+            # The worker closed an idle connection meanwhile, as HTTP/1.1 allows: it has not failed.
+            running.outcome, is_fresh = None, True
+
+    def _attempt(
+        self, record: Record, running: AttemptRecord, client: ClientSide, connection: WorkerConnection
+    ) -> Attempt:
+        work = running.work
+        is_clients = client is work.request.client
+        return Attempt(
             client,
             connection,
             record.limits,
             work.api,
-            _response_headers(work, placement, self._router_id),
+            _response_headers(work, running.placement, self._router_id),
             partial(self._first_output, running),
-            is_clients and request.head.wants_keep_alive and not self._in_flight.is_draining,
+            is_clients and work.request.head.wants_keep_alive and not self._in_flight.is_draining,
             work.response is not None or not is_clients,
         )
-        self._in_flight.running[attempt] = running
-        try:
-            attempt.send(self._bytes_for(running))
-            running.outcome = outcome = await attempt.outcome
-            if running.is_good and is_clients:
-                self._good_answer(running, attempt)
-            return outcome
-        except asyncio.CancelledError:
-            attempt.cancel()
-            raise
-        finally:
-            del self._in_flight.running[attempt]
-            self._readers.attempt_ended(record, running, attempt)
+
+    def _unreachable(
+        self, running: AttemptRecord, error: WorkerUnreachableError, *, is_fresh: bool
+    ) -> Outcome:
+        """No connection. `is_fresh`: one has just broken with the request."""
+        now = self._now()
+        record_refusal(running.work.router, running.placement.target, now, random.random())
+        running.is_refused = not is_fresh and now < running.sent_at + REFUSED_S
+        running.outcome = Lost(str(error), is_cut=is_fresh)
+        return running.outcome
 
     def _bytes_for(self, running: AttemptRecord) -> bytes:
         """The request as its worker gets it, head and body."""

@@ -15,7 +15,7 @@ from kvrouter.connectors import SERVED, decode_body, prefill_body
 from kvrouter.core.fleet.router import Placement
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.errors import WorkerRejectedError
-from kvrouter.frontend.records.record import AttemptRecord, Record
+from kvrouter.frontend.records.record import AttemptRecord
 from kvrouter.relay.collected import Collected
 from kvrouter.relay.events import message_in
 from kvrouter.relay.exchange import Done, Lost, Outcome
@@ -27,11 +27,10 @@ class HandOvers:
         self._metrics = metrics
 
     def next_try(
-        self, record: Record, route: RouteRequest, *, is_last: bool
+        self, last: AttemptRecord, route: RouteRequest, *, is_last: bool
     ) -> tuple[RouteRequest, AttemptRecord | None]:
-        """What to route next; and the last attempt, if what was computed for it never reached its worker."""
-        last = record.last
-        if last is None or not route.may_split:
+        """What to route after `last`; and that, if what was computed for it never reached its worker."""
+        if not route.may_split:
             return route, None
         if last.is_refused and last.is_handed_over:
             return route, last
