@@ -205,7 +205,8 @@ class OwnBookings:
         booking = self._pool.active.mark_prefill_completed(key, now)
         if booking is None:
             return
-        self._feed.publish(MarkPrefillCompleted(key.number))
+        if self._feed.is_followed:
+            self._feed.publish(MarkPrefillCompleted(key.number))
         own = self._own.get(key.number)
         # hashes of another block size would be found by no prompt
         if own is not None and own.block_size == self._pool.block_size:
@@ -245,7 +246,7 @@ class OwnBookings:
             seconds = max(0.0, now - own.sent_at)
             produced = own.output_tokens if output_tokens is None else output_tokens
             own.policy.on_request_end(own.request, own.booking.target, own.ttft_s, seconds, produced)
-        if self._pool.active.free(key, now) is not None:
+        if self._pool.active.free(key, now) is not None and self._feed.is_followed:
             self._feed.publish(Free(key.number))
 
 

@@ -267,7 +267,7 @@ class BookingTable:
             owner = self._owners[router_id] = _Owner()
         owner.bookings[number] = booking
         owner.changed.add(number)
-        owner.room += (room := _room_of(booking))
+        owner.room += (room := _BOOKING_BLOCKS + len(booking.hashes))  # written out, as in `_disown`
         self._budget.used_blocks += room
         self._budget.bookings += 1
 
@@ -542,7 +542,7 @@ class BookingTable:
             return None
         booking = owner.end(key.number)
         if booking is not None:
-            owner.room -= (room := _room_of(booking))
+            owner.room -= (room := _BOOKING_BLOCKS + len(booking.hashes))
             self._budget.used_blocks -= room
             self._budget.bookings -= 1
         if not owner.bookings:  # replicas come and go, each with a new id

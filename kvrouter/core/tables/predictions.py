@@ -31,7 +31,7 @@ LEAST = 8
 # Events arrive within some 20 ms. A block that has not appeared after 2 s will not appear.
 ANNOUNCE_S = 2.0
 # Requests whose events are awaited at the same time; more are not checked, which loses only evidence.
-MAX_EXPECTED = 256
+MAX_EXPECTED = 64
 # An estimated prediction of 4 blocks of text is at least one block of tokens, in any language.
 SURE_BLOCKS = 4
 # Bucket bounds of the error of a prediction, in blocks; below 0 the engine had more than predicted.

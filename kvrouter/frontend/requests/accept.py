@@ -169,12 +169,11 @@ class Accept:
         is_json = bool(body) and (parse is not None or passthrough.is_json(request))
         if not body.startswith(PLAIN) and is_json:
             body = in_utf8(body) if len(body) <= LARGE_BYTES else await asyncio.to_thread(in_utf8, body)
-        passed: Parse = partial(passthrough.parse, request)
         large = None
         if len(body) > LARGE_BYTES:
             # Of routes without `parse` no values are decoded (passthrough.py).
             large = await LargeBody.read(body) if parse is not None else LargeBody(body)
-        asked, large = await _parsed(parse or passed, body, large)
+        asked, large = await _parsed(parse or partial(passthrough.parse, request), body, large)
         router = self._pools.router_for(self.aliases.get(asked.model or "", asked.model))
         if isinstance(asked, responses.ResponseRequest):
             owner = owner_of(request.headers)
