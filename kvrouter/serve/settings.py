@@ -29,9 +29,8 @@ class ServeOptions(Settings):
 
     engines: tuple[EngineSpec, ...] = setting(
         (),
-        "an engine. Keys: kv, replay (ZMQ endpoints), id, topic, model, block-size, label.NAME, and for "
-        "prefill and decode apart role, connector, bootstrap-port, kv-address, kv-hash; by default the "
-        "engine is queried for them",
+        "an engine. Keys: kv, replay (ZMQ endpoints), id, topic, model, block-size, label.NAME, role, "
+        "connector, bootstrap-port, kv-address, kv-hash; else queried",
         name="engine",
         metavar="URL[,key=value…]",
         read=read_engine,

@@ -312,7 +312,9 @@ async def test_pair_that_fails_rests(fleet_of: FleetOf) -> None:
         assert [500, 500, 500, 200, 200] == statuses
         fleet.frontend.audit.check_events(asyncio.get_running_loop().time())
         fleet.frontend.audit.run()
-        assert b"handed over from w0 have failed here 3 times" in (await fleet.get("/ready")).body
+        assert (
+            b"failed 3 times in a row with requests handed over from w0" in (await fleet.get("/ready")).body
+        )
 
 
 async def test_bad_request(fleet_of: FleetOf) -> None:
@@ -323,6 +325,7 @@ async def test_bad_request(fleet_of: FleetOf) -> None:
         assert 400 == response.status
         assert "max_tokens is wrong" in response.json["error"]["message"]
         assert 1 == len(fleet.requests)
+        assert not await metric(fleet, "kvrouter_pd_requests_total{")  # nothing was computed
 
 
 @pytest.mark.parametrize("fields", [{"max_tokens": 0}, {"max_tokens": -1}, {"max_completion_tokens": 0}])
@@ -384,7 +387,9 @@ async def test_no_prefill_worker(fleet_of: FleetOf, flags: tuple[str, ...], stat
         await until(lambda: router.pool.split.whole is not None)
         response = await fleet.ask(STREAM)
         assert status == response.status
-        if status != 200:
+        if status == 200:
+            assert await metric(fleet, 'kvrouter_pd_requests_total{path="fallback"} 1')
+        else:
             assert "--pd-fallback refuse" in response.json["error"]["message"]
         await until(lambda: fleet.frontend.replica.readiness.is_ready)
         fleet.frontend.audit.run()

@@ -41,6 +41,7 @@ SAMPLES = {
     "nats": ["nats://a:1", "nats://a:1,nats://b:2", "tls://a:1", "embedded"],
     "otlp-endpoint": ["http://127.0.0.1:4318", "https://collector/v1/traces"],
     "pace": ["1", "0.5,2"],
+    "pd-same-label": ["zone", "rack"],
     "prefix-store-mib": ["1", "513"],
     "replica": ["http://a:1", "http://b:2"],
     "root-path": ["/a", "/api/llm-1"],

@@ -112,9 +112,9 @@ def _resting(transfers: Transfers, now: float) -> Iterator[tuple[WorkerId, Probl
     for decode, prefills in failing.items():
         more = f" and {len(prefills) - _MOST_NAMES} more" if len(prefills) > _MOST_NAMES else ""
         text = (
-            f"requests handed over from {', '.join(prefills[:_MOST_NAMES])}{more} have failed here "
-            f"{FAILURES_MOST} times in a row: these pairs rest for {REST_S:g} s, and again after each "
-            "failure. Look at the logs of both engines, and whether this one reaches what the other hands "
+            f"failed {FAILURES_MOST} times in a row with requests handed over from "
+            f"{', '.join(prefills[:_MOST_NAMES])}{more}: these pairs rest for {REST_S:g} s, and again after "
+            "each failure. Look at the logs of both engines, and whether this one reaches what the other hands "
             "over (nixl: VLLM_NIXL_SIDE_CHANNEL_HOST of the prefill engine; example: the shared directory)"
         )
         yield decode, Problem("pair", text)

@@ -132,7 +132,7 @@ class OwnBookings:
         selection.policy.routed(request, choice, moment)
         if request.session and selection.keeps_sessions:
             self.bind(request.session, target, now)
-        if not own.streamed:
+        if not own.streamed and own.booking.role != DECODE:  # else it computes no prompt
             seconds = self._tables.rates.seconds(target, own.charged_tokens)
             if seconds is not None:
                 self._predict(now + seconds, number)

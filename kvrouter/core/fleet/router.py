@@ -438,16 +438,17 @@ def _placement(
         block_size=pool.block_size,
         connector=card.kv_connector,
         prefill=prefill,
-        path="" if pool.split.whole is None else _path(card, sharing),
+        path="" if pool.split.whole is None else _path(pool, card, sharing),
     )
 
 
-def _path(card: Card, sharing: Sharing | None) -> Path:
+def _path(pool: Pool, card: Card, sharing: Sharing | None) -> Path:
     if sharing is not None and sharing.pair is not None:
         return "pair"
     if card.role != DECODE:
         return ""
-    return "decode" if sharing is None or sharing.terms else "fallback"
+    is_chosen = pool.split.islands if sharing is None else sharing.terms
+    return "decode" if is_chosen else "fallback"
 
 
 def _preferred(eligible: Candidates, prefer: tuple[Target, ...]) -> list[Candidate]:

@@ -92,7 +92,7 @@ def refusal(card: Card) -> str:
         lack = "" if card.kv_connector in CONNECTORS else f", {card.kv_connector!r} is not served"
         return f"computes prompts only (role prefill{lack})"
     if card.role == DECODE:
-        return "has no prefill worker (--pd-fallback refuse)"
+        return "has no prefill worker to pair with (--pd-fallback refuse)"
     return (
         f"has role {card.role!r:.64}, which this version does not know (upgrade the replicas, or give its "
         "agent --role both, prefill or decode)"

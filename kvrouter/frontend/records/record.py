@@ -213,14 +213,15 @@ class Record(Struct):
 
     @property
     def path(self) -> str:
-        """How prefill and decode workers shared it; empty: one of both served it, or none."""
+        """How prefill and decode workers shared it; empty: they did not, or nothing was computed."""
         last = self.last
         if last is None:
             return ""
         path, first = last.placement.path, last.prefill
-        is_unread = first is not None and first.is_good and not last.is_handed_over
+        if first is not None and not last.is_handed_over:
+            return "fallback" if first.is_good else ""
         has_failed = path == "decode" and any(one.prefill is not None for one in self.attempts)
-        return "fallback" if is_unread or has_failed else path
+        return "fallback" if has_failed else path
 
     def ending(self) -> Ending:
         """How it ended."""

@@ -132,7 +132,7 @@ def test_pair_that_rests() -> None:
 
     found = told(replica, 6.0)
     assert ["d1"] == [*found]
-    assert "pair: requests handed over from p1 have failed here 3 times in a row" in found["d1"]
+    assert "pair: failed 3 times in a row with requests handed over from p1: " in found["d1"]
     assert {} == told(replica, 5.0 + REST_S)
 
 
