@@ -313,7 +313,7 @@ async def test_pair_that_fails_rests(fleet_of: FleetOf) -> None:
         fleet.frontend.audit.check_events(asyncio.get_running_loop().time())
         fleet.frontend.audit.run()
         assert (
-            b"failed 3 times in a row with requests handed over from w0" in (await fleet.get("/ready")).body
+            b"failed 3 times in a row with requests handed over" in (await fleet.get("/ready")).body
         )
 
 
