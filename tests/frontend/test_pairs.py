@@ -312,9 +312,7 @@ async def test_pair_that_fails_rests(fleet_of: FleetOf) -> None:
         assert [500, 500, 500, 200, 200] == statuses
         fleet.frontend.audit.check_events(asyncio.get_running_loop().time())
         fleet.frontend.audit.run()
-        assert (
-            b"failed 3 times in a row with requests handed over" in (await fleet.get("/ready")).body
-        )
+        assert b"failed 3 times in a row with requests handed over" in (await fleet.get("/ready")).body
 
 
 async def test_bad_request(fleet_of: FleetOf) -> None:
