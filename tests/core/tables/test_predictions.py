@@ -312,10 +312,10 @@ def test_equal_requests_are_one_piece_of_evidence() -> None:
     table.look(ANNOUNCE_S, lambda *_: False)
     assert {"missing": 1} == table.records[W1].announced
 
-    for own in range(100):
+    for own in range(50):
         table.expect(T1, TEXT, [1, own], 0.0)
     table.look(ANNOUNCE_S, lambda *_: False)
-    assert {"missing": 101} == table.records[W1].announced
+    assert {"missing": 51} == table.records[W1].announced
 
 
 def test_bounded() -> None:
