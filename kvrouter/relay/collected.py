@@ -38,6 +38,6 @@ class Collected:
         return b"" if self._is_much else bytes(self._data).partition(b"\r\n\r\n")[2]
 
     def age_s(self, now: float) -> float:
-        """Since the worker answered, by its own `date`. `now`: seconds since 1970."""
-        _, found, rest = bytes(self._data).partition(b"\r\ndate: ")
-        return -seconds_until(rest.partition(b"\r\n")[0], now) if found else float("inf")
+        """Since the worker answered, by its own `date`; without one infinite. `now`: seconds since 1970."""
+        date = bytes(self._data).partition(b"\r\ndate: ")[2].partition(b"\r\n")[0]
+        return -seconds_until(date, now) or float("inf")

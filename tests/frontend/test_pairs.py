@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from email.utils import formatdate
 from typing import Any
@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from kvrouter.connectors.nixl import NEEDED, Nixl
+from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.relay.collected import Collected
 from tests.frontend.clients import connected
 from tests.frontend.fleet import BODY, STREAM, Fleet, FleetOf
 from tests.frontend.workers import (
@@ -194,17 +196,31 @@ async def test_all_or_none(fleet_of: FleetOf, name: str) -> None:
         assert await metric(fleet, 'kvrouter_pd_requests_total{path="fallback"} 1')
 
 
-@pytest.mark.parametrize(("age_s", "path"), [(60, "fallback"), (None, "fallback"), (-60, "pair")])
+DATES = {
+    "old": (lambda: f"date: {formatdate(time.time() - 60, usegmt=True)}\r\n", "fallback"),
+    "none": (lambda: "", "fallback"),
+    "in time": (lambda: f"date: {formatdate(time.time() + 60, usegmt=True)}\r\n", "pair"),
+}
+
+
+@pytest.mark.parametrize(("date", "path"), DATES.values(), ids=DATES)
 async def test_lease_over(
-    fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch, age_s: float | None, path: str
+    fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch, date: Callable[[], str], path: str
 ) -> None:
     """The decode worker gets no parameters whose lease may be over: it would read other prompts' blocks."""
     monkeypatch.setattr(Nixl, "lease_s", 0.0)
-    date = b"" if age_s is None else f"date: {formatdate(time.time() - age_s, usegmt=True)}\r\n".encode()
-    async with pair(fleet_of, prefill=(says(prefilled(date)),)) as fleet:
+    async with pair(fleet_of, prefill=(says(prefilled(date().encode())),)) as fleet:
         assert 200 == (await fleet.ask(STREAM)).status
         assert ("kv_transfer_params" in fleet.workers[1].requests[0].json) == (path == "pair")
         assert await metric(fleet, f'kvrouter_pd_requests_total{{path="{path}"}} 1')
+
+
+@pytest.mark.parametrize("head", [b"", b"date: yesterday\r\n"])
+def test_answer_of_unknown_age(head: bytes) -> None:
+    """Then the time since the request counts."""
+    kept = Collected()
+    kept.write(b"HTTP/1.1 200 OK\r\n" + head + b"\r\n{}")
+    assert float("inf") == kept.age_s(time.time())
 
 
 @pytest.mark.parametrize(
@@ -424,6 +440,8 @@ async def test_refuse_where_pairs_fail(fleet_of: FleetOf) -> None:
         assert "--pd-fallback refuse" in replies[-1].json["error"]["message"]
         planned = (await fleet.ask(BODY, path="/v1/route")).json
         assert planned["winner"] is None
+        (router,) = fleet.frontend.replica.routers.values()
+        assert {"w0"} == {target.worker_id for target in router.pool.refusals(RouteRequest(""))}  # as before
         assert ["w1"] == [one["worker_id"] for one in planned["removed"] if "just failed" in one["by"]]
 
 

@@ -42,7 +42,7 @@ UNPAIRED = "without a partner that has not just failed (--pd-fallback refuse)"
 
 # How prefill and decode workers share a request: the decode worker alone ("decode": it is better, "fallback":
 # no prefill worker is left). Empty where a worker of both serves it.
-Path = Literal["", "pair", "decode", "fallback"]
+PairPath = Literal["", "pair", "decode", "fallback"]
 
 
 class Placement(Struct, frozen=True, gc=False):
@@ -64,7 +64,7 @@ class Placement(Struct, frozen=True, gc=False):
     """By which its engine hands KV blocks over."""
     prefill: Placement | None = None
     """Where its prompt is computed, if another worker does that."""
-    path: Path = ""
+    path: PairPath = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +298,7 @@ class Router:
         if request.may_split and eligible and self.pool.split.whole is not None:
             eligible, sharing = self._shared(request, selection, candidates, eligible, moment, exclude)
             if not eligible:
-                refused |= dict.fromkeys(candidates.targets(), UNPAIRED)
+                refused = refused | dict.fromkeys(candidates.targets(), UNPAIRED)  # it is the pool's own
                 candidates = eligible
         best = selection.choose(request, eligible, moment) if eligible else []
         order = tuple([one.target for one in best])
@@ -442,7 +442,7 @@ def _placement(
     )
 
 
-def _path(pool: Pool, card: Card, sharing: Sharing | None) -> Path:
+def _path(pool: Pool, card: Card, sharing: Sharing | None) -> PairPath:
     if sharing is not None and sharing.pair is not None:
         return "pair"
     if card.role != DECODE:
