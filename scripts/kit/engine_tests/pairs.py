@@ -203,7 +203,10 @@ async def _lengths(stage: Stage, connector: str) -> list[Row]:
         blocks, tokens = -(-length // BLOCK_SIZE), after["tokens"] - before["tokens"]
         # with NIXL the prefill's own count, else what was read
         if not reply.prefill_worker or reply.cached_tokens != (0 if connector == "nixl" else tokens):
-            raise PairError(f"{length} tokens: not handed over, or usage is not that of the prefill: {reply}")
+            raise PairError(
+                f"{length} tokens: not handed over, or usage is not that of the prefill: {reply}; the decode "
+                f"engine counts {tokens:.0f} tokens of the prefill engine's"
+            )
         # files hold whole blocks, without the last token, which is computed
         if tokens != (length if connector == "nixl" else max(0, length - 2) // BLOCK_SIZE * BLOCK_SIZE):
             raise PairError(f"{length} tokens: the decode engine counts {tokens:.0f} of the prefill engine's")
