@@ -48,12 +48,14 @@ LENGTHS = {
 NUM_BLOCKS = 640
 # The engine's lease is 30 s.
 LEASE_TIMEOUT_S = 120
+CHECKED_TIMEOUT_S, QUIET_S = 120, 6.0
 AT_ONCE = 8
 OUTPUT_TOKENS = 12
 _BYTES = re.compile(r"^vllm:nixl_bytes_transferred_sum(?:{[^}]*})? (\S+)", re.MULTILINE)
 _EXPIRED = re.compile(r"^vllm:nixl_num_kv_expired_reqs_total(?:{[^}]*})? (\S+)", re.MULTILINE)
 _FAILURES = re.compile(r"^kvrouter_pd_pair_failures_total (\S+)", re.MULTILINE)
 _FALLBACKS = re.compile(r'^kvrouter_pd_requests_total\{path="fallback"} (\S+)', re.MULTILINE)
+_ENDED = re.compile(r"^vllm:request_success_total(?:{[^}]*})? (\S+)", re.MULTILINE)
 _HITS = re.compile(r"^vllm:external_prefix_cache_hits_total(?:{[^}]*})? (\S+)", re.MULTILINE)
 # NixlConnector pins its threads to the machine's last core, so that two engines would share one.
 _UNPIN = "import os\nos.sched_setaffinity = lambda *_: None\n"
@@ -119,6 +121,7 @@ async def _run(options: argparse.Namespace) -> int:
         ]
         flags = ["--router-mode=kv", "--router-replica-sync", "--pd-min-uncached-tokens=0"]
         stage = await serve_engines(common.fleet, common.client, engines, named, flags)
+        await _until_checked(stage)
         rows += [*await _lengths(stage, options.connector), await _at_once(stage)]
         if options.connector == "nixl":
             rows += [await _wrong_engine(stage, proxy), await _lease_over(stage, proxy)]
@@ -188,6 +191,15 @@ async def _counts(stage: Stage) -> dict[str, float]:
     url = stage.engines[1].url
     found = {"bytes": _BYTES, "tokens": _HITS}
     return {name: await _sum(stage.client, url, of=each) for name, each in found.items()}
+
+
+async def _until_checked(stage: Stage) -> None:
+    """The replicas' own test chats (templates, tokens) are over: the decode engine counts them, too."""
+    urls, ended = [engine.url for engine in stage.engines], -1.0
+    async with asyncio.timeout(CHECKED_TIMEOUT_S):
+        while (now := await _sum(stage.client, *urls, of=_ENDED)) != ended:
+            ended = now
+            await asyncio.sleep(QUIET_S)
 
 
 async def _lengths(stage: Stage, connector: str) -> list[Row]:
