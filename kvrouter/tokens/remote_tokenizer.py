@@ -191,7 +191,7 @@ class EngineTokenizer:
             # not except*: before Python 3.11.4 it wraps the exception raised inside in another group
             raise errors.exceptions[0] from None
         except TimeoutError:
-            raise SlowError(f"{url}/{route}: no answer within {timeout_s:g} s") from None
+            raise SlowError(f"{url}/{route}: no answer within {round(timeout_s, 2):g} s") from None
         finally:
             self._calls -= len(bodies)
         return [task.result() for task in tasks]

@@ -171,7 +171,6 @@ async def test_both_hang() -> None:
 
         assert asked.found is None
         assert all(isinstance(error, SlowError) for error in asked.errors.values())
-        assert "no answer within 0.2 s" in str(asked.errors[workers[0].url])
 
 
 async def test_no_time_is_left() -> None:
