@@ -106,15 +106,19 @@ class Selection:
 
     def eligible(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> Candidates:
         """The candidates that no filter removes; may be empty."""
-        for filter_ in self.filters:
-            if self._applies(filter_, request):
-                candidates = filter_.keep(request, candidates, moment)
+        for filter_ in self._filters_of(request):
+            candidates = filter_.keep(request, candidates, moment)
         return candidates
 
-    def _applies(self, filter_: Filter, request: RouteRequest) -> bool:
-        if not filter_.only_if_preferred:
-            return True
-        return bool(request.session or request.parent_session) and self.policy.sessions == "preferred"
+    def _filters_of(self, request: RouteRequest) -> Sequence[Filter]:
+        """Those that apply to the request."""
+        if (request.session or request.parent_session) and self.policy.sessions == "preferred":
+            return self.filters
+        return self._unconditional
+
+    @cached_property
+    def _unconditional(self) -> tuple[Filter, ...]:
+        return tuple([one for one in self.filters if not one.only_if_preferred])
 
     def choose(self, request: RouteRequest, eligible: Candidates, moment: Moment) -> list[Candidate]:
         """The pick, then the candidates to try if it fails. `eligible` must not be empty."""
@@ -211,7 +215,7 @@ class Selection:
         """The targets that filters remove, and the name of the first filter that does."""
         removed: dict[Target, str] = {}
         # the filters again, one by one: `eligible` keeps no record, as every request passes it
-        for filter_ in [one for one in self.filters if self._applies(one, request)]:
+        for filter_ in self._filters_of(request):
             before, candidates = candidates, filter_.keep(request, candidates, moment)
             kept = set(candidates.targets())
             removed |= {target: filter_.name for target in before.targets() if target not in kept}

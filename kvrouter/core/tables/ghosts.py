@@ -22,6 +22,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 
 from kvrouter.core.wire.hashes import pack_hashes
 
@@ -176,6 +177,7 @@ class Ghosts:
         del self._unswept[-count:]
 
 
+@lru_cache
 def _low_bytes(halvings: int) -> re.Pattern[bytes]:
     """Matches the lowest byte of a sampled hash: its last `halvings` bits are 0."""
     step = 1 << min(halvings, 8)
