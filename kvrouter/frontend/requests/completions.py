@@ -213,13 +213,9 @@ class Completions:
                 await asyncio.sleep(RETRY_DELAY_S * 2**tries * random.random())
             is_watched = prompts.suspected or prompts.condemned
             case = case or (await self.lost.case(work) if is_watched else None)
-            is_last = tries == limits.retries
+            place = partial(self._place, record, work, failed, fallbacks, is_last=tries == limits.retries)
             try:
-                if case is None:
-                    running = self._place(record, work, failed, fallbacks, is_last=is_last)
-                else:
-                    place = partial(self._place, record, work, failed, fallbacks, is_last=is_last)
-                    running = await self.lost.place(case, place)
+                running = place() if case is None else await self.lost.place(case, place)
             except NoWorkersError:
                 if outcome is None:
                     raise
