@@ -18,7 +18,9 @@ from msgspec import Raw
 from kvrouter.bodies import lax
 from kvrouter.bodies.edits import with_field
 from kvrouter.connectors.example import Example
+from kvrouter.connectors.mooncake import Mooncake
 from kvrouter.connectors.nixl import Nixl
+from kvrouter.connectors.source import Source
 
 PARAMETERS = "kv_transfer_params"
 _ONE, _NO, _YES, _NULL = Raw(b"1"), Raw(b"false"), Raw(b"true"), Raw(b"null")
@@ -27,18 +29,24 @@ _LEFT_OUT = ("n", "best_of", "logprobs", "top_logprobs")
 
 
 class Connector(Protocol):
-    """`asking`: the parameters in the prefill worker's body; None: it needs none."""
+    """`has_parameters`: without them the decode worker finds nothing."""
 
-    asking: Raw | None
+    has_parameters: bool
     lease_s: float
     """The decode worker gets no older parameters."""
 
-    def handed_over(self, answer: bytes, prefill_url: str) -> Raw | None:
+    def asking(self, source: Source) -> Raw | None:
+        """The parameters in the prefill worker's body; None: it gets none."""
+        ...
+
+    def handed_over(self, answer: bytes, source: Source) -> Raw | None:
         """The parameters for the decode worker; None: nothing was handed over."""
         ...
 
 
-SERVED: Mapping[str, Connector] = MappingProxyType({"nixl": Nixl(), "example": Example()})
+SERVED: Mapping[str, Connector] = MappingProxyType(
+    {"nixl": Nixl(), "mooncake": Mooncake(), "example": Example()}
+)
 """By the name on a worker's card (`CONNECTORS` in core/wire/heartbeats.py)."""
 
 

@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from msgspec import Raw
 
+from kvrouter.connectors.source import Source
+
 
 class Example:
-    asking: Raw | None = None
+    has_parameters = False
     lease_s = float("inf")
 
-    def handed_over(self, answer: bytes, prefill_url: str) -> Raw | None:
+    def asking(self, source: Source) -> Raw | None:
+        return None
+
+    def handed_over(self, answer: bytes, source: Source) -> Raw | None:
         return None

@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Raw
 
+from kvrouter.connectors.source import Source
+
 ASKING = Raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
     b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
@@ -32,11 +34,14 @@ class _Answer(msgspec.Struct):
 
 
 class Nixl:
-    asking: Raw | None = ASKING
+    has_parameters = True
     # Of 30 s (kv_lease_duration), without 5 s until the decode engine renews it, and 5 s for the way there.
     lease_s = 20.0
 
-    def handed_over(self, answer: bytes, prefill_url: str) -> Raw | None:
+    def asking(self, source: Source) -> Raw | None:
+        return ASKING
+
+    def handed_over(self, answer: bytes, source: Source) -> Raw | None:
         """None: a parameter is missing, so D computes the prompt."""
         try:
             found = msgspec.json.decode(answer, type=_Answer).kv_transfer_params or {}
@@ -44,7 +49,7 @@ class Nixl:
             return None
         if found.get("do_remote_prefill") != _TRUE or any(found.get(name, _NULL) == _NULL for name in NEEDED):
             return None
-        host = urlsplit(prefill_url).hostname or ""
+        host = urlsplit(source.url).hostname or ""
         if _is_here(found["remote_host"]) and not host.startswith(_HERE):
             # VLLM_NIXL_SIDE_CHANNEL_HOST was not set: its default is localhost
             found["remote_host"] = Raw(msgspec.json.encode(host))

@@ -21,7 +21,7 @@ _MOST_ID_CHARACTERS = 64
 # Why other ways to hand KV blocks over than these are not served.
 _NOT_SERVED = {
     "nixl-push": "not served: a second use of its parameters hangs both engines (vLLM 0.33)",
-    **dict.fromkeys(("mooncake", "lmcache", "moriio", "offload-p2p"), "not served yet"),
+    **dict.fromkeys(("lmcache", "moriio", "offload-p2p"), "not served yet"),
 }
 _ADDRESS = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]{1,253}):([0-9]{1,5})")
 _METRIC = re.compile(r"([A-Za-z_]\w{0,63})=([A-Za-z_:][\w:]{0,199})", re.ASCII)

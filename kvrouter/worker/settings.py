@@ -59,7 +59,7 @@ class EngineSettings(Settings):
     )
     kv_connector: str | None = setting(
         None,
-        "how it hands over KV blocks: nixl or example",
+        "how it hands over KV blocks: nixl, mooncake or example",
         metavar="NAME",
         read=read_connector,
         default_text="as the engine says",

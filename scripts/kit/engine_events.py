@@ -52,11 +52,14 @@ def hand_over_of(read: Read) -> dict[str, list[str]]:
     factory = ast.parse(read(f"{CONNECTORS}/factory.py"))
     nixl = [node for name in NIXL for node in ast.walk(ast.parse(read(f"{CONNECTORS}/v1/nixl/{name}.py")))]
     example = ast.walk(ast.parse(read(f"{CONNECTORS}/v1/example_connector.py")))
+    mooncake = list(ast.walk(ast.parse(read(f"{CONNECTORS}/v1/mooncake/mooncake_connector.py"))))
     return {
         "connectors": sorted(set(_registered(factory))),
         "nixl_answers": sorted({name for node in nixl for name in _answered(node)}),
         "nixl_needs": sorted({name for node in nixl for name in _needed(node)}),
         "nixl_reads": sorted({name for node in nixl for name in (*_read(node), *_needed(node))}),
+        "mooncake_needs": sorted({name for node in mooncake for name in _needed(node)}),
+        "mooncake_reads": sorted({name for node in mooncake for name in (*_read(node), *_needed(node))}),
         "example_reads": sorted({name for node in example for name in _read(node)}),
     }
 

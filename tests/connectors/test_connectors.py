@@ -10,8 +10,10 @@ import pytest
 from msgspec import Raw
 
 from kvrouter.connectors import SERVED, decode_body, prefill_body
+from kvrouter.connectors.mooncake import Mooncake
 from kvrouter.connectors.nixl import ASKING, NEEDED, Nixl
-from kvrouter.core.wire.heartbeats import CONNECTORS
+from kvrouter.connectors.source import Source, source_at
+from kvrouter.core.wire.heartbeats import CONNECTORS, Card
 from kvrouter.worker.engines.roles import _CLASSES
 
 # The names in vLLM's own files (scripts/kit/engine_events.py). `scripts/test-vllm DIR --pd` compares them
@@ -27,7 +29,25 @@ HANDED = {
 def handed(url: str, **changes: Any) -> Any:
     """What a decode engine gets of an answer of the prefill engine at this URL."""
     answer = json.dumps({"id": "a", "usage": {}, "kv_transfer_params": HANDED | changes}).encode()
-    found = Nixl().handed_over(answer, url)
+    found = Nixl().handed_over(answer, Source(url))
+    return None if found is None else json.loads(bytes(found))
+
+
+SOURCE = Source("http://10.0.0.7:8000", engine_id="e1", address="10.0.0.7:8998", transfer_id="xfer-1")
+MOONCAKE_ASKS = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "xfer-1"}
+MOONCAKE_HANDS = {
+    "do_remote_decode": False, "do_remote_prefill": True, "transfer_id": "xfer-1", "remote_engine_id": "e1",
+    "remote_bootstrap_addr": "http://10.0.0.7:8998", "remote_prefill_cached_tokens": 64,
+}  # fmt: skip
+# Read by vLLM for each connector.
+CACHED = {"remote_prefill_cached_tokens"}
+
+
+def mooncake_hands(finish_reason: Any = "length", source: Source = SOURCE, **usage: Any) -> Any:
+    """What a decode engine gets after this answer of the prefill engine."""
+    choices = [{"index": 0, "text": "a", "finish_reason": finish_reason}]
+    answer = json.dumps({"id": "a", "choices": choices, "usage": usage}).encode()
+    found = Mooncake().handed_over(answer, source)
     return None if found is None else json.loads(bytes(found))
 
 
@@ -51,7 +71,9 @@ def test_parameters_are_the_engines() -> None:
     assert json.loads(bytes(ASKING)).keys() <= ENGINE["nixl_reads"]
     assert ENGINE["nixl_needs"] < set(NEEDED) <= ENGINE["nixl_answers"] & ENGINE["nixl_reads"]
     assert not ENGINE["example_reads"]
-    assert SERVED["example"].asking is None
+    assert SERVED["example"].asking(Source("")) is None
+    assert MOONCAKE_ASKS.keys() | MOONCAKE_HANDS.keys() <= ENGINE["mooncake_reads"] | CACHED
+    assert ENGINE["mooncake_needs"] < MOONCAKE_HANDS.keys()
 
 
 @pytest.mark.parametrize("limit", [None, 1, 9, 9.0, 1e3, "9", 10**30])
@@ -90,6 +112,51 @@ def test_a_default_host(host: str) -> None:
     assert "10.0.0.7" == handed("http://10.0.0.7:8000", remote_host=host)["remote_host"]
     assert host == handed("http://localhost:8000", remote_host=host)["remote_host"]
     assert "10.9.9.9" == handed("http://10.0.0.7:8000", remote_host="10.9.9.9")["remote_host"]
+
+
+def test_mooncake() -> None:
+    """The router names the transfer, and hands on how much the prefill engine had cached."""
+    asks = Mooncake().asking(SOURCE)
+    assert asks is not None
+    assert MOONCAKE_ASKS == json.loads(bytes(asks))
+    assert MOONCAKE_HANDS == mooncake_hands(prompt_tokens_details={"cached_tokens": 64})
+    assert CACHED == MOONCAKE_HANDS.keys() - mooncake_hands().keys()
+
+
+@pytest.mark.parametrize("finish_reason", ["stop", "abort", "error", "tool_calls", "", None])
+def test_mooncake_keeps_nothing(finish_reason: str | None) -> None:
+    """The prefill engine drops blocks unless the answer ended at its length: the decode engine would hang."""
+    assert mooncake_hands(finish_reason) is None
+
+
+@pytest.mark.parametrize("answer", [b"", b"[]", b"\xff", b"{}", b'{"choices":[]}', b'{"choices":[{}]}'])
+def test_mooncake_answers(answer: bytes) -> None:
+    assert Mooncake().handed_over(answer, SOURCE) is None
+
+
+def test_a_mooncake_engine_without_an_id() -> None:
+    """No decode engine could find the blocks, which would be kept for minutes."""
+    unknown = Source(SOURCE.url, address=SOURCE.address, transfer_id="x")
+    assert Mooncake().asking(unknown) is None
+    assert mooncake_hands(source=unknown) is None
+
+
+@pytest.mark.parametrize(
+    ("url", "card", "address"),
+    [
+        ("http://p:8000/a", {"bootstrap_port": 8998}, "p:8998"),
+        ("http://[::1]:8000", {"bootstrap_port": 1}, "[::1]:1"),
+        ("http://p:8000", {"kv_address": "q:7"}, "q:7"),
+    ],
+)
+def test_sources(url: str, card: dict[str, Any], address: str) -> None:
+    """The id is that of the rank, and each hand-over has a name of its own."""
+    ranks = Card(worker_id="w", url=url, model="m", block_size=16, kv_engine_ids=("e0", "e1"), **card)
+    first, second = source_at(url, ranks, 1), source_at(url, ranks, 2)
+    assert (url, "e1", address) == (first.url, first.engine_id, first.address)
+    assert "" == second.engine_id
+    assert first.transfer_id != second.transfer_id
+    assert Source(url) == source_at(url, None, 0)
 
 
 def test_the_decode_engine_gets_the_clients_body() -> None:

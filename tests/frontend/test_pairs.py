@@ -121,6 +121,38 @@ async def test_two_calls(fleet_of: FleetOf) -> None:
         assert await metric(fleet, 'kvrouter_pd_requests_total{path="pair"} 1')
 
 
+MOONCAKE: dict[str, Any] = {"connector": "mooncake", "kv_engine_ids": ("e1",), "bootstrap_port": 8998}
+
+
+async def test_mooncake(fleet_of: FleetOf) -> None:
+    """Both get the name of the transfer, a new one each time; the count of cached tokens is the prefill's."""
+    async with pair(fleet_of, prefill=(P,), **MOONCAKE) as fleet:
+        first, second = fleet.workers
+        for _ in range(2):
+            assert 200 == (await fleet.ask(STREAM)).status
+
+        asked = [one.json["kv_transfer_params"] for one in first.requests]
+        answered = [one.json["kv_transfer_params"] for one in second.requests]
+        names = [one.pop("transfer_id") for one in asked]
+        assert [{"do_remote_decode": True, "do_remote_prefill": False}] * 2 == asked
+        assert 2 == len(set(names))
+        assert names == [one.pop("transfer_id") for one in answered]
+        finds = {"remote_engine_id": "e1", "remote_bootstrap_addr": "http://127.0.0.1:8998"}
+        reads = {"do_remote_decode": False, "do_remote_prefill": True, "remote_prefill_cached_tokens": 0}
+        assert [finds | reads] * 2 == answered
+        assert await metric(fleet, 'kvrouter_pd_requests_total{path="pair"} 2')
+
+
+async def test_mooncake_keeps_nothing(fleet_of: FleetOf) -> None:
+    """An answer that ended by a stop word leaves no blocks: the decode worker must not wait for them."""
+    ended = prefilled().replace(b'"length"', b'"stop"  ')
+    async with pair(fleet_of, prefill=(says(ended),), **MOONCAKE) as fleet:
+        assert 200 == (await fleet.ask(STREAM)).status
+
+        assert "kv_transfer_params" not in fleet.workers[1].requests[0].json
+        assert await metric(fleet, 'kvrouter_pd_requests_total{path="fallback"} 1')
+
+
 async def test_two_bookings(fleet_of: FleetOf) -> None:
     """Both halves are booked at once; the first ends with its answer, the second with the client's."""
     begun, release = asyncio.Event(), asyncio.Event()

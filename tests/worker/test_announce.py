@@ -209,7 +209,7 @@ async def test_bad_role(nats_url: str, role: str, connector: str) -> None:
         half = announce(
             nats, [KvPublisher(nats, "w", 16)], url="http://h:1", model="m", role=role, kv_connector=connector
         )
-        with pytest.raises(ConfigError, match="nixl or example"):
+        with pytest.raises(ConfigError, match="nixl or mooncake or example"):
             async with half:
                 pass
 

@@ -149,8 +149,8 @@ def test_roles(flags: tuple[str, ...], shown: tuple[str | None, str, int, str, s
     [
         ("--role=prefil", "must be both, prefill or decode; did you mean"),
         ("--kv-connector=nixl-push", "'nixl-push' is not served: a second use of its parameters hangs"),
-        ("--kv-connector=mooncake", "'mooncake' is not served yet; use nixl or example"),
-        ("--kv-connector=p2pnccl", "'p2pnccl' is unknown; use nixl or example"),
+        ("--kv-connector=lmcache", "'lmcache' is not served yet; use nixl or mooncake or example"),
+        ("--kv-connector=p2pnccl", "'p2pnccl' is unknown; use nixl or mooncake or example"),
         ("--kv-connector=", "'' is unknown"),
         ("--bootstrap-port=65536", "--bootstrap-port"),
         *((f"--kv-address={text}", "must be HOST:PORT") for text in ("", "h", "h:0", "h:65536", "u@h:1")),

@@ -91,7 +91,10 @@ def card_bytes(card: Card) -> int:
     """About what a card takes here, with a target for each of its ranks."""
     texts = (card.worker_id, card.url, card.model, card.engine, card.engine_version, card.tokenizer)
     half = (card.role, card.kv_connector, card.kv_address, card.kv_hash)
-    named = (card.served_names, card.lora_names, card.notes, card.tiers, card.labels, card.labels.values())
+    named = (
+        card.served_names, card.lora_names, card.notes, card.tiers, card.labels, card.labels.values(),
+        card.kv_engine_ids,
+    )  # fmt: skip
     return _STRUCT_BYTES + _RANK_BYTES * card.ranks + _strings(texts + half) + sum(map(_strings, named))
 
 

@@ -49,7 +49,7 @@ _Texts = Annotated[tuple[Text, ...], Meta(max_length=MOST_NAMES)]
 
 BOTH, PREFILL, DECODE = "both", "prefill", "decode"
 # Ways to hand KV blocks over that routers serve (kvrouter/connectors).
-CONNECTORS = ("nixl", "example")
+CONNECTORS = ("nixl", "mooncake", "example")
 
 
 class Card(Struct, frozen=True, kw_only=True):
@@ -105,6 +105,8 @@ class Card(Struct, frozen=True, kw_only=True):
     kv_address: Text = ""
     # what must be equal on both sides of a hand-over, besides engine, version and block size
     kv_hash: Text = ""
+    # of a prefill worker's engine, by rank, where the decode engine asks for the blocks by this id
+    kv_engine_ids: _Texts = ()
 
     def names(self) -> tuple[str, ...]:
         """Every model name that a client may use for this worker."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from msgspec import Struct
 
 from kvrouter.bodies.apis import Api
+from kvrouter.connectors.source import Source
 from kvrouter.core.fleet.router import Placement, Router
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.routing.worker import Worker
@@ -134,6 +135,8 @@ class AttemptRecord(Struct):
     """The other half of the request, if another worker computes its prompt."""
     body: bytes | None = None
     """What its worker gets in place of the client's body."""
+    source: Source | None = None
+    """Of the half that computes the prompt: where the other half's worker finds it."""
     is_handed_over: bool = False
     """Whether its worker was given what the other half has computed."""
     # From here on: once it is over.

@@ -12,6 +12,7 @@ import time
 from msgspec.structs import replace
 
 from kvrouter.connectors import SERVED, decode_body, prefill_body
+from kvrouter.connectors.source import source_at
 from kvrouter.core.fleet.router import Placement
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.errors import WorkerRejectedError
@@ -49,7 +50,11 @@ class HandOvers:
 
     def begin(self, first: AttemptRecord) -> Collected:
         """The prefill half is sent with this body; what takes its answer."""
-        first.body = prefill_body(first.work.body, SERVED[first.placement.connector].asking)
+        placement, work = first.placement, first.work
+        worker = work.router.pool.workers.get(placement.target.worker_id)
+        card = None if worker is None else worker.card
+        first.source = source = source_at(placement.url, card, placement.target.rank)
+        first.body = prefill_body(work.body, SERVED[placement.connector].asking(source))
         return Collected()
 
     def prefilled(self, first: AttemptRecord, now: float) -> None:
@@ -65,6 +70,7 @@ class HandOvers:
         """
         first, work, answer = running.prefill, running.work, kept.body
         assert first is not None
+        assert first.source is not None
         if isinstance(outcome, Done) and outcome.status >= 300:
             raise WorkerRejectedError(outcome.status, *message_in(answer))
         if not first.is_good:
@@ -73,8 +79,8 @@ class HandOvers:
         lease_s = connector.lease_s
         # Its clock may be wrong, but it did not answer before it was asked.
         is_late = now - first.sent_at >= lease_s and kept.age_s(time.time()) >= lease_s
-        handed = None if is_late else connector.handed_over(answer, first.placement.url)
-        running.is_handed_over = handed is not None or connector.asking is None
+        handed = None if is_late else connector.handed_over(answer, first.source)
+        running.is_handed_over = handed is not None or not connector.has_parameters
         running.body = decode_body(work.body, handed)
         pool = work.router.pool
         # a prompt of less than a block leaves nothing to hand over

@@ -181,7 +181,7 @@ class MockService:
         def lend(index: int) -> Json | None:
             if self.handover is None:
                 return None
-            return self.handover.lend(rank, requests[index], reply.id, http)
+            return self.handover.lend(rank, requests[index], reply.id, http, transfer_of(body))
 
         with rank.serving(requests) as mailbox:
             run = ReplyRun(requests, mailbox, reply, self.text, lend)
@@ -337,6 +337,7 @@ class MockService:
             app.cleanup_ctx.append(self.handover.connected)
             app.router.add_post(READ_PATH, self.handover.read)
             app.router.add_get("/server_info", self.handover.server_info)
+            app.router.add_get("/query", self.handover.query)
         return app
 
 
@@ -484,13 +485,14 @@ def _transfer_values(engine: Engine, kv_connector: str) -> Iterator[tuple[str, f
     counters = engine.counters
     yield "vllm:external_prefix_cache_queries_total", counters.external_queries
     yield "vllm:external_prefix_cache_hits_total", counters.external_hits
-    if kv_connector == "nixl":
+    if kv_connector != "example":
         block_bytes = engine.config.block_size * TOKEN_BYTES
-        yield "vllm:nixl_bytes_transferred_sum", counters.transferred_blocks * block_bytes
-        yield "vllm:nixl_bytes_transferred_count", counters.transfers
-        yield "vllm:nixl_num_descriptors_sum", counters.transferred_blocks
-        yield "vllm:nixl_num_failed_transfers_total", counters.failed_transfers
-        yield "vllm:nixl_num_kv_expired_reqs_total", counters.expired_leases
+        yield f"vllm:{kv_connector}_bytes_transferred_sum", counters.transferred_blocks * block_bytes
+        yield f"vllm:{kv_connector}_bytes_transferred_count", counters.transfers
+        yield f"vllm:{kv_connector}_xfer_time_seconds_count", counters.transfers
+        yield f"vllm:{kv_connector}_num_descriptors_sum", counters.transferred_blocks
+        yield f"vllm:{kv_connector}_num_failed_transfers_total", counters.failed_transfers
+        yield f"vllm:{kv_connector}_num_kv_expired_reqs_total", counters.expired_leases
 
 
 def _cache_labels(engine: Engine) -> str:

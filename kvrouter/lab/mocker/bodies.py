@@ -112,12 +112,15 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
     remote_host: Any = None
     remote_port: Any = None
     remote_prefill_cached_tokens: Any = None
+    transfer_id: Any = None
+    remote_bootstrap_addr: Any = None
 
     @property
     def is_complete(self) -> bool:
         """Whether the decode engine can fetch: it prefills itself without one of these (vLLM 0.32)."""
         where = (self.remote_engine_id, self.remote_request_id, self.remote_host, self.remote_port)
-        return bool(self.remote_block_ids) and all(where)
+        with_nixl = bool(self.remote_block_ids) and all(where)
+        return with_nixl or all((self.remote_engine_id, self.transfer_id, self.remote_bootstrap_addr))
 
 
 class ChatBody(Body, frozen=True, kw_only=True):

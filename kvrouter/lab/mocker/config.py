@@ -59,7 +59,7 @@ class MockerConfig(Settings):
     data_parallel_size: int = setting(1, "ranks, each with a separate cache", least=1)
     role: str = setting("both", "prefill or decode: half of a pair", choices=("both", "prefill", "decode"))
     kv_connector: str | None = setting(
-        None, "how it hands KV blocks over", choices=("nixl", "example"), default_text="not"
+        None, "how it hands KV blocks over", choices=("nixl", "mooncake", "example"), default_text="not"
     )
     kv_hash: str = setting("", "compatibility hash of hand-overs", metavar="TEXT")
     kv_lease_s: float = setting(30.0, "seconds that blocks wait for their reader", above=0)
@@ -78,7 +78,7 @@ class MockerConfig(Settings):
         if self.engine.eviction not in ORDERS:
             raise ConfigError(f"eviction {self.engine.eviction!r}: use one of {', '.join(ORDERS)}")
         if self.role != "both" and self.kv_connector is None:
-            raise ConfigError(f"--role {self.role} without a connector: give --kv-connector nixl or example")
+            raise ConfigError(f"--role {self.role} without a connector: give --kv-connector")
         if (self.kv_connector == "example") != (self.kv_store is not None):
             raise ConfigError("--kv-connector example and --kv-store DIR belong together: give both or none")
         if self.model_name in self.loras:

@@ -6,8 +6,9 @@
     freed <── Lease <──── POST /mock/kv/read, as long as the transfer takes ───────┘
 
 `nixl` (NixlConnector, pull) hands over as drawn. A lease is renewed while it is read, can be read once, and
-ends by itself. `example` (ExampleConnector) has no parameters: it writes a file for each computed block to a
-shared directory.
+ends by itself. `mooncake` (MooncakeConnector): the same without parameters in the answer, as the router has
+named the transfer, and knows the engine id from /query. `example` (ExampleConnector) has no parameters: it
+writes a file for each computed block to a shared directory.
 
 Seen with real engines: another engine, another compatibility hash or a dead prefill engine fail the request;
 with incomplete parameters the decode engine prefills. After the lease, too: a real one reads other blocks.
@@ -41,7 +42,7 @@ ANSWER_S = 5.0
 # Ended leases that are remembered, to tell them from blocks that were read.
 MOST_ENDED = 1000
 _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
-_CLASSES = {"nixl": "NixlConnector", "example": "ExampleConnector"}
+_CLASSES = {"nixl": "NixlConnector", "mooncake": "MooncakeConnector", "example": "ExampleConnector"}
 _REFUSED, _ENDED = 409, 410
 
 
@@ -103,6 +104,13 @@ class Handover:
         told = {"kv_connector": kv_connector, "kv_role": _KV_ROLES[self.config.role]}
         return web.json_response({"vllm_config": {"kv_transfer_config": told}})
 
+    async def query(self, _: web.Request) -> web.Response:
+        """GET /query, as Mooncake's bootstrap server: the engine id of each rank."""
+        ids = {
+            number: {"engine_id": engine_id, "worker_addr": {}} for number, engine_id in enumerate(self._ids)
+        }
+        return web.json_response(ids)
+
     # --- both ---
 
     async def prepared(self, rank: Rank, request: EngineRequest, transfer: Transfer) -> EngineRequest:
@@ -110,6 +118,8 @@ class Handover:
         if self.config.kv_connector == "example":
             request = request if self.config.role == "prefill" else await self._found(rank, request)
             return structs.replace(request, keeps_blocks=self.config.role != "decode")
+        if transfer.do_remote_decode is True and self.config.kv_connector == "mooncake":
+            return structs.replace(request, keeps_blocks=bool(transfer.transfer_id))
         if transfer.do_remote_decode is True:
             return structs.replace(request, keeps_blocks=len(request.prompt) >= self.config.engine.block_size)
         if transfer.do_remote_prefill is True and transfer.is_complete:
@@ -118,8 +128,10 @@ class Handover:
 
     # --- the prefill engine ---
 
-    def lend(self, rank: Rank, request: EngineRequest, name: str, http: web.Request) -> dict[str, Any] | None:
-        """The parameters for the decode engine, when a request has ended; None: its blocks are not kept.
+    def lend(
+        self, rank: Rank, request: EngineRequest, name: str, http: web.Request, transfer: Transfer
+    ) -> dict[str, Any] | None:
+        """The parameters for the decode engine, when a request has ended; None: the answer has none.
 
         `name`: of the answer. `http`: how the router reaches this mocker, the decode engine does, too.
         """
@@ -130,6 +142,9 @@ class Handover:
             self._store(chain.hashes)
             return None
         del rank.engine.kept[request.id]
+        if self.config.kv_connector == "mooncake":
+            self._keep(str(transfer.transfer_id), rank, chain)
+            return None
         known = f"{name}-0-{request.id}"
         self._keep(known, rank, chain)
         host, port = http.transport.get_extra_info("sockname")[:2]
@@ -206,10 +221,15 @@ class Handover:
         """The status of the prefill mocker's answer."""
         assert self._http is not None
         engine_id = str(transfer.remote_engine_id)
-        host, port = str(transfer.remote_host), int(str(transfer.remote_port))
-        at = f"[{host}]" if ":" in host else host
-        url = self._met.get(engine_id, f"http://{at}:{port}")
-        body = _Read(engine_id, str(transfer.remote_request_id), self.config.kv_hash, seconds)
+        url, name = str(transfer.remote_bootstrap_addr), str(transfer.transfer_id)
+        if self.config.kv_connector == "nixl":
+            host, port = str(transfer.remote_host), int(str(transfer.remote_port))
+            url, name = (
+                f"http://{f'[{host}]' if ':' in host else host}:{port}",
+                str(transfer.remote_request_id),
+            )
+        url = self._met.get(engine_id, url)
+        body = _Read(engine_id, name, self.config.kv_hash, seconds)
         timeout = aiohttp.ClientTimeout(total=seconds + ANSWER_S)
         data = msgspec.json.encode(body)
         async with self._http.post(url + READ_PATH, data=data, timeout=timeout) as answer:

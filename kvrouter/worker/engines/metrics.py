@@ -60,8 +60,8 @@ _LABELS = {
 # 1 per state that holds: awake, weights_offloaded (sleep level 1), discard_all (level 2).
 _SLEEP = "vllm:engine_sleep_state"
 
-# vLLM's connector to other engines, mostly between one that prefills and one that decodes.
-_NIXL = "vllm:nixl_"
+# vLLM's connectors to other engines, mostly between one that prefills and one that decodes.
+_CONNECTORS = {"vllm:nixl_": "NixlConnector", "vllm:mooncake_xfer_": "MooncakeConnector"}
 
 # Adapters as labels. The value is a time: of several samples the newest counts.
 _LORAS = "vllm:lora_requests_info"
@@ -76,7 +76,7 @@ _COUNTED = re.compile(
     re.MULTILINE,
 )
 
-_WANTED = (*_LOADS, *_GAUGES, *_LABELS, _LORAS, _SLEEP, _NIXL, _DRAFTS)
+_WANTED = (*_LOADS, *_GAUGES, *_LABELS, _LORAS, _SLEEP, *_CONNECTORS, _DRAFTS)
 
 # The largest value of each number that is not an amount. A value out of range counts as not reported.
 _MOST = {"kv_usage": MOST_SHARE, "block_size": MOST_BLOCK_SIZE}
@@ -119,8 +119,8 @@ class Scrape:
     """An engine's metrics at one time. 0 means unknown; `started_s` is its start in seconds since the epoch.
 
     `has_prefix_caching` is None if the engine does not report it. `is_asleep`: it serves nothing now, and its
-    cache is empty. `has_nixl`: it has a connector to other engines, and so may be half of a prefill/decode
-    pair. `speculates`: it decodes speculatively.
+    cache is empty. `kv_connector`: to other engines, as vLLM's configuration names it: it may be half of a
+    prefill/decode pair. `speculates`: it decodes speculatively.
     """
 
     loads: Mapping[int, RankLoad] = field(default_factory=dict)
@@ -131,7 +131,7 @@ class Scrape:
     has_prefix_caching: bool | None = None
     max_loras: int = 0
     is_asleep: bool = False
-    has_nixl: bool = False
+    kv_connector: str = ""
     speculates: bool = False
 
     def or_else(self, known: Scrape) -> Scrape:
@@ -223,7 +223,8 @@ class _Reading:
         # By rank. A sample without a rank (None) holds for all ranks.
         self._metrics: defaultdict[int | None, dict[str, float]] = defaultdict(dict)
         self._loras: dict[int | None, Sample] = {}
-        self._is_asleep = self._has_nixl = self._speculates = False
+        self._is_asleep = self._speculates = False
+        self._kv_connector = ""
 
     def take(self, sample: Sample) -> None:
         for name, series in self._extra.items():
@@ -244,8 +245,8 @@ class _Reading:
             self._take_loras(sample)
         elif sample.name == _SLEEP and sample.labels.get("sleep_state") == "awake":
             self._is_asleep |= sample.value == 0
-        elif sample.name.startswith(_NIXL):
-            self._has_nixl = True
+        elif sample.name.startswith(tuple(_CONNECTORS)):
+            self._kv_connector = next(name for of, name in _CONNECTORS.items() if sample.name.startswith(of))
         elif sample.name == _DRAFTS:
             self._speculates = True
 
@@ -259,7 +260,9 @@ class _Reading:
         named = {*self._loads, *self._metrics, *self._loras}
         ranks = sorted(rank for rank in named if rank is not None) or ([0] if named else [])
         found = _scrape({rank: self._load(rank) for rank in ranks}, self._values, self._has_prefix_caching)
-        return replace(found, is_asleep=self._is_asleep, has_nixl=self._has_nixl, speculates=self._speculates)
+        return replace(
+            found, is_asleep=self._is_asleep, kv_connector=self._kv_connector, speculates=self._speculates
+        )
 
     def _load(self, rank: int) -> RankLoad:
         values, loras = self._loads.get(rank, {}), self._loras.get(rank, self._loras.get(None))

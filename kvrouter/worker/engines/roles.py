@@ -2,7 +2,7 @@
 
 --role, --kv-connector ───────────────┐
 kv_role, kv_connector of the engine ──┼──settled──> Half, or EngineError
-vllm:nixl_… in its metrics ───────────┘
+vllm:nixl_…, vllm:mooncake_xfer_… ────┘ in its metrics
 """
 
 from __future__ import annotations
@@ -35,6 +35,11 @@ class Half:
     role: str = BOTH
     connector: str = ""
     lack: str = ""
+
+    @property
+    def needs_bootstrap(self) -> bool:
+        """Whether the decode engine asks its bootstrap server where the blocks are."""
+        return (self.role, self.connector) == (PREFILL, "mooncake")
 
 
 def settled(kv_role: str, kv_connector: str, options: AgentOptions) -> Half:

@@ -43,6 +43,7 @@ from kvrouter.errors import MalformedFrameError
 from kvrouter.worker.blocks.engine_blocks import BlockIds
 from kvrouter.worker.blocks.resume_points import ALL
 from kvrouter.worker.engines.adapter import Adapter, Batch
+from kvrouter.worker.engines.bootstrap import learn_engine_ids
 from kvrouter.worker.engines.endpoints import EVENTS_ARE_OFF, endpoint_lacks, read_sources
 from kvrouter.worker.engines.facts import EngineFacts
 from kvrouter.worker.engines.http import (
@@ -546,8 +547,7 @@ async def learn_vllm(engine: EngineHttp, models: Models, options: AgentOptions) 
     """Ask /metrics, /version, /server_info and /kv_event_sources. Raises EngineError."""
     scrape, why = await engine.scrape_if_any()
     config = await _kv_transfer(engine)
-    nixl = "NixlConnector" if scrape.has_nixl else ""
-    half = settled(config.kv_role, word(config.kv_connector or nixl), options)
+    half = settled(config.kv_role, word(config.kv_connector or scrape.kv_connector), options)
     kind = "mocker" if models.owner == "mocker" else "vllm"
     host = urlsplit(options.engine_url).hostname or ""
     endpoints, unread = await _endpoints(engine, host, binds=kind == "mocker")
@@ -570,6 +570,7 @@ async def learn_vllm(engine: EngineHttp, models: Models, options: AgentOptions) 
         takes_text=kind != "mocker" or models.root not in models.served_names,
         role=half.role,
         kv_connector=half.connector,
+        kv_engine_ids=await learn_engine_ids(options) if half.needs_bootstrap else (),
     )
 
 

@@ -1,10 +1,11 @@
 """A real prefill and a real decode engine behind `kvrouter serve`: tokens, blocks handed over, faults.
 
-    scripts/test-vllm DIR --pd nixl|example
+    scripts/test-vllm DIR --pd nixl|mooncake|example
 
 Each answer is compared with that of one engine alone; blocks are counted by the decode engine's own metrics.
 The names in the engine's files are compared with those that tests/connectors knows.
-nixl needs its library in DIR/nixl, as `scripts/test-vllm --build DIR` installs it.
+nixl and mooncake need their libraries in DIR/nixl and DIR/mooncake, as `scripts/test-vllm --build DIR` installs
+them; mooncake also libibverbs1 (`apt-get install libibverbs1`), though no such device.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from scripts.kit.ports import free_ports
 from scripts.kit.script import ScriptError, new_console, run, table_of
 
 LENGTHS = {
-    "nixl": (1, 31, 32, 33, 64, 200, 700, 1500),
+    **dict.fromkeys(("nixl", "mooncake"), (1, 31, 32, 33, 64, 200, 700, 1500)),
     # A vLLM 0.33 with ExampleConnector ends at a prompt of 1 token, or at the second of 33 tokens: it finds
     # fewer tokens than the engine has, and get_num_new_matched_tokens is below 0.
     "example": (2, 31, 32, 64, 100, 200, 700, 1500),
@@ -51,14 +52,23 @@ LEASE_TIMEOUT_S = 120
 CHECKED_TIMEOUT_S, QUIET_S = 120, 6.0
 AT_ONCE = 8
 OUTPUT_TOKENS = 12
-_BYTES = re.compile(r"^vllm:nixl_bytes_transferred_sum(?:{[^}]*})? (\S+)", re.MULTILINE)
+_BYTES = re.compile(r"^vllm:(?:nixl|mooncake)_bytes_transferred_sum(?:{[^}]*})? (\S+)", re.MULTILINE)
 _EXPIRED = re.compile(r"^vllm:nixl_num_kv_expired_reqs_total(?:{[^}]*})? (\S+)", re.MULTILINE)
 _FAILURES = re.compile(r"^kvrouter_pd_pair_failures_total (\S+)", re.MULTILINE)
 _FALLBACKS = re.compile(r'^kvrouter_pd_requests_total\{path="fallback"} (\S+)', re.MULTILINE)
 _ENDED = re.compile(r"^vllm:request_success_total(?:{[^}]*})? (\S+)", re.MULTILINE)
 _HITS = re.compile(r"^vllm:external_prefix_cache_hits_total(?:{[^}]*})? (\S+)", re.MULTILINE)
 # NixlConnector pins its threads to the machine's last core, so that two engines would share one.
-_UNPIN = "import os\nos.sched_setaffinity = lambda *_: None\n"
+# MooncakeConnector asks torch for the number of its accelerator, which raises where there is none.
+_SITE = """
+import os, sys
+os.sched_setaffinity = lambda *_: None
+class BeforeMooncake:
+    def find_spec(self, name, path=None, target=None):
+        if name == "mooncake" and "torch" in sys.modules:
+            sys.modules["torch"].accelerator.current_device_index = lambda: 0
+sys.meta_path.insert(0, BeforeMooncake())
+"""
 
 
 Row: TypeAlias = tuple[str, str, str]
@@ -98,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the test; exit code 0 only if everything was as with one engine."""
     parser = argparse.ArgumentParser(prog="scripts/test-vllm DIR --pd", description=__doc__)
     parser.add_argument("directory", type=Path, metavar="DIR")
-    parser.add_argument("connector", choices=("nixl", "example"), nargs="?", default="nixl")
+    parser.add_argument("connector", choices=("nixl", "mooncake", "example"), nargs="?", default="nixl")
     return run("test-vllm", _run(parser.parse_args(arguments)))
 
 
@@ -109,12 +119,14 @@ async def _run(options: argparse.Namespace) -> int:
     async with open_stage("test-vllm", starts_nats=False) as common, AsyncExitStack() as stack:
         write_weights(common.model_path, 3)
         test = EngineTest("vllm", program, common.model_path, {}, NUM_BLOCKS, load_format="auto")
-        engines = [await _start(common, test, options, role) for role in ("producer", "consumer")]
+        (port,) = free_ports(1)
+        engines = [await _start(common, test, options, role, port) for role in ("producer", "consumer")]
         for engine in engines:
             await wait_until_up(common.client, common.fleet.processes[engine.name], engine)
         proxy = await stack.enter_async_context(between(engines[0].url))
         named = [
             f"{url},kv={engine.events},replay={engine.replay},role={role},connector={options.connector}"
+            + (f",bootstrap-port={port}" if role == "prefill" else "")
             for engine, url, role in zip(
                 engines, (proxy.url, engines[1].url), ("prefill", "decode"), strict=True
             )
@@ -153,11 +165,13 @@ def _names(program: Path) -> Row:
     return "names in the engine's files", "", seen
 
 
-async def _start(common: Common, test: EngineTest, options: argparse.Namespace, role: str) -> Engine:
+async def _start(
+    common: Common, test: EngineTest, options: argparse.Namespace, role: str, bootstrap_port: int
+) -> Engine:
     store, site = common.directory / "kv", common.directory / "site"
     for made in (store, site):
         made.mkdir(exist_ok=True)
-    (site / "sitecustomize.py").write_text(_UNPIN, "utf-8")
+    (site / "sitecustomize.py").write_text(_SITE, "utf-8")
     config: dict[str, Any] = {
         "kv_connector": "NixlConnector",
         "kv_role": f"kv_{role}",
@@ -170,8 +184,14 @@ async def _start(common: Common, test: EngineTest, options: argparse.Namespace, 
             "kv_role": "kv_both",
             "kv_connector_extra_config": extra,
         }
+    elif options.connector == "mooncake":
+        extra = {"mooncake_protocol": "tcp", "num_workers": 2}
+        config |= {"kv_connector": "MooncakeConnector", "kv_connector_extra_config": extra}
+    directory = options.directory.absolute()
     environment = {
-        "PYTHONPATH": f"{site}:{(options.directory / 'nixl').absolute()}",
+        "PYTHONPATH": f"{site}:{directory / options.connector}",
+        "LD_LIBRARY_PATH": str(directory / "ibverbs"),
+        "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(bootstrap_port),
         "UCX_TLS": "tcp,self,sm",
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_ports(1)[0]),
@@ -189,8 +209,8 @@ async def _sum(client: Client, *urls: str, of: re.Pattern[str]) -> float:
 
 async def _counts(stage: Stage) -> dict[str, float]:
     url = stage.engines[1].url
-    found = {"bytes": _BYTES, "tokens": _HITS}
-    return {name: await _sum(stage.client, url, of=each) for name, each in found.items()}
+    bytes_moved = await _sum(stage.client, *[engine.url for engine in stage.engines], of=_BYTES)
+    return {"bytes": bytes_moved, "tokens": await _sum(stage.client, url, of=_HITS)}
 
 
 async def _until_checked(stage: Stage) -> None:
@@ -213,14 +233,14 @@ async def _lengths(stage: Stage, connector: str) -> list[Row]:
         after = await _counts(stage)
         _check(reply, await ask(stage.client, stage.engines[0].url, prompt), f"{length} tokens")
         blocks, tokens = -(-length // BLOCK_SIZE), after["tokens"] - before["tokens"]
-        # with NIXL the prefill's own count, else what was read
-        if not reply.prefill_worker or reply.cached_tokens != (0 if connector == "nixl" else tokens):
+        # with parameters the prefill's own count, else what was read
+        if not reply.prefill_worker or reply.cached_tokens != (tokens if connector == "example" else 0):
             raise PairError(
                 f"{length} tokens: not handed over, or usage is not that of the prefill: {reply}; the decode "
                 f"engine counts {tokens:.0f} tokens of the prefill engine's"
             )
         # files hold whole blocks, without the last token, which is computed
-        if tokens != (length if connector == "nixl" else max(0, length - 2) // BLOCK_SIZE * BLOCK_SIZE):
+        if tokens != (max(0, length - 2) // BLOCK_SIZE * BLOCK_SIZE if connector == "example" else length):
             raise PairError(f"{length} tokens: the decode engine counts {tokens:.0f} of the prefill engine's")
         seen = f"{after['bytes'] - before['bytes']:,.0f} bytes, {tokens:.0f} tokens"
         form = "streamed" if stream else "whole"

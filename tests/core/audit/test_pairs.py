@@ -104,10 +104,11 @@ def test_what_differs(facts: dict[str, Any], differ: str, remedy: str) -> None:
 
 def test_connector_that_is_not_served() -> None:
     """A card of a newer agent may have one."""
-    facts = {"kv_connector": "mooncake"}
+    facts = {"kv_connector": "lmcache"}
     found = told(fleet(("p1", "prefill", facts), ("d1", "decode", facts)))
 
-    assert "KV connector mooncake is not served, so it gets no requests: use nixl or example" in found["p1"]
+    use = "use nixl or mooncake or example"
+    assert f"KV connector lmcache is not served, so it gets no requests: {use}" in found["p1"]
     assert "so it serves whole requests: use nixl" in found["d1"]
 
 

@@ -369,7 +369,12 @@ async def test_client_that_leaves_before_the_end() -> None:
 
 @pytest.mark.parametrize(
     ("config", "role", "connector"),
-    [(PREFILL, "prefill", "nixl"), (DECODE, "decode", "nixl"), (NIXL, "both", "nixl")],
+    [
+        (PREFILL, "prefill", "nixl"),
+        (DECODE, "decode", "nixl"),
+        (NIXL, "both", "nixl"),
+        (replace(DECODE, kv_connector="mooncake"), "decode", "mooncake"),
+    ],
 )
 async def test_the_agent_learns_it(config: MockerConfig, role: str, connector: str) -> None:
     """An agent needs no flags."""
@@ -393,6 +398,58 @@ async def test_shared_storage(post: Post, tmp_path: Path) -> None:
         assert 0 == first.engine.cache.used_blocks
     async with running_mocker(replace(shares, role="decode", kv_hash="other")) as third:
         assert 0 == cached(await post(third))
+
+
+MOONCAKE = replace(NIXL, kv_connector="mooncake")
+
+
+async def mooncake(post: Post, first: Mocker, **change: Any) -> Json:
+    """The parameters for the decode engine, as a router makes them."""
+    async with aiohttp.ClientSession() as client, client.get(f"{first.url}/query") as answer:
+        engine_id = (await answer.json())["0"]["engine_id"]
+    asks = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "xfer-1"}
+    answered = await post(first, max_tokens=1, kv_transfer_params=asks)
+    assert answered["kv_transfer_params"] is None
+    hands = {"remote_engine_id": engine_id, "remote_bootstrap_addr": first.url}
+    return {"do_remote_prefill": True, "transfer_id": "xfer-1"} | hands | change
+
+
+async def test_mooncake(post: Post) -> None:
+    """The decode engine finds the blocks by the id of the transfer, once; usage is what the router says."""
+    wanted = await text_alone(post)
+    roles = replace(MOONCAKE, role="prefill"), replace(MOONCAKE, role="decode")
+    async with pair(*roles) as (first, second):
+        params = await mooncake(post, first, remote_prefill_cached_tokens=0)
+        held = first.engine.cache.used_blocks
+
+        answer = await post(second, kv_transfer_params=params)
+        again = await post(second, list(range(200, 300)), kv_transfer_params=params)
+
+        assert (wanted, 0, 7) == (text(answer), cached(answer), held)
+        assert FAILED == again["error"]
+        assert 0 == first.engine.cache.used_blocks
+        assert 7 * 16 * 131072 == (await metrics(second))["mooncake_bytes_transferred_sum"]
+        for mocker in (first, second):
+            mocker.engine.check()
+
+
+@pytest.mark.parametrize("change", [{"remote_engine_id": "0" * 36}, {"transfer_id": "another"}])
+async def test_a_wrong_mooncake_transfer(post: Post, change: Json) -> None:
+    roles = replace(MOONCAKE, role="prefill"), replace(MOONCAKE, role="decode")
+    async with pair(*roles) as (first, second):
+        answer = await post(second, kv_transfer_params=await mooncake(post, first, **change))
+
+        assert FAILED == answer["error"]
+
+
+@pytest.mark.parametrize("name", ["transfer_id", "remote_engine_id", "remote_bootstrap_addr"])
+async def test_a_mooncake_transfer_without_a_name(post: Post, name: str) -> None:
+    wanted = await text_alone(post)
+    roles = replace(MOONCAKE, role="prefill"), replace(MOONCAKE, role="decode")
+    async with pair(*roles) as (first, second):
+        answer = await post(second, kv_transfer_params=await mooncake(post, first, **{name: None}))
+
+        assert wanted == text(answer)
 
 
 async def test_pinned_blocks_delay_others(post: Post) -> None:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import pytest
@@ -358,6 +359,7 @@ async def test_half_of_a_pair_of_sglang(sglang: Recorded, mode: str) -> None:
 
 
 NIXL = b'vllm:nixl_num_failed_transfers_total{engine="0"} 0.0\n'
+MOONCAKE = b'vllm:mooncake_xfer_time_seconds_count{engine="0"} 0.0\n'
 
 
 def server_info(**config: str) -> bytes:
@@ -381,6 +383,8 @@ ROLES: list[tuple[bytes | None, bytes, dict[str, Any], tuple[str, str, bool]]] =
     (None, NIXL, {"role": "prefill", "kv_connector": "example"}, ("prefill", "example", False)),
     (b"nonsense", NIXL, {}, ("both", "", True)),
     (server_info(), NIXL, {}, ("both", "", True)),
+    (None, MOONCAKE, {"role": "decode"}, ("decode", "mooncake", False)),
+    (None, b"vllm:mooncake_store_operation_total 1\n", {}, ("both", "", False)),
     (server_info(kv_connector="MooncakeConnector"), b"", {}, ("both", "", True)),
     (server_info(kv_connector="MooncakeConnector"), b"", BOTH, ("both", "mooncake", False)),
     (server_info(kv_role="kv_both"), NIXL, {}, ("both", "nixl", False)),
@@ -426,7 +430,11 @@ async def test_roles_of_vllm(
 @pytest.mark.parametrize(
     ("info", "flags", "said"),
     [
-        (None, {"role": "prefill"}, "role prefill without a connector: give --kv-connector nixl or example"),
+        (
+            None,
+            {"role": "prefill"},
+            "role prefill without a connector: give --kv-connector nixl or mooncake",
+        ),
         (None, {"kv_connector": "nixl"}, "nixl without a role: give --role prefill or decode"),
         (None, {"whole": False}, "pair .--no-whole.: give --role prefill or decode"),
         (PREFILLS, HALF, "kv_role kv_producer in /server_info.: remove --role decode"),
@@ -439,14 +447,14 @@ async def test_roles_of_vllm(
             "role prefill.: connector 'nixl-push' is not served: a second use .* hangs both engines",
         ),
         (
-            server_info(kv_role="kv_consumer", kv_connector="MooncakeConnector"),
+            server_info(kv_role="kv_consumer", kv_connector="LMCacheConnectorV1"),
             {},
-            "connector 'mooncake' is not served yet; use nixl or example",
+            "connector 'lmcache' is not served yet; use nixl or mooncake or example",
         ),
         (
             server_info(kv_role="kv_consumer", kv_connector="P2pNcclConnector"),
             {},
-            "connector 'P2pNcclConnector' is unknown; use nixl or example",
+            "connector 'P2pNcclConnector' is unknown; use nixl or mooncake or example",
         ),
     ],
 )
@@ -457,6 +465,36 @@ async def test_refused_halves(vllm: Recorded, info: bytes | None, flags: dict[st
 
     with pytest.raises(EngineError, match=said):
         await vllm.learn(replace(vllm.options, **flags))
+
+
+BOOTSTRAP = b'{"1":{"engine_id":"e1","worker_addr":{"0":{"0":"tcp://h:1"}}},"0":{"engine_id":"e0"}}'
+
+
+async def test_a_mooncake_prefill_engine(vllm: Recorded) -> None:
+    """Its bootstrap server names the engine of each rank, for the card; a decode engine has none."""
+    port = urlsplit(vllm.url).port or 0
+    half = replace(vllm.options, kv_connector="mooncake", bootstrap_port=port, ranks=2)
+    vllm.answers |= {"/query": BOOTSTRAP}
+
+    facts = await vllm.learn(replace(half, role="prefill"))
+
+    card = _card(replace(half, role="prefill"), facts)
+    assert (("e0", "e1"), port) == (card.kv_engine_ids, card.bootstrap_port)
+    assert not (await vllm.learn(replace(half, role="decode"))).kv_engine_ids
+    by_address = replace(half, role="prefill", bootstrap_port=1, kv_address=f"127.0.0.1:{port}")
+    assert ("e0", "e1") == (await vllm.learn(by_address)).kv_engine_ids
+    assert 8998 == _card(replace(half, bootstrap_port=0), facts).bootstrap_port
+
+
+@pytest.mark.parametrize(
+    "answer", [None, b"", b"{}", b"[]", b'{"1":{"engine_id":"e"}}', b'{"a":{"engine_id":"e"}}', b'{"0":{}}']
+)
+async def test_no_bootstrap_server(vllm: Recorded, answer: bytes | None) -> None:
+    """The agent waits for it, and says what to change."""
+    vllm.answers |= {} if answer is None else {"/query": answer}
+    options = replace(vllm.options, role="prefill", kv_connector="mooncake")
+    with pytest.raises(EngineError, match=r"/query|give --bootstrap-port .* or --kv-address HOST:PORT"):
+        await vllm.learn(replace(options, bootstrap_port=urlsplit(vllm.url).port or 0))
 
 
 async def test_roles_of_sglang(sglang: Recorded) -> None:
