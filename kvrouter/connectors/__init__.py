@@ -34,6 +34,8 @@ class Connector(Protocol):
     has_parameters: bool
     lease_s: float
     """The decode worker gets no older parameters."""
+    waits_for_the_lost: bool
+    """Whether a decode engine waits for minutes for the blocks of a prefill engine that has died."""
 
     def asking(self, source: Source) -> Raw | None:
         """The parameters in the prefill worker's body; None: it gets none."""

@@ -13,6 +13,7 @@ from kvrouter.connectors.source import Source
 class Example:
     has_parameters = False
     lease_s = float("inf")
+    waits_for_the_lost = False
 
     def asking(self, source: Source) -> Raw | None:
         return None

@@ -48,6 +48,8 @@ class Mooncake:
     has_parameters = True
     # Of 480 s, without a minute for the way there and the transfer.
     lease_s = 420.0
+    # 540 s if the engine ends while it is asked (vLLM 0.33).
+    waits_for_the_lost = True
 
     def asking(self, source: Source) -> Raw | None:
         """None: its engine is not known, so no decode engine could read the blocks."""

@@ -37,6 +37,7 @@ class Nixl:
     has_parameters = True
     # Of 30 s (kv_lease_duration), without 5 s until the decode engine renews it, and 5 s for the way there.
     lease_s = 20.0
+    waits_for_the_lost = False
 
     def asking(self, source: Source) -> Raw | None:
         return ASKING

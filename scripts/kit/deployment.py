@@ -40,7 +40,7 @@ class Plan:
     """Whether the frontends get --model-path."""
     # Additional flags of single mockers, by number.
     mocker_flags: Mapping[int, Sequence[str]] = field(default_factory=dict)
-    # Additional flags of their agents, by number.
+    # Additional flags of their agents, by number; {port} is that of the engine.
     agent_flags: Mapping[int, Sequence[str]] = field(default_factory=dict)
     # The port of each engine, followed by two more that are free; empty: drawn when it starts.
     engine_ports: Sequence[int] = ()
@@ -151,7 +151,7 @@ async def start_engine(fleet: Fleet, plan: Plan, nats_url: str, number: int) -> 
         ],
     )  # fmt: skip
     bus = plan.bus_of(f"agent-{number}", nats_url)
-    more = plan.agent_flags.get(number, ())
+    more = [flag.replace("{port}", str(port)) for flag in plan.agent_flags.get(number, ())]
     agent = await fleet.start(
         f"agent-{number}", [*python("kvrouter.worker"), f"--engine-url={url}", *wires, *bus, *more]
     )

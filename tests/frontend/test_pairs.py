@@ -14,6 +14,8 @@ import pytest
 
 from kvrouter.connectors.nixl import NEEDED, Nixl
 from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.core.wire.heartbeats import State
+from kvrouter.frontend.requests import hung_engines
 from kvrouter.relay.collected import Collected
 from tests.frontend.clients import connected
 from tests.frontend.fleet import BODY, STREAM, Fleet, FleetOf
@@ -151,6 +153,38 @@ async def test_mooncake_keeps_nothing(fleet_of: FleetOf) -> None:
 
         assert "kv_transfer_params" not in fleet.workers[1].requests[0].json
         assert await metric(fleet, 'kvrouter_pd_requests_total{path="fallback"} 1')
+
+
+ENDS: dict[str, tuple[State, dict[str, Any]]] = {
+    "down": ("down", {}), "restarted": ("up", {"kv_engine_ids": ("e2",)}), "left": ("leave", {})
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("decodes", [1, 2])
+async def test_the_mooncake_engine_dies(
+    fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch, end: str, decodes: int
+) -> None:
+    """Its decode engine would wait for the blocks for minutes: the request moves, if need be to the same."""
+    monkeypatch.setattr(hung_engines, "LOOK_EVERY_S", 0.01)
+    waits = in_turn(says_and_stalls(), D)
+    async with pair(fleet_of, decode=(waits,) * decodes, **MOONCAKE) as fleet:
+        asking = asyncio.create_task(fleet.ask(STREAM))
+        await until(lambda: any(worker.requests for worker in fleet.workers[1:]))
+        state, change = ENDS[end]
+        card: dict[str, Any] = {
+            "kv_connector": "mooncake",
+            "kv_engine_ids": ("e1",),
+            "role": "prefill",
+            "started_at_us": 3,
+        }
+        fleet.announce(fleet.workers[0], state, **(card | change))
+
+        response = await asyncio.wait_for(asking, 20)
+
+        assert 200 == response.status
+        assert b"hi" in response.body
+        assert await metric(fleet, "kvrouter_pd_pair_failures_total 1")
 
 
 async def test_two_bookings(fleet_of: FleetOf) -> None:

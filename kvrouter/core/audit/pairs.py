@@ -115,7 +115,7 @@ def _resting(transfers: Transfers, now: float) -> Iterator[tuple[WorkerId, Probl
             f"failed {FAILURES_MOST} times in a row with requests handed over from "
             f"{', '.join(prefills[:_MOST_NAMES])}{more}: these pairs rest for {REST_S:g} s, and again after "
             "each failure. Look at the logs of both engines, and whether this one reaches what the other "
-            "hands over (nixl: VLLM_NIXL_SIDE_CHANNEL_HOST of the prefill engine; example: the shared "
-            "directory)"
+            "hands over (nixl: VLLM_NIXL_SIDE_CHANNEL_HOST of the prefill engine; mooncake: its bootstrap "
+            "server; example: the shared directory)"
         )
         yield decode, Problem("pair", text)

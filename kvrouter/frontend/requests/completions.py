@@ -231,8 +231,8 @@ class Completions:
             # Exclude all ranks of the worker: they share its HTTP server.
             excluded = work.router.pool.targets_of(leg.placement.target.worker_id)
             failed = failed.union(excluded)
-            if leg.prefill is not None and leg.is_handed_over and isinstance(outcome, Rejected):
-                # It answers, so the other half may be gone: without another decode worker, try it alone.
+            if leg.prefill is not None and leg.is_handed_over and not isinstance(outcome, Lost):
+                # The other half may be gone: without another decode worker, try this one alone.
                 spared = spared.union(excluded)
                 blamed = blamed.union(work.router.pool.targets_of(leg.prefill.placement.target.worker_id))
             fallbacks = leg.placement.fallbacks

@@ -8,6 +8,10 @@ Once a second, for each worker that requests wait for:
     answer GETs of /health and /v1/models from
     here ─────────────────────────────────────────> all requests move
 
+    the engine that computed its prompt is down,
+    gone or another process, and the decode
+    engine would wait for its blocks ─────────────> the request moves
+
 If only the agent dies, no request moves. The answer to a request that is not streamed begins when it is
 complete, so a late first byte proves nothing, and the agent's report alone does not move it. A request moves
 as long as `--retries` allows, and only if another worker could accept it now. In a second one of ten requests
@@ -30,6 +34,7 @@ import aiohttp
 import structlog
 
 from kvrouter.bounded_answers import address_below, engine_connector, is_alive
+from kvrouter.connectors import SERVED
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.wire.addresses import Network
@@ -91,6 +96,9 @@ class HungEngines:
 
     async def look(self) -> int:
         """Probe suspected engines and move the requests that wait for hung ones; returns how many moved."""
+        for attempt, record in list(self._running.items()):
+            if not attempt.is_committed and (lost := _lost_source(record)):
+                attempt.move(lost)
         suspicions = {
             attempt: suspicion
             for attempt, one in self._running.items()
@@ -175,6 +183,19 @@ def _suspicion(attempt: Attempt, one: AttemptRecord) -> str:
     if worker is None or worker.silent or worker.card.url != one.placement.url:
         return "gone"
     return "down" if worker.state == "down" else ""
+
+
+def _lost_source(one: AttemptRecord) -> str:
+    """Why the blocks that its decode engine waits for will not come; empty if they may."""
+    first = one.prefill
+    if first is None or first.source is None or not one.is_handed_over:
+        return ""
+    if not SERVED[first.placement.connector].waits_for_the_lost:
+        return ""
+    worker = one.work.router.pool.workers.get(first.placement.target.worker_id)
+    if worker is None or worker.state == "down" or first.source.engine_id not in worker.card.kv_engine_ids:
+        return f"the engine that computed its prompt, of {first.placement.target.worker_id}, is gone"
+    return ""
 
 
 @contextlib.asynccontextmanager

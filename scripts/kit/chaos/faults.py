@@ -75,8 +75,8 @@ class Row:
     behind_haproxy: bool = False
     # Three NATS servers and a leaf node, with accounts, instead of one server.
     on_cluster: bool = False
-    # Half of the engines compute prompts, the others generate (PREFILLS, DECODES).
-    is_split: bool = False
+    # The connector by which half of the engines (PREFILLS) hand prompts to the others; empty: none do.
+    split: str = ""
     # The engine whose share in the index is reported.
     engine: int | None = None
     # Whether the engine's agent must publish all of its blocks afterwards.
@@ -340,55 +340,67 @@ ROWS = (
         "split-prefill-kill",
         "prefill and decode apart: kill -9 a prefill worker, restart it",
         partial(kill_halves, numbers=PREFILLS[:1]),
-        is_split=True,
+        split="nixl",
     ),
     Row(
         "split-decode-kill",
         "the same with a decode worker",
         partial(kill_halves, numbers=DECODES[:1]),
-        is_split=True,
+        split="nixl",
     ),
     Row(
         "split-both-kill",
         "the same with one of each",
         partial(kill_halves, numbers=(PREFILLS[0], DECODES[0])),
-        is_split=True,
+        split="nixl",
     ),
     Row(
         "split-prefills-kill",
         "the same with all prefill workers",
         partial(kill_halves, numbers=PREFILLS),
-        is_split=True,
+        split="nixl",
     ),
     Row(
         "split-lease-over",
         f"a decode worker stands still for longer than the lease of {LEASE_S:g} s",
         end_leases,
-        is_split=True,
+        split="nixl",
     ),
     Row(
         "split-replica-kill",
         "kill -9 a replica between the halves, restart it",
         partial(between_halves, kill=kill_frontend),
-        is_split=True,
+        split="nixl",
     ),
     Row(
         "split-nats-kill",
         f"the same with nats-server, which is away for {NATS_AWAY_S:g} s",
         partial(between_halves, kill=partial(kill_nats, down_s=NATS_AWAY_S)),
-        is_split=True,
+        split="nixl",
     ),
     Row(
         "split-decode-joins",
         "a decode worker of the next version joins in place of one",
         partial(upgrade, numbers=DECODES[:1]),
-        is_split=True,
+        split="nixl",
     ),
     Row(
         "split-upgrade",
         "a rolling upgrade of the other three",
         partial(upgrade, numbers=(*PREFILLS, DECODES[1])),
-        is_split=True,
+        split="nixl",
+    ),
+    Row(
+        "mooncake-kill",
+        "the same with Mooncake: kill -9 a prefill and a decode worker, restart them",
+        partial(kill_halves, numbers=(PREFILLS[0], DECODES[0])),
+        split="mooncake",
+    ),
+    Row(
+        "mooncake-upgrade",
+        "a rolling upgrade of one of each",
+        partial(upgrade, numbers=(PREFILLS[0], DECODES[0])),
+        split="mooncake",
     ),
     Row("leaf-cut", f"a NATS leaf node without its cluster for {CUT_S:g} s", cut_leaf, on_cluster=True),
     *(

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -78,13 +79,13 @@ async def _run(options: argparse.Namespace) -> int:
     if not rows:
         rows = [row for row in ROWS if bool(row.alerts) == options.alerts]
     results = []
-    for (on_cluster, has_alerts, is_split), same in itertools.groupby(
-        rows, lambda row: (row.on_cluster, bool(row.alerts), row.is_split)
+    for (on_cluster, has_alerts, split), same in itertools.groupby(
+        rows, lambda row: (row.on_cluster, bool(row.alerts), row.split)
     ):
         if has_alerts:
             results += await _run_watched(console, list(same))
         else:
-            plan_of = _split_plan if is_split else _plan
+            plan_of = partial(_split_plan, split) if split else _plan
             results += await _run_stage(console, list(same), options.rate, plan_of, on_cluster=on_cluster)
     _show(console, results, options, time.monotonic() - started)
     if not all(result.holds for result in results):
@@ -155,16 +156,16 @@ def _plan(directory: Path) -> Plan:
     )
 
 
-def _split_plan(directory: Path) -> Plan:
+def _split_plan(connector: str, directory: Path) -> Plan:
     """Two prefill and two decode workers. Any prompt with more than 64 uncached tokens is handed over."""
     roles = {**dict.fromkeys(PREFILLS, "prefill"), **dict.fromkeys(DECODES, "decode")}
-    flags = {number: (f"--role={role}", "--kv-connector=nixl") for number, role in roles.items()}
+    flags = {number: (f"--role={role}", f"--kv-connector={connector}") for number, role in roles.items()}
     lease = {number: (*of, f"--kv-lease-s={LEASE_S:g}") for number, of in flags.items()}
     return replace(
         _plan(directory),
         frontend_flags=("--drain-grace-s=2", "--pd-min-uncached-tokens=64"),
         mocker_flags=lease,
-        agent_flags=flags,
+        agent_flags={number: (*of, "--bootstrap-port={port}") for number, of in flags.items()},
     )
 
 

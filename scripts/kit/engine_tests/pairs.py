@@ -4,8 +4,8 @@
 
 Each answer is compared with that of one engine alone; blocks are counted by the decode engine's own metrics.
 The names in the engine's files are compared with those that tests/connectors knows.
-nixl and mooncake need their libraries in DIR/nixl and DIR/mooncake, as `scripts/test-vllm --build DIR` installs
-them; mooncake also libibverbs1 (`apt-get install libibverbs1`), though no such device.
+nixl and mooncake need their libraries in DIR/nixl and DIR/mooncake, as `scripts/test-vllm --build DIR` makes
+them; mooncake also libibverbs1 (`apt-get install libibverbs1`, or its files in DIR/ibverbs), but no device.
 """
 
 from __future__ import annotations
@@ -172,21 +172,17 @@ async def _start(
     for made in (store, site):
         made.mkdir(exist_ok=True)
     (site / "sitecustomize.py").write_text(_SITE, "utf-8")
-    config: dict[str, Any] = {
-        "kv_connector": "NixlConnector",
-        "kv_role": f"kv_{role}",
+    kind, kv_role, extra = {
+        "nixl": ("NixlConnector", f"kv_{role}", {}),
+        "mooncake": ("MooncakeConnector", f"kv_{role}", {"mooncake_protocol": "tcp", "num_workers": 2}),
+        "example": ("ExampleConnector", "kv_both", {"shared_storage_path": str(store)}),
+    }[options.connector]
+    config = {
+        "kv_connector": kind,
+        "kv_role": kv_role,
         "kv_buffer_device": "cpu",
+        "kv_connector_extra_config": extra,
     }
-    if options.connector == "example":
-        extra = {"shared_storage_path": str(store)}
-        config |= {
-            "kv_connector": "ExampleConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": extra,
-        }
-    elif options.connector == "mooncake":
-        extra = {"mooncake_protocol": "tcp", "num_workers": 2}
-        config |= {"kv_connector": "MooncakeConnector", "kv_connector_extra_config": extra}
     directory = options.directory.absolute()
     environment = {
         "PYTHONPATH": f"{site}:{directory / options.connector}",
