@@ -398,7 +398,7 @@ ROWS = (
     ),
     Row(
         "mooncake-upgrade",
-        "a rolling upgrade of one of each",
+        "with Mooncake, a rolling upgrade of one of each",
         partial(upgrade, numbers=(PREFILLS[0], DECODES[0])),
         split="mooncake",
     ),

@@ -58,8 +58,8 @@ class Between:
                 kept = {name: value for name, value in answer.headers.items() if name.lower() in _PASSED}
                 return web.Response(status=answer.status, body=data, headers=kept)
         except aiohttp.ClientError:
-            assert request.transport is not None
-            request.transport.abort()  # as the engine's own connection ended
+            if request.transport is not None:  # else the client has left
+                request.transport.abort()  # as the engine's own connection ended
             return web.Response(status=502)
 
 

@@ -154,7 +154,8 @@ def _names(program: Path) -> Row:
     used = {
         "nixl_reads": {*json.loads(bytes(ASKING)), *NEEDED},
         "nixl_answers": set(NEEDED),
-        "connectors": {"NixlConnector", "ExampleConnector"},
+        "mooncake_reads": {"transfer_id", "remote_engine_id", "remote_bootstrap_addr"},
+        "connectors": {"NixlConnector", "MooncakeConnector", "ExampleConnector"},
     }
     for where, names in used.items():
         if lacking := names.difference(found[where]):
