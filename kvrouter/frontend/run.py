@@ -225,9 +225,9 @@ async def _open_member(
 ) -> AsyncIterator[_Member]:
     """Read the models, listen on the ports, connect to NATS: errors of flags come before the namespace."""
     rules = new_rules(options)
-    replica = new_replica(options, rules, index_maker(registry, is_on=options.index_metrics))
-    waiting_room = WaitingRoom(replica, options.admission, QueueMetrics(registry), random.random)
     metrics = RequestMetrics(registry)
+    replica = new_replica(options, rules, index_maker(metrics.steps, is_on=options.index_metrics))
+    waiting_room = WaitingRoom(replica, options.admission, QueueMetrics(registry), random.random)
     traffic = FleetTraffic(replica, lambda: served(replica, metrics, waiting_room.waiting()))
     registry.register(StateCollector(lambda: rules.samples(replica.routers)))
     registry.register(StateCollector(waiting_room.samples))
@@ -292,7 +292,7 @@ async def _open_request_path(
         access = AccessLog(options.access, views, random.random, tracing)
         clients = ClientTotals(access.addresses, now)
         readers = Readers(metrics, clients, member.audit, access, views)
-        lost = LostRequests(replica, publishing, probe, metrics, now=now)
+        lost = LostRequests(replica, publishing, probe, now=now)
         upstream = Upstream(tls, networks)
         with contextlib.closing(upstream), contextlib.ExitStack() as at_end:
             at_end.callback(access.flush)

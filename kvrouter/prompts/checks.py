@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import dataclasses
 import random
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -29,7 +29,6 @@ from kvrouter.core.routing.worker import Worker
 from kvrouter.core.wire.ids import PoolId
 from kvrouter.errors import BadRequestError
 from kvrouter.prompts.ways import EncoderOf, Kind, Naming, kind_of
-from kvrouter.telemetry.metrics import Sample
 from kvrouter.tokens.chat_options import ChatOptions
 from kvrouter.tokens.chat_options import learn as learn_options
 from kvrouter.tokens.id_comparison import PROBES, Difference, find_difference, shape_of
@@ -332,12 +331,6 @@ class TokenChecks:
 
     def view(self) -> dict[str, Any]:
         return {str(pool): check.view() for pool, check in self.pools.items()}
-
-    def samples(self) -> Iterator[Sample]:
-        for pool, check in self.pools.items():
-            labels = {"pool": str(pool)}
-            differs = check.state == "differs"
-            yield "kvrouter_tokens_differ", labels, differs
 
 
 def _may_get_ids(worker: Worker) -> bool:

@@ -91,8 +91,6 @@ class Tokens:
 
     def samples(self) -> Iterator[Sample]:
         yield from _store_samples(self.store)
-        if self.checks is not None:
-            yield from self.checks.samples()
         yield from self.reports.samples()
         for outcome in OUTCOMES:
             yield "kvrouter_media_prompts_total", {"outcome": outcome}, self.blocks.media[outcome]
@@ -224,7 +222,6 @@ def _cache_view(cache: PrefixCache) -> dict[str, Any]:
 
 def _store_samples(store: PrefixStore) -> Iterator[Sample]:
     counters = store.counters
-    yield "kvrouter_prefix_store_bytes", {}, store.held_bytes
     for result, count in (
         ("known", counters.known_characters),
         ("tokenized", counters.tokenized_characters),

@@ -50,21 +50,19 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "kvrouter_first_byte_seconds": Metric(
             "histogram", ("model",), "from the request's arrival to the first byte of data, streamed requests"
         ),
-        "kvrouter_tokenize_seconds": Metric("histogram", (), "time in template, tokenizer and hashing"),
-        "kvrouter_decide_seconds": Metric(
-            "histogram", (), "choice of a target and its booking; of one attempt in 16"
+        "kvrouter_step_seconds": Metric(
+            "histogram",
+            ("step",),
+            "time of a step of a request in this process: `tokenize` (template, tokenizer and "
+            "hashing), `decide` (choice of a target and its booking; of one attempt in 16), "
+            "`lookup` (in the index, a part of `decide`; of one look-up in 16)",
         ),
-        "kvrouter_prompt_tokens_total": Metric(
-            "counter", ("model",), "prompt tokens routed; 0 where they are not known"
-        ),
-        "kvrouter_overlap_tokens_total": Metric(
-            "counter", ("model",), "prompt tokens routed that were predicted to be cached"
-        ),
-        "kvrouter_output_tokens_total": Metric(
+        "kvrouter_tokens_total": Metric(
             "counter",
-            ("model",),
-            "tokens of the answers that were passed on, whole or not: as the engine reports them, "
-            "else one for each event of a stream",
+            ("model", "kind"),
+            "tokens of the requests routed: `prompt` (0 where they are unknown), `overlap` (of "
+            "these, predicted to be cached), `output` (of the answers that were passed on, "
+            "whole or not: as the engine reports them, else one for each event of a stream)",
         ),
         "kvrouter_spans_total": Metric(
             "counter",
@@ -95,9 +93,6 @@ SECTIONS: dict[str, dict[str, Metric]] = {
             "histogram",
             (),
             "from the end of a prefill to the first byte of the decode worker's streamed answer",
-        ),
-        "kvrouter_deadly_prompts_refused_total": Metric(
-            "counter", (), "requests that were refused for such a prompt"
         ),
         "kvrouter_removed_fields_total": Metric(
             "counter",
@@ -138,21 +133,17 @@ SECTIONS: dict[str, dict[str, Metric]] = {
             "the longest wait so far of the requests that wait now; no series without the flag",
         ),
         "kvrouter_queue_wait_seconds": Metric(
-            "histogram", ("outcome",), "how long requests waited: `admitted`, `timeout` or `left`"
+            "histogram",
+            ("outcome",),
+            "how long requests waited: `admitted`, `timeout` or `left`; `full`: rejected at "
+            "once because too many waited",
         ),
-        "kvrouter_queue_full_total": Metric("counter", (), "requests rejected because too many waited"),
     },
     "Tokens": {
-        "kvrouter_prefix_store_bytes": Metric(
-            "gauge", (), "memory of the pieces of text whose tokens are kept, about"
-        ),
         "kvrouter_prefix_store_characters_total": Metric(
             "counter",
             ("result",),
             "characters of long prompts: `known`, `tokenized`, or `skipped` (`--min-prefix-overlap-ratio`)",
-        ),
-        "kvrouter_tokens_differ": Metric(
-            "gauge", ("pool",), "1 if an engine makes other token ids of a text; from the first comparison on"
         ),
         "kvrouter_media_prompts_total": Metric(
             "counter",
@@ -177,9 +168,6 @@ SECTIONS: dict[str, dict[str, Metric]] = {
     },
     "Workers and load": {
         "kvrouter_workers": Metric("gauge", ("pool",), "workers known"),
-        "kvrouter_workers_lost_total": Metric(
-            "counter", (), "workers dropped because they were silent past their lease"
-        ),
         "kvrouter_target_eligible": Metric(
             "gauge",
             ("pool", "worker", "rank", "role", "kv_connector"),
@@ -207,11 +195,10 @@ SECTIONS: dict[str, dict[str, Metric]] = {
             ("pool", "worker", "rank"),
             "from the decision to the first byte, streamed answers of this replica",
         ),
-        "kvrouter_engine_running": Metric(
-            "gauge", ("pool", "worker", "rank"), "requests that its engine computes, by its last heartbeat"
-        ),
-        "kvrouter_engine_waiting": Metric(
-            "gauge", ("pool", "worker", "rank"), "requests that wait in its engine"
+        "kvrouter_engine_requests": Metric(
+            "gauge",
+            ("pool", "worker", "rank", "state"),
+            "requests that its engine computes (`running`) or lets wait (`waiting`), by its last heartbeat",
         ),
         "kvrouter_engine_kv_usage": Metric(
             "gauge", ("pool", "worker", "rank"), "share of the engine's KV blocks in use, 0 to 1"
@@ -231,19 +218,14 @@ SECTIONS: dict[str, dict[str, Metric]] = {
             "1 while `/workers` shows this problem, else no series. `worker` is empty for a problem "
             "of the pool",
         ),
-        "kvrouter_stale_heartbeats_total": Metric(
-            "counter", (), "heartbeats of a former agent of a worker, after its restart"
-        ),
-        "kvrouter_malformed_heartbeats_total": Metric("counter", (), "heartbeats that could not be read"),
     },
     "The block index": {
         "kvrouter_index_blocks": Metric("gauge", ("pool",), "distinct blocks in the index"),
         "kvrouter_index_bytes": Metric("gauge", ("pool",), "memory of the index, about"),
-        "kvrouter_index_lookup_seconds": Metric("histogram", (), "a look-up in the index; of one in 16"),
-        "kvrouter_index_stored_blocks_total": Metric("counter", ("pool",), "blocks stored in the index"),
-        "kvrouter_index_removed_blocks_total": Metric("counter", ("pool",), "blocks removed from the index"),
-        "kvrouter_index_refused_blocks_total": Metric(
-            "counter", ("pool",), "blocks refused beyond the bounds of the index"
+        "kvrouter_index_changes_total": Metric(
+            "counter",
+            ("pool", "change"),
+            "blocks `stored` in the index, `removed` from it, or `refused` beyond its bounds",
         ),
     },
     "Predictions against the truth": {
@@ -261,91 +243,62 @@ SECTIONS: dict[str, dict[str, Metric]] = {
             "predicted blocks minus reported blocks; below 0 the engine had more. The exact ones are "
             '`le="0"` minus `le="-1"`. It has bounds below 0, so it has no `_sum` and no `_count`',
         ),
-        "kvrouter_predicted_cached_tokens_total": Metric(
+        "kvrouter_cached_tokens_total": Metric(
             "counter",
-            ("pool", "worker"),
-            "prompt tokens predicted to be cached, where the engine reported them too",
-        ),
-        "kvrouter_reported_cached_tokens_total": Metric(
-            "counter", ("pool", "worker"), "prompt tokens that the engine reported as cached"
+            ("pool", "worker", "by"),
+            "prompt tokens that were cached, `predicted` by this replica and `reported` by the "
+            "engine, of the requests whose engine reports them",
         ),
         "kvrouter_prediction_exact_ratio": Metric(
             "gauge",
             ("pool", "worker"),
             "share of exact predictions in the last 16 that could be judged and had blocks to find",
         ),
-        "kvrouter_prompt_lengths_total": Metric(
+        "kvrouter_evidence_total": Metric(
             "counter",
-            ("pool", "worker", "result"),
-            "answers whose `prompt_tokens` were the `same` as counted here, or `different`",
-        ),
-        "kvrouter_announced_requests_total": Metric(
-            "counter",
-            ("pool", "worker", "result"),
-            "served requests whose first block the worker's events named within 2 s (`found`), or not "
-            "(`missing`)",
+            ("pool", "worker", "check", "result"),
+            "answers compared with what is known here. `check` is `prompt_length`: "
+            "`prompt_tokens` were the `same` as counted here, or `different`; or `announced`: "
+            "the worker's events named the first block within 2 s (`found`), or not (`missing`)",
         ),
     },
     "How good the choices are": {
         "kvrouter_prefill_tokens_per_second": Metric(
             "gauge",
             ("pool",),
-            "prompt tokens that a target computes in a second, as learnt from first bytes",
+            "prompt tokens that a target computes in a second, as learnt from first bytes; no "
+            "series while it is not known well enough for weight `auto` to compare seconds, "
+            "which is 8 until then",
             see="concepts/decide.md",
-        ),
-        "kvrouter_prefill_known": Metric(
-            "gauge", ("pool",), "1 if weight `auto` may compare seconds; 0 while it is 8"
-        ),
-        "kvrouter_reusable_tokens_total": Metric(
-            "counter", ("pool",), "prompt tokens of the requests routed here, each request once"
         ),
         "kvrouter_uncached_tokens_total": Metric(
             "counter",
             ("pool", "cache"),
-            "prompt tokens of the requests routed here that a cache did not have: `chosen` target "
-            "(predicted), the target with the `best` overlap, one `pooled` cache of the fleet's size, "
-            "one `endless` cache. The share that was cached is 1 − this / "
-            "`kvrouter_reusable_tokens_total`. The last two are estimated from a sample of all "
-            "replicas' requests",
+            "prompt tokens of the requests routed here, each request once, that a cache did not"
+            " have: `chosen` target (predicted), the target with the `best` overlap, one "
+            "`pooled` cache of the fleet's size, one `endless` cache; `none` counts all prompt "
+            "tokens. The share that was cached is 1 − this / that of `none`. `pooled` and "
+            "`endless` are estimated from a sample of all replicas' requests",
         ),
-        "kvrouter_ttft_decisions_total": Metric(
-            "counter",
+        "kvrouter_ttft_later_seconds": Metric(
+            "summary",
             ("pool",),
-            "decisions that compared predicted times to first token. Only weight `auto` does, and "
-            "custom policies while these are known (`kvrouter_prefill_known`); other decisions are in "
-            "none of these metrics",
+            "how much later than the earliest target the chosen one was predicted to be, of the"
+            " decisions that compared predicted times to first token. Only weight `auto` does, "
+            "and custom policies while these are known (`kvrouter_prefill_tokens_per_second`)",
         ),
-        "kvrouter_ttft_later_seconds_total": Metric(
-            "counter",
-            ("pool",),
-            "seconds that the chosen targets were predicted to be later than the earliest ones, over "
-            "all decisions",
-        ),
-        "kvrouter_ttft_predictions_total": Metric(
-            "counter",
-            ("pool", "up_to_s"),
-            "decisions of `kvrouter_ttft_decisions_total` whose first byte was measured, by predicted "
-            "time to first token: more than the next lower bound, at most `up_to_s` (0.02, 0.05, 0.1, "
-            "0.2, 0.5, 1, 2, 5, 10, +Inf). Unlike buckets of a histogram, not cumulative. Answers "
-            "that are not streamed, or have no first byte, are not counted",
-        ),
-        "kvrouter_ttft_predicted_seconds_total": Metric(
-            "counter",
-            ("pool", "up_to_s"),
-            "predicted times to first token of `kvrouter_ttft_predictions_total`, summed",
-        ),
-        "kvrouter_ttft_measured_seconds_total": Metric(
-            "counter",
-            ("pool", "up_to_s"),
-            "measured times, from the decision to the first byte, of "
-            "`kvrouter_ttft_predictions_total`, summed",
+        "kvrouter_ttft_seconds": Metric(
+            "summary",
+            ("pool", "time", "up_to_s"),
+            "times to first token, `predicted` and `measured` (from the decision to the first "
+            "byte), of the decisions of `kvrouter_ttft_later_seconds` whose first byte was "
+            "measured, by predicted time: more than the next lower bound, at most `up_to_s` "
+            "(0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, +Inf). Unlike buckets of a histogram, not"
+            " cumulative. Answers that are not streamed, or have no first byte, are not counted",
         ),
     },
     "Replicas and feeds": {
         "kvrouter_replicas": Metric("gauge", (), "replicas known, this one included"),
-        "kvrouter_replicas_lost_total": Metric(
-            "counter", (), "replicas dropped because they were silent past their lease"
-        ),
         "kvrouter_bookings": Metric(
             "gauge",
             ("pool", "router"),
@@ -363,30 +316,34 @@ SECTIONS: dict[str, dict[str, Metric]] = {
             "`other_versions`, `held_overflows`, `failures`",
             see="concepts/glossary.md#states",
         ),
-        "kvrouter_unknown_messages_total": Metric(
-            "counter", (), "messages of no known subject, and KV frames of workers whose card is missing"
-        ),
-        "kvrouter_pools_refused_total": Metric("counter", (), "messages about a pool beyond the maximum"),
-        "kvrouter_members_refused_total": Metric(
-            "counter", (), "heartbeats of a worker or replica beyond the maximum"
+        "kvrouter_replica_events_total": Metric(
+            "counter",
+            ("event",),
+            "`workers_lost` and `replicas_lost` (dropped because they were silent past their lease); "
+            "messages that were ignored: `malformed_heartbeats`, `stale_heartbeats` (of a former agent of "
+            "a worker, after its restart), `unknown_messages` (no known subject, or KV frames of a worker "
+            "whose card is missing), `pools_refused` (about a pool beyond the maximum), "
+            "`members_refused` (heartbeats of a worker or replica beyond the maximum)",
         ),
     },
     "The bus": {
-        "kvrouter_nats_connected": Metric("gauge", (), "1 while NATS answers"),
-        "kvrouter_bus_published_total": Metric("counter", (), "messages sent"),
-        "kvrouter_bus_published_bytes_total": Metric("counter", (), "payload of the messages sent"),
-        "kvrouter_bus_received_total": Metric("counter", (), "messages received"),
-        "kvrouter_bus_received_bytes_total": Metric("counter", (), "payload of the messages received"),
-        "kvrouter_bus_unsent_total": Metric(
-            "counter", (), "messages not sent: NATS was away, or the buffer full"
+        "kvrouter_nats_connected": Metric(
+            "gauge",
+            (),
+            "1 while NATS answers; of agents, too",
         ),
-        "kvrouter_bus_dropped_total": Metric(
-            "counter", (), "messages dropped because this replica was slow; feeds repair themselves"
+        "kvrouter_bus_messages_total": Metric(
+            "counter",
+            ("event",),
+            "messages `published`, `received`, `unsent` (NATS was away, or the buffer full), "
+            "`dropped` (this replica was slow; feeds repair themselves), or `failed` (raised an"
+            " error here: a bug of kvrouter)",
         ),
-        "kvrouter_bus_errors_total": Metric(
-            "counter", (), "messages that raised an error here: bugs of kvrouter"
+        "kvrouter_bus_bytes_total": Metric(
+            "counter",
+            ("event",),
+            "payload of the messages `published` and `received`",
         ),
-        "kvrouter_inbox_messages": Metric("gauge", (), "messages that have arrived and are not applied yet"),
         "kvrouter_inbox_age_seconds": Metric(
             "gauge", (), "age of the oldest message that is not applied yet"
         ),
@@ -417,19 +374,16 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "kvrouter_loop_lag_longest_seconds": Metric(
             "gauge", (), "the longest wait of a callback that was ready, in the last minute"
         ),
-        "kvrouter_gc_seconds_total": Metric("counter", ("generation",), "time in Python's garbage collector"),
         "kvrouter_gc_longest_seconds": Metric(
             "gauge", (), "longest pause by Python's garbage collector in the last minute"
         ),
     },
     "Agents": {
-        "kvrouter_agent_engine_up": Metric(
-            "gauge", ("worker",), "1 while the engine answers its health probes"
-        ),
         "kvrouter_agent_state": Metric(
             "gauge",
             ("worker", "state"),
-            "1 for the state that the agent announces: `up`, `draining` or `down`",
+            "1 for the state that the agent announces: `up`, `draining`, or `down` (the engine "
+            "sleeps, or does not answer its health probes)",
         ),
         "kvrouter_agent_blocks": Metric(
             "gauge", ("worker", "rank"), "blocks on the device that are published"
@@ -437,10 +391,6 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "kvrouter_agent_rank_partial": Metric(
             "gauge", ("worker", "rank"), "1 while the engine may hold blocks that are not published"
         ),
-        "kvrouter_agent_history_losses_total": Metric(
-            "counter", ("worker", "rank", "reason"), "times that the history of a rank was lost"
-        ),
-        "kvrouter_agent_nats_connected": Metric("gauge", (), "1 while connected to NATS"),
     },
 }
 """By heading of docs/metrics.md, in its order."""

@@ -28,7 +28,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from kvrouter.telemetry.loop_lag import Longest
-from kvrouter.telemetry.metrics import CountBy, StateCollector
+from kvrouter.telemetry.metrics import StateCollector
 
 SET_ASIDE_S, TRIM_S, EVERYTHING_S = 2.0, 60.0, 3600.0
 # New containers before a collection of the youngest generation; collections before one of the next. The last
@@ -37,10 +37,9 @@ THRESHOLDS = (5_000, 10, 1_000_000)
 
 
 class Pauses:
-    """Metrics of the time that the collector held up the process."""
+    """The longest time that the collector held up the process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._seconds = CountBy("kvrouter_gc_seconds_total", registry)
         self._longest = Longest(time.monotonic)
         registry.register(
             StateCollector(lambda: [("kvrouter_gc_longest_seconds", {}, self._longest.value())])
@@ -56,13 +55,11 @@ class Pauses:
         finally:
             gc.callbacks.remove(self._record)
 
-    def _record(self, phase: str, info: dict[str, Any]) -> None:
+    def _record(self, phase: str, _: dict[str, Any]) -> None:
         if phase == "start":
             self._began = time.perf_counter()
             return
-        seconds = time.perf_counter() - self._began
-        self._seconds.inc(str(info["generation"]), seconds)
-        self._longest.note(seconds)
+        self._longest.note(time.perf_counter() - self._began)
 
 
 @contextlib.contextmanager

@@ -115,9 +115,9 @@ def _bound(bound: float) -> str:
     return str(floatToGoString(bound))  # type: ignore[no-untyped-call]
 
 
-# Bounds for what this process does itself: hashing, deciding, relaying.
-OWN_SECONDS = (
-    5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1
+# From a look-up to the tokens of the longest prompt.
+STEP_SECONDS = (
+    2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5
 )  # fmt: skip
 # Model names come from the workers' cards. Beyond this many, their requests are counted as `other`.
 MOST_MODELS = 100
@@ -192,6 +192,24 @@ class TargetCounts:
         return self.answers["failed"] + self.answers["broken"]
 
 
+class TokenCounts(Collector):
+    """Tokens of each kind, by the label of their model."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.prompt: defaultdict[str, int] = defaultdict(int)
+        self.overlap: defaultdict[str, int] = defaultdict(int)
+        self.output: defaultdict[str, int] = defaultdict(int)
+        registry.register(self)
+
+    def collect(self) -> Iterable[Metric]:
+        _, labels, text, _ = METRICS["kvrouter_tokens_total"]
+        family = CounterMetricFamily("kvrouter_tokens_total", text, labels=labels)
+        for kind, counts in (("prompt", self.prompt), ("overlap", self.overlap), ("output", self.output)):
+            for model, count in counts.items():
+                family.add_metric([model, kind], count)
+        return [family]
+
+
 def _failures(values: Values) -> Iterator[Values]:
     """The failures that may follow on a route, of its model and before a model is known."""
     model, route, mode, *_ = values
@@ -210,17 +228,13 @@ class RequestMetrics:
         self.pd_requests = CountBy("kvrouter_pd_requests_total", registry)
         self.pd_pair_failures = Count("kvrouter_pd_pair_failures_total", registry)
         self.kv_transfer = Spread("kvrouter_kv_transfer_seconds", registry)
-        self.refused_prompts = Count("kvrouter_deadly_prompts_refused_total", registry)
         self.removed_fields = CountBy("kvrouter_removed_fields_total", registry)
         self.token_ids_sent = CountBy("kvrouter_token_ids_sent_total", registry)
-        self.prompt_tokens = CountBy("kvrouter_prompt_tokens_total", registry)
-        self.overlap_tokens = CountBy("kvrouter_overlap_tokens_total", registry)
-        self.output_tokens = CountBy("kvrouter_output_tokens_total", registry)
+        self.tokens = TokenCounts(registry)
         self.first_byte = Spread("kvrouter_first_byte_seconds", registry)
         self.between = Spread("kvrouter_inter_token_seconds", registry, bounds=BETWEEN)
         self.duration = Spread("kvrouter_request_seconds", registry)
-        self.tokenize = Spread("kvrouter_tokenize_seconds", registry)
-        self.decide = Spread("kvrouter_decide_seconds", registry, bounds=OWN_SECONDS)
+        self.steps = Spread("kvrouter_step_seconds", registry, bounds=STEP_SECONDS)
 
     def new_target(self, target: Target) -> TargetCounts:
         """The counts of a target that is not in `targets`."""
@@ -235,7 +249,6 @@ class QueueMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.wait = Spread("kvrouter_queue_wait_seconds", registry)
-        self.full = Count("kvrouter_queue_full_total", registry)
 
 
 Sample: TypeAlias = tuple[str, dict[str, str], float]

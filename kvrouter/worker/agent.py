@@ -338,11 +338,11 @@ class Agent:
 
     def view(self) -> AgentView:
         """For --metrics-port."""
-        ranks = [RankView(self._rank_beat(number), 0, {}) for number in range(self._options.ranks)]
+        ranks = [RankView(self._rank_beat(number), 0) for number in range(self._options.ranks)]
         for number, rank in enumerate(self._ranks[: len(ranks)]):
             blocks = rank.publisher.blocks
-            ranks[number] = RankView(ranks[number].beat, blocks.count(), rank.losses)
-        return AgentView(self._options.worker_id, self._announcer.state, self._is_down, ranks)
+            ranks[number] = RankView(ranks[number].beat, blocks.count())
+        return AgentView(self._options.worker_id, self._announcer.state, ranks)
 
     async def _watch_health(self) -> None:
         """After MISSES_UNTIL_DOWN failed probes the engine is down; the next answer brings it back up."""

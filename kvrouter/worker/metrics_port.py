@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Protocol
 
 from msgspec import Struct
@@ -22,16 +22,12 @@ class RankView(Struct, frozen=True):
     beat: RankBeat
     blocks: int
     """On the device, published."""
-    losses: Mapping[str, int]
-    """How often its history was lost, by reason."""
 
 
 class AgentView(Struct, frozen=True):
     worker: str
     state: State
     """As announced."""
-    is_down: bool
-    """Whether the engine misses its health probes."""
     ranks: Sequence[RankView]
 
 
@@ -61,26 +57,18 @@ class MetricsOf:
 
     def samples(self) -> Iterator[Sample]:
         if self.bus is not None:
-            yield from _bus_samples(self.bus)
+            yield "kvrouter_nats_connected", {}, self.bus.connected
         for agent in list(self._agents):
             view = agent.view()
             labels = {"worker": view.worker}
-            yield "kvrouter_agent_engine_up", labels, not view.is_down
             yield "kvrouter_agent_state", {**labels, "state": view.state}, 1
             for rank in view.ranks:
                 yield from _rank_samples(rank, {**labels, "rank": str(rank.beat.rank)})
 
 
-def _bus_samples(bus: Bus) -> Iterator[Sample]:
-    yield "kvrouter_agent_nats_connected", {}, bus.connected
-
-
 def _rank_samples(rank: RankView, labels: dict[str, str]) -> Iterator[Sample]:
-    beat = rank.beat
     yield "kvrouter_agent_blocks", labels, rank.blocks
-    yield "kvrouter_agent_rank_partial", labels, beat.partial
-    for reason, count in rank.losses.items():
-        yield "kvrouter_agent_history_losses_total", {**labels, "reason": reason}, count
+    yield "kvrouter_agent_rank_partial", labels, rank.beat.partial
 
 
 @contextlib.asynccontextmanager

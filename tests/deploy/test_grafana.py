@@ -16,8 +16,6 @@ METRICS = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 
 # Documented metrics that no panel shows, and why.
 NOT_SHOWN = {
-    # hardly ever: problem `deadly_prompt` and /deadly_prompts say more; the deaths are among failed attempts
-    "kvrouter_deadly_prompts_refused_total",
     # only with a feature that most fleets do not use
     "kvrouter_kv_transfer_seconds",
     "kvrouter_media_prompts_total",
@@ -29,11 +27,8 @@ NOT_SHOWN = {
     "kvrouter_removed_fields_total",
     "kvrouter_spans_total",
     "kvrouter_token_ids_sent_total",
-    # sizes within fixed bounds
-    "kvrouter_prefix_store_bytes",
+    # how much of long prompts is known: sizes within fixed bounds
     "kvrouter_prefix_store_characters_total",
-    # what they lead to is shown: load in heartbeats, lag, ranks that are partial, tokens that differ
-    "kvrouter_agent_history_losses_total",
 }
 
 

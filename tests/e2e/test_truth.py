@@ -189,7 +189,7 @@ async def test_wrong_block_size(nats_url: str, model_path: Path) -> None:
     assert "block size 16, pool has 32" in problem
     assert "--kv-cache-block-size" in problem
     assert 1 == metric(page, "kvrouter_worker_problem", 'problem="block_size"')
-    assert 0 == metric(page, "kvrouter_announced_requests_total")
+    assert 0 == metric(page, "kvrouter_evidence_total", 'check="announced"')
 
 
 async def test_no_events(nats_url: str, model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,9 +249,9 @@ async def test_no_false_alarm(nats_url: str, model_path: Path) -> None:
 
     assert [[], []] == found
     assert [] == [entry for entry in logs if entry["event"] == "worker.problem"]
-    assert 0 == metric(page, "kvrouter_prompt_lengths_total", 'result="different"')
-    assert 50 < metric(page, "kvrouter_prompt_lengths_total", 'result="same"')
-    assert 50 < metric(page, "kvrouter_announced_requests_total", 'result="found"')
+    assert 0 == metric(page, "kvrouter_evidence_total", 'check="prompt_length"', 'result="different"')
+    assert 50 < metric(page, "kvrouter_evidence_total", 'check="prompt_length"', 'result="same"')
+    assert 50 < metric(page, "kvrouter_evidence_total", 'check="announced"', 'result="found"')
     assert 50 < metric(page, "kvrouter_predictions_total")
 
 
@@ -270,5 +270,5 @@ async def test_sequential_predictions_are_exact(nats_url: str, model_path: Path,
     assert 0 == metric(page, "kvrouter_prediction_error_blocks_bucket", 'le="-1"')
     assert REQUESTS == metric(page, "kvrouter_prediction_error_blocks_bucket", 'le="0"')
     assert 1 == metric(page, "kvrouter_prediction_exact_ratio")
-    reported = metric(page, "kvrouter_reported_cached_tokens_total")
-    assert 0 < reported == metric(page, "kvrouter_predicted_cached_tokens_total")
+    reported = metric(page, "kvrouter_cached_tokens_total", 'by="reported"')
+    assert 0 < reported == metric(page, "kvrouter_cached_tokens_total", 'by="predicted"')

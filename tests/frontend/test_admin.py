@@ -424,13 +424,16 @@ async def test_metrics(fleet_of: FleetOf) -> None:
             'kvrouter_requests_total{code="404",mode="",model="",outcome="refused",route="other"} 1.0',
             f'kvrouter_target_answers_total{{outcome="ok",pool="{POOL}",rank="0",worker="w0"}} 1.0',
             f'kvrouter_target_requests{{pool="{POOL}",rank="0",worker="w0"}} 0.0',
-            "kvrouter_decide_seconds_count 1.0",
+            'kvrouter_step_seconds_count{step="decide"} 1.0',
             "kvrouter_requests_in_flight 0.0",
             "kvrouter_nats_connected 1.0",
             f'kvrouter_target_eligible{{pool="{POOL}",rank="0",worker="w0"}} 1.0',
             f'kvrouter_workers{{pool="{POOL}"}} 1.0',
             "kvrouter_replicas 1.0",
-            *(f"kvrouter_{counter.name}_total 0.0" for counter in fields(ReplicaCounters)),
+            *(
+                f'kvrouter_replica_events_total{{event="{counter.name}"}} 0.0'
+                for counter in fields(ReplicaCounters)
+            ),
             f'kvrouter_bookings{{pool="{POOL}",router="{fleet.frontend.replica.router_id}"}} 0.0',
         ):
             assert line in lines
@@ -452,7 +455,7 @@ async def test_inter_token_time(fleet_of: FleetOf) -> None:
 
     target = f'{{pool="{POOL}",rank="0",worker="w0"}}'
     assert 'kvrouter_inter_token_seconds_count{model="m"} 1.0' in metrics
-    assert 'kvrouter_output_tokens_total{model="m"} 3.0' in metrics
+    assert 'kvrouter_tokens_total{kind="output",model="m"} 3.0' in metrics
     assert f"kvrouter_target_first_byte_seconds_count{target} 1.0" in metrics
     assert "kvrouter_inter_token_seconds_count" not in whole
 
@@ -497,5 +500,5 @@ async def test_output_tokens(fleet_of: FleetOf, script: Script, tokens: int | No
         await fleet.ask()
         metrics = (await fleet.get("/metrics")).body.decode()
 
-    found = re.findall(r'^kvrouter_output_tokens_total\{model="m"\} (\S+)$', metrics, re.MULTILINE)
+    found = re.findall(r'^kvrouter_tokens_total\{kind="output",model="m"\} (\S+)$', metrics, re.MULTILINE)
     assert ([] if tokens is None else [str(float(tokens))]) == found

@@ -188,7 +188,7 @@ async def test_full_queue(fleet_of: FleetOf) -> None:
 
         assert (503, "1") == (refused.status, refused.header("retry-after"))
         assert "2 requests in the queue" in refused.json["error"]["message"]
-        assert 1 == await metric(fleet, "kvrouter_queue_full_total")
+        assert 1 == await metric(fleet, 'kvrouter_queue_wait_seconds_count{outcome="full"}')
         gate.open()
         assert [200, 200] == await crowd.statuses()
 

@@ -451,7 +451,7 @@ async def test_texts_that_no_model_takes_are_not_tokenized(fleet_of: FleetOf, tm
         for text in ("word " * 1200, "word " * 1400):  # 64 for each of the model's tokens lie between
             await fleet.ask({"model": "m", "prompt": text})
 
-        assert b"kvrouter_tokenize_seconds_count 1.0" in (await fleet.get("/metrics")).body
+        assert b'kvrouter_step_seconds_count{step="tokenize"} 1.0' in (await fleet.get("/metrics")).body
 
 
 async def test_no_descriptor_left(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,9 +32,19 @@ def test_every_metric_is_used() -> None:
     }
     # a histogram or summary is also named as a whole
     named = {METRIC_OF.get(name, name) for name in samples}
-    counted = {f"kvrouter_{counter.name}_total" for counter in fields(ReplicaCounters)}
 
-    assert named | counted == set(METRICS)
+    assert named == set(METRICS)
+
+
+def test_not_too_many() -> None:
+    """At most 70: a value of a label is found sooner than another name."""
+    assert len(METRICS) <= 70
+
+
+def test_events_of_a_replica() -> None:
+    """Each counter of the replica is explained."""
+    for counter in fields(ReplicaCounters):
+        assert f"`{counter.name}`" in METRICS["kvrouter_replica_events_total"].text
 
 
 async def test_kinds_and_labels(fleet_of: FleetOf) -> None:

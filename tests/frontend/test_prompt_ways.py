@@ -245,7 +245,7 @@ async def test_each_pool_has_its_own_tokenizer(fleet_of: FleetOf, tmp_path: Path
 async def prompt_tokens(fleet: Fleet) -> float:
     """Prompt tokens routed so far, of all models."""
     page = (await fleet.get("/metrics")).body.decode()
-    lines = [line for line in page.splitlines() if line.startswith("kvrouter_prompt_tokens_total")]
+    lines = [line for line in page.splitlines() if line.startswith('kvrouter_tokens_total{kind="prompt"')]
     return sum(float(line.split()[-1]) for line in lines)
 
 

@@ -24,10 +24,10 @@ async def test_metrics(fleet_of: FleetOf) -> None:
 
         for line in (
             f'kvrouter_index_blocks{{pool="{POOL}"}} 2.0',
-            f'kvrouter_index_stored_blocks_total{{pool="{POOL}"}} 3.0',
-            f'kvrouter_index_removed_blocks_total{{pool="{POOL}"}} 1.0',
-            f'kvrouter_index_refused_blocks_total{{pool="{POOL}"}} 0.0',
-            "kvrouter_index_lookup_seconds_count 1.0",
+            f'kvrouter_index_changes_total{{change="stored",pool="{POOL}"}} 3.0',
+            f'kvrouter_index_changes_total{{change="removed",pool="{POOL}"}} 1.0',
+            f'kvrouter_index_changes_total{{change="refused",pool="{POOL}"}} 0.0',
+            'kvrouter_step_seconds_count{step="lookup"} 1.0',
         ):
             assert line in lines
         assert any(line.startswith("kvrouter_index_bytes") for line in lines)
@@ -43,7 +43,7 @@ async def test_metrics_off(fleet_of: FleetOf) -> None:
 
         assert "3" == (await fleet.ask()).header("x-kvrouter-overlap-blocks")
         said = (await fleet.get("/metrics")).body
-        assert b"kvrouter_index_lookup" not in said
+        assert b'step="lookup"' not in said
         assert b"kvrouter_index_bytes" not in said
 
 
@@ -81,11 +81,11 @@ async def test_predicted_times_to_first_token(fleet_of: FleetOf) -> None:
         lines = (await fleet.get("/metrics")).body.decode().splitlines()
 
     for line in (
-        f'kvrouter_ttft_decisions_total{{pool="{POOL}"}} 1.0',
-        f'kvrouter_ttft_later_seconds_total{{pool="{POOL}"}} 0.25',
-        f'kvrouter_ttft_predictions_total{{pool="{POOL}",up_to_s="0.5"}} 1.0',
-        f'kvrouter_ttft_predicted_seconds_total{{pool="{POOL}",up_to_s="0.5"}} 0.5',
-        f'kvrouter_ttft_measured_seconds_total{{pool="{POOL}",up_to_s="+Inf"}} 90.0',
+        f'kvrouter_ttft_later_seconds_count{{pool="{POOL}"}} 1.0',
+        f'kvrouter_ttft_later_seconds_sum{{pool="{POOL}"}} 0.25',
+        f'kvrouter_ttft_seconds_count{{pool="{POOL}",time="measured",up_to_s="0.5"}} 1.0',
+        f'kvrouter_ttft_seconds_sum{{pool="{POOL}",time="predicted",up_to_s="0.5"}} 0.5',
+        f'kvrouter_ttft_seconds_sum{{pool="{POOL}",time="measured",up_to_s="+Inf"}} 90.0',
     ):
         assert line in lines
-    assert 2 == sum(line.startswith("kvrouter_ttft_measured_seconds_total") for line in lines)
+    assert 4 == sum(line.startswith("kvrouter_ttft_seconds_sum") for line in lines)

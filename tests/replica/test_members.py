@@ -188,7 +188,7 @@ async def test_lost_worker_of_a_fleet(fleet_of: FleetOf) -> None:
         lines = (await fleet.get("/metrics")).body.decode().splitlines()
 
         assert ["b"] == [entry["worker"] for entry in fleet.logged("worker.lost")]
-        assert "kvrouter_workers_lost_total 1.0" in lines
+        assert 'kvrouter_replica_events_total{event="workers_lost"} 1.0' in lines
         assert f'kvrouter_workers{{pool="{POOL}"}} 1.0' in lines
 
 
@@ -211,5 +211,5 @@ async def test_malformed_message_is_logged_once(fleet_of: FleetOf) -> None:
         assert ["worker", "router", "nothing", "kv"] == named
         assert 1 <= next(iter(replica.readers.values())).counters.malformed <= 3
         assert all(entry["error"] for entry in fleet.logged("feed.malformed"))
-        assert "kvrouter_malformed_heartbeats_total 8.0" in lines
-        assert "kvrouter_unknown_messages_total 3.0" in lines
+        assert 'kvrouter_replica_events_total{event="malformed_heartbeats"} 8.0' in lines
+        assert 'kvrouter_replica_events_total{event="unknown_messages"} 3.0' in lines

@@ -118,7 +118,8 @@ async def test_inbox_drops(
         assert not fleet.logged("nats.error")
         dropped = fleet.frontend.replica_loop.inbox.drops
         assert dropped > 100
-        assert f"kvrouter_bus_dropped_total {float(dropped)}".encode() in (await fleet.get("/metrics")).body
+        counted = f'kvrouter_bus_messages_total{{event="dropped"}} {float(dropped)}'
+        assert counted.encode() in (await fleet.get("/metrics")).body
 
 
 async def test_the_server_drops_the_connection(

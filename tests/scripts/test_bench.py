@@ -27,11 +27,11 @@ from scripts.kit.http_client import Client
 from scripts.kit.load import Outcome
 
 METRICS = """\
-# HELP kvrouter_bus_published_total Messages sent
-kvrouter_bus_published_total 3.0
-kvrouter_bus_published_bytes_total 630.0
-kvrouter_bus_received_total 1e+01
-kvrouter_bus_received_bytes_total 4000.0
+# HELP kvrouter_bus_messages_total Messages
+kvrouter_bus_messages_total{event="published"} 3.0
+kvrouter_bus_messages_total{event="received"} 1e+01
+kvrouter_bus_bytes_total{event="published"} 630.0
+kvrouter_bus_bytes_total{event="received"} 4000.0
 kvrouter_bookings{pool="p",router="r"} 1.0
 """
 

@@ -34,10 +34,10 @@ async def test_single_samples() -> None:
     """Only the samples with the given names, after HELP and TYPE of their families."""
     registry = Registry()
     Counter("k_plain", "Counted by the library", ["status"], registry=registry).labels("200").inc(7)
-    odd: Sample = ("kvrouter_tokens_differ", {"pool": "x\u2028y"}, 1)
+    odd: Sample = ("kvrouter_sessions", {"pool": "x\u2028y"}, 1)
     registry.register(StateCollector(lambda: [*KINDS, odd]))
 
-    wanted = ["k_plain_total", "kvrouter_feed_live", "kvrouter_none", "kvrouter_tokens_differ"]
+    wanted = ["k_plain_total", "kvrouter_feed_live", "kvrouter_none", "kvrouter_sessions"]
     text = await exposition(registry, names=wanted)
 
     assert [
@@ -47,9 +47,9 @@ async def test_single_samples() -> None:
         f"# HELP kvrouter_feed_live {METRICS['kvrouter_feed_live'].text}",
         "# TYPE kvrouter_feed_live gauge",
         "kvrouter_feed_live 1.0",
-        f"# HELP kvrouter_tokens_differ {METRICS['kvrouter_tokens_differ'].text}",
-        "# TYPE kvrouter_tokens_differ gauge",
-        'kvrouter_tokens_differ{pool="x\u2028y"} 1.0',
+        f"# HELP kvrouter_sessions {METRICS['kvrouter_sessions'].text}",
+        "# TYPE kvrouter_sessions gauge",
+        'kvrouter_sessions{pool="x\u2028y"} 1.0',
         "",
     ] == text.decode().split("\n")
 

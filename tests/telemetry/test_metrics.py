@@ -106,7 +106,7 @@ def test_state_is_read_at_scrape_time() -> None:
     def samples() -> Iterator[Sample]:
         for worker, blocks in workers.items():
             yield "kvrouter_target_blocks", {"worker": worker}, blocks
-        yield "kvrouter_workers_lost_total", {}, 7.0
+        yield "kvrouter_replicas", {}, 7.0
 
     registry.register(StateCollector(samples))
     before = scraped(registry)
@@ -116,7 +116,7 @@ def test_state_is_read_at_scrape_time() -> None:
     assert {
         "kvrouter_target_blocks{'worker': 'w1'}": 3,
         "kvrouter_target_blocks{'worker': 'w2'}": 4,
-        "kvrouter_workers_lost_total{}": 7,
+        "kvrouter_replicas{}": 7,
     } == before
     assert "kvrouter_target_blocks{'worker': 'w1'}" not in after
 
@@ -153,8 +153,8 @@ def test_label_values_are_escaped() -> None:
 def test_two_registries() -> None:
     """Two replicas in one process count separately."""
     one, two = CollectorRegistry(), CollectorRegistry()
-    RequestMetrics(one).refused_prompts.inc()
+    RequestMetrics(one).pd_pair_failures.inc()
     RequestMetrics(two)
 
-    name = "kvrouter_deadly_prompts_refused_total{}"
+    name = "kvrouter_pd_pair_failures_total{}"
     assert (1, 0) == (scraped(one)[name], scraped(two)[name])

@@ -8,8 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-
-from prometheus_client import CollectorRegistry
+from functools import partial
 
 from kvrouter.bus import Bus
 from kvrouter.core.audit.findings import Audit
@@ -32,19 +31,10 @@ Labels = dict[str, str]
 
 def samples(replica: Replica, replica_loop: ReplicaLoop, audit: Audit, bus: Bus) -> Iterator[Sample]:
     yield "kvrouter_nats_connected", {}, float(bus.connected)
-    yield "kvrouter_bus_published_total", {}, bus.counters.published
-    yield "kvrouter_bus_unsent_total", {}, bus.counters.unsent
-    yield "kvrouter_bus_received_total", {}, bus.counters.received
-    sent, got = bus.counters.published_bytes, bus.counters.received_bytes
-    yield "kvrouter_bus_published_bytes_total", {}, sent
-    yield "kvrouter_bus_received_bytes_total", {}, got
-    drops = bus.counters.slow_consumer_drops + replica_loop.inbox.drops
-    yield "kvrouter_bus_dropped_total", {}, drops
-    yield "kvrouter_inbox_messages", {}, replica_loop.inbox.messages
+    yield from _bus_samples(bus, replica_loop)
     yield "kvrouter_inbox_age_seconds", {}, replica_loop.inbox.age_s
-    yield "kvrouter_bus_errors_total", {}, replica_loop.log.errors
-    for counter, value in asdict(replica.counters).items():
-        yield f"kvrouter_{counter}_total", {}, value
+    for event, count in asdict(replica.counters).items():
+        yield "kvrouter_replica_events_total", {"event": event}, count
     yield "kvrouter_replicas", {}, 1 + len(replica.peers)
     # Copies of the tables: a scrape is written in slices, and members come and go in between.
     for router in list(replica.routers.values()):
@@ -56,6 +46,20 @@ def samples(replica: Replica, replica_loop: ReplicaLoop, audit: Audit, bus: Bus)
         yield from _prediction_samples(router, audit)
     for source, reader in list(replica.readers.items()):
         yield from _feed_samples(source, reader)
+
+
+def _bus_samples(bus: Bus, replica_loop: ReplicaLoop) -> Iterator[Sample]:
+    counted = bus.counters
+    for event, messages in (
+        ("published", counted.published),
+        ("received", counted.received),
+        ("unsent", counted.unsent),
+        ("dropped", counted.slow_consumer_drops + replica_loop.inbox.drops),
+        ("failed", replica_loop.log.errors),
+    ):
+        yield "kvrouter_bus_messages_total", {"event": event}, messages
+    yield "kvrouter_bus_bytes_total", {"event": "published"}, counted.published_bytes
+    yield "kvrouter_bus_bytes_total", {"event": "received"}, counted.received_bytes
 
 
 def _pool_samples(pool: Pool) -> Iterator[Sample]:
@@ -80,10 +84,9 @@ def _pool_samples(pool: Pool) -> Iterator[Sample]:
 
 def _load_samples(beat: RankBeat, labels: Labels) -> Iterator[Sample]:
     """What the engine reports of its load; no series for what it does not report."""
-    if beat.running is not None:
-        yield "kvrouter_engine_running", labels, beat.running
-    if beat.waiting is not None:
-        yield "kvrouter_engine_waiting", labels, beat.waiting
+    for state, requests in (("running", beat.running), ("waiting", beat.waiting)):
+        if requests is not None:
+            yield "kvrouter_engine_requests", {**labels, "state": state}, requests
     if beat.kv_usage is not None:
         yield "kvrouter_engine_kv_usage", labels, beat.kv_usage
 
@@ -107,29 +110,28 @@ def target_samples(counts: dict[Target, TargetCounts], routers: Sequence[Router]
 
 
 def _speed_samples(router: Router) -> Iterator[Sample]:
-    labels, speed = {"pool": str(router.pool.id)}, router.tables.speeds.speed
-    yield "kvrouter_prefill_tokens_per_second", labels, 1 / speed.seconds_per_token
-    yield "kvrouter_prefill_known", labels, not router.doubt
+    if not router.doubt:
+        speed = router.tables.speeds.speed
+        yield "kvrouter_prefill_tokens_per_second", {"pool": str(router.pool.id)}, 1 / speed.seconds_per_token
 
 
 def _reuse_samples(router: Router) -> Iterator[Sample]:
     labels, reuse = {"pool": str(router.pool.id)}, router.reuse
-    yield "kvrouter_reusable_tokens_total", labels, reuse.prompt_tokens
-    for cache, tokens in reuse.uncached().items():
+    for cache, tokens in {"none": reuse.prompt_tokens, **reuse.uncached()}.items():
         yield "kvrouter_uncached_tokens_total", {**labels, "cache": cache}, tokens
 
 
 def _ttft_samples(router: Router) -> Iterator[Sample]:
     labels, counted = {"pool": str(router.pool.id)}, router.bookings.calibration
-    yield "kvrouter_ttft_decisions_total", labels, counted.decisions
-    yield "kvrouter_ttft_later_seconds_total", labels, counted.later_s
+    yield "kvrouter_ttft_later_seconds_sum", labels, counted.later_s
+    yield "kvrouter_ttft_later_seconds_count", labels, counted.decisions
     for bound, one in zip(CLASSES_S, counted.classes, strict=True):
         if not one.requests:
             continue
         own = {**labels, "up_to_s": f"{bound:g}" if bound < math.inf else "+Inf"}
-        yield "kvrouter_ttft_predictions_total", own, one.requests
-        yield "kvrouter_ttft_predicted_seconds_total", own, one.predicted_s
-        yield "kvrouter_ttft_measured_seconds_total", own, one.measured_s
+        for kind, seconds in (("predicted", one.predicted_s), ("measured", one.measured_s)):
+            yield "kvrouter_ttft_seconds_sum", {**own, "time": kind}, seconds
+            yield "kvrouter_ttft_seconds_count", {**own, "time": kind}, one.requests
 
 
 def _booking_samples(pool: Pool, known: set[RouterId]) -> Iterator[Sample]:
@@ -175,8 +177,8 @@ def _of_predictions(record: WorkerRecord, labels: Labels) -> Iterator[Sample]:
     for (result, source), count in record.predictions.items():
         own = {**labels, "result": result, "source": source}
         yield "kvrouter_predictions_total", own, count
-    yield "kvrouter_predicted_cached_tokens_total", labels, record.predicted_tokens
-    yield "kvrouter_reported_cached_tokens_total", labels, record.reported_tokens
+    yield "kvrouter_cached_tokens_total", {**labels, "by": "predicted"}, record.predicted_tokens
+    yield "kvrouter_cached_tokens_total", {**labels, "by": "reported"}, record.reported_tokens
     if record.inexact.total:
         share = 1 - record.inexact.bad / record.inexact.total
         yield "kvrouter_prediction_exact_ratio", labels, share
@@ -191,14 +193,9 @@ def _of_errors(record: WorkerRecord, labels: Labels) -> Iterator[Sample]:
 
 
 def _of_evidence(record: WorkerRecord, labels: Labels) -> Iterator[Sample]:
-    for result, count in record.lengths.items():
-        yield "kvrouter_prompt_lengths_total", {**labels, "result": result}, count
-    for result, count in record.announced.items():
-        yield "kvrouter_announced_requests_total", {**labels, "result": result}, count
-
-
-# Bucket bounds. A look-up takes microseconds, and blocks the event loop: above 1 ms it is far too slow.
-LOOKUP_SECONDS = (2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 1e-2, 0.1)
+    for check, counts in (("prompt_length", record.lengths), ("announced", record.announced)):
+        for result, count in counts.items():
+            yield "kvrouter_evidence_total", {**labels, "check": check, "result": result}, count
 
 
 # One look-up of this many is measured: to measure each would cost 0.6 % of a short request.
@@ -223,12 +220,11 @@ class MeasuredIndex(BlockIndex):
         return found
 
 
-def index_maker(registry: CollectorRegistry, *, is_on: bool) -> NewIndex:
+def index_maker(steps: Spread, *, is_on: bool) -> NewIndex:
     """The maker of the pools' indexes."""
     if not is_on:
         return BlockIndex
-    seconds = Spread("kvrouter_index_lookup_seconds", registry, bounds=LOOKUP_SECONDS)
-    return lambda bounds, secret: MeasuredIndex(bounds, secret, seconds.observe)
+    return lambda bounds, secret: MeasuredIndex(bounds, secret, partial(steps.observe, value="lookup"))
 
 
 def index_samples(replica: Replica) -> Iterator[Sample]:
@@ -240,6 +236,6 @@ def _index_samples_of(pool: Pool) -> Iterator[Sample]:
     labels, index = {"pool": str(pool.id)}, pool.index
     counted = index.counters
     yield "kvrouter_index_bytes", labels, index.size_bytes()
-    yield "kvrouter_index_stored_blocks_total", labels, counted.stored_blocks
-    yield "kvrouter_index_removed_blocks_total", labels, counted.removed_blocks
-    yield "kvrouter_index_refused_blocks_total", labels, counted.refused_blocks
+    for change in ("stored", "removed", "refused"):
+        count = getattr(counted, f"{change}_blocks")
+        yield "kvrouter_index_changes_total", {**labels, "change": change}, count

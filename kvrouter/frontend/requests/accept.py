@@ -286,7 +286,7 @@ class Accept:
             return await self._blocks.hashes(prompt, naming)
         finally:
             record.tokenized = began, clock()
-            self._metrics.tokenize.observe(record.tokenized[1] - began)
+            self._metrics.steps.observe(record.tokenized[1] - began, "tokenize")
 
 
 async def _parsed(

@@ -124,7 +124,7 @@ class WaitingRoom:
         try:
             ticket = line.queue.join(now, priority, lane)
         except QueueFullError as error:
-            self._metrics.full.inc()
+            self._metrics.wait.observe(0, "full")
             error.retry_after_s = self._retry_after_s(line, now)
             raise
         line.woken[ticket] = asyncio.Event()

@@ -59,7 +59,7 @@ log = structlog.get_logger()
 # The first retry comes at once, later ones after up to 4, 8, … times this: a fleet that is down for a moment
 # must not get every request `--retries` times in the same millisecond.
 RETRY_DELAY_S = 0.05
-# One attempt of this many is measured for kvrouter_decide_seconds: to measure each would cost 1 % of it.
+# One attempt of this many is measured for kvrouter_step_seconds: to measure each would cost 1 % of it.
 DECISION_TIMED_EVERY = 16
 # Connections of a request that may be refused beside `--retries`, each within REFUSED_S: a few dead addresses
 # must not use up the tries of a request that a living worker could take.
@@ -272,7 +272,7 @@ class Completions:
         )
         ended = clock()
         if next(self._times_decision):
-            metrics.decide.observe(ended - began)
+            metrics.steps.observe(ended - began, "decide")
         running = AttemptRecord(
             work=work,
             placement=placement,
@@ -300,8 +300,8 @@ class Completions:
         work, counts, tokens = running.work, first.counts, running.work.route.isl
         overlap_tokens = first.placement.choice.overlap_blocks * work.router.pool.block_size
         running.prompt_tokens, running.overlap_tokens = tokens, overlap_tokens
-        self._metrics.prompt_tokens.inc(running.model, tokens)
-        self._metrics.overlap_tokens.inc(running.model, overlap_tokens)
+        self._metrics.tokens.prompt[running.model] += tokens
+        self._metrics.tokens.overlap[running.model] += overlap_tokens
         counts.prompt_tokens += tokens
         counts.overlap_tokens += overlap_tokens
 

@@ -36,7 +36,6 @@ from kvrouter.frontend.records.record import AttemptRecord, Work
 from kvrouter.frontend.requests.hung_engines import Probe
 from kvrouter.relay.exchange import Done, Lost, Outcome, Rejected
 from kvrouter.replica.publishing import Publishing
-from kvrouter.telemetry.metrics import RequestMetrics
 
 log = structlog.get_logger()
 
@@ -88,7 +87,6 @@ class LostRequests:
         replica: Replica,
         publishing: Publishing,
         probe: Probe,
-        metrics: RequestMetrics,
         *,
         now: Callable[[], float],
     ) -> None:
@@ -99,7 +97,6 @@ class LostRequests:
         self._claimed.on_claim = self._is_claimed.set
         self._publishing = publishing
         self._probe = probe
-        self._metrics = metrics
         self._now = now
         self._doubts: deque[_Loss] = deque(maxlen=MOST_SUSPECTED)
         self._unjudged: deque[tuple[float, _Loss]] = deque(maxlen=MOST_SUSPECTED)
@@ -162,8 +159,6 @@ class LostRequests:
         """Raise RequestEndsWorkersError if the prompt is refused."""
         found = self.prompts.refused(case.prompt, self._now()) if case.prompt is not None else None
         if found is not None:
-            if not case.lost:
-                self._metrics.refused_prompts.inc()
             raise _refusal(found, self._now())
 
     # After an attempt

@@ -113,9 +113,9 @@ def served(replica: Replica, metrics: RequestMetrics, queued: int) -> Traffic:
     return Traffic(
         requests=sum(requests.values()),
         failed=sum([count for labels, count in requests.items() if labels[-1] in FAILED]),
-        prompt_tokens=int(sum(metrics.prompt_tokens.values.values())),
-        overlap_tokens=int(sum(metrics.overlap_tokens.values.values())),
-        output_tokens=int(sum(metrics.output_tokens.values.values())),
+        prompt_tokens=int(sum(metrics.tokens.prompt.values())),
+        overlap_tokens=int(sum(metrics.tokens.overlap.values())),
+        output_tokens=int(sum(metrics.tokens.output.values())),
         ttft=_times(metrics.first_byte),
         inter_token=_times(metrics.between),
         queued=queued,

@@ -90,8 +90,8 @@ def _check_series(one: Examined, about: str) -> Iterator[Finding]:
         yield Finding("replica.descriptors", about, f"it may open at most {allowed}")
     elif allowed and opened > _FEW_DESCRIPTORS * allowed:
         yield Finding("replica.descriptors", about, f"{opened} of {allowed} are open")
-    names = {"worker": "kvrouter_workers_lost_total", "replica": "kvrouter_replicas_lost_total"}
-    lost = [counted(one.series[name], noun) for noun, name in names.items() if one.series.get(name)]
+    losses = {"worker": one.fleet.workers_lost, "replica": one.fleet.replicas_lost} if one.fleet else {}
+    lost = [counted(count, noun) for noun, count in losses.items() if count]
     if lost:
         yield Finding("replica.losses", about, f"{' and '.join(lost)} lost since its start")
 

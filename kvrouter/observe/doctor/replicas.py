@@ -27,8 +27,7 @@ _MOST_COUNT = 2.0**53
 # What a replica answers whose key is needed.
 _NOT_LET_IN = (401, 403)
 AT_ONCE = 8
-_LOST = ("kvrouter_workers_lost_total", "kvrouter_replicas_lost_total")
-_SERIES = ("process_open_fds", "process_max_fds", *_LOST)
+_SERIES = ("process_open_fds", "process_max_fds")
 _SAMPLE = re.compile(rb"^([a-z_]{1,64})(?:\{[^\n]{0,200}\})? ([0-9.e+]{1,30})\s*$", re.MULTILINE)
 # Chats of these ways are tokenized by the replica itself, so replicas may differ. With the others a probe
 # would ask an engine, and the replica might change its way by the answer.
@@ -69,7 +68,7 @@ class Examined:
     skew_s: float | None = None
     expires_s: float | None = None
     series: dict[str, int] = field(default_factory=dict)
-    """Of /metrics: open and allowed descriptors, losses since the start. Unknown ones are missing."""
+    """Of /metrics: open and allowed descriptors. Unknown ones are missing."""
     clients_trouble: str = ""
     open_at: str = ""
     """An address that is not loopback, where its operators' routes answer without a key."""

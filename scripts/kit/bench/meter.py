@@ -44,10 +44,10 @@ class Usage:
 
 
 _COUNTERS = (
-    "kvrouter_bus_published_total",
-    "kvrouter_bus_published_bytes_total",
-    "kvrouter_bus_received_total",
-    "kvrouter_bus_received_bytes_total",
+    'kvrouter_bus_messages_total{event="published"}',
+    'kvrouter_bus_bytes_total{event="published"}',
+    'kvrouter_bus_messages_total{event="received"}',
+    'kvrouter_bus_bytes_total{event="received"}',
 )
 
 

@@ -251,8 +251,8 @@ async def _judge(
     errors, dropped = 0.0, 0.0
     for url in stage.urls:
         text = (await stage.client.get(f"{url}/metrics"))[1].decode()
-        errors += _metric(text, "kvrouter_bus_errors_total")
-        dropped += _metric(text, "kvrouter_bus_dropped_total")
+        errors += _metric(text, 'kvrouter_bus_messages_total{event="failed"}')
+        dropped += _metric(text, 'kvrouter_bus_messages_total{event="dropped"}')
     grown = memory.grown_mib()
     logs = [process.log.read_text(errors="replace") for process in stage.fleet.processes.values()]
     tracebacks = sum(log.count("Traceback") for log in logs)

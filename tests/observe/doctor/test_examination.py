@@ -9,6 +9,7 @@ import time
 import uuid
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvrouter.core.wire.hashes import pack_hashes
@@ -19,6 +20,7 @@ from kvrouter.observe.doctor import examination
 from tests.e2e.fleet import running_fleet
 from tests.observe.doctor.sick import CLOSED, POOL, answering, codes, engine, replica, seen, sick_namespace
 from tests.observe.doctor.sick import examination as examined
+from tests.observe.fleets import fleet
 
 
 async def test_healthy(nats_url: str) -> None:
@@ -182,7 +184,7 @@ async def test_sick_replicas(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> 
         "not-ready": {"/ready": (503, {"status": "starting", "reasons": ["no worker"]})},
         "full": {"/metrics": "process_open_fds 9500.0\nprocess_max_fds 10000.0\n"},
         "small": {"/metrics": "process_open_fds 5.0\nprocess_max_fds 1000.0\n"},
-        "loser": {"/metrics": "kvrouter_workers_lost_total 2.0\nkvrouter_replicas_lost_total 0.0\n"},
+        "loser": {"/fleet": msgspec.to_builtins(fleet(router_id="loser", workers_lost=2))},
         "stuck": {"feeds": feed(state="recovering", lag=7)},
         "tokens": {"tokens": {"compared": {"p": differs, "q": {"state": "unanswered", "reason": "404"}}}},
         "templates": probe | {"/v1/route": {"isl": 90}},

@@ -287,10 +287,9 @@ def test_work() -> None:
 
 def test_series() -> None:
     """Sums over labels; nonsense is left out."""
-    lost = b'kvrouter_workers_lost_total{pool="a"} 1.0\nkvrouter_workers_lost_total{pool="b"} 2.0\n'
-    text = lost + b"process_max_fds 1e300\n"
+    both = b'process_open_fds{process="0"} 1.0\nprocess_open_fds{process="1"} 2.0\n'
 
-    assert {"kvrouter_workers_lost_total": 3} == read_series(text)
+    assert {"process_open_fds": 3} == read_series(both + b"process_max_fds 1e300\nprocess_threads 3\n")
 
 
 def test_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
