@@ -2,7 +2,6 @@
 
 Two mockers, their agents and two replicas on one loop with a real nats-server. `sys.setprofile` records which
 files of kvrouter/ are called, in order of the first call; the context of each task tells which part calls.
-Each walk is made several times, and a file counts if each calls it: a heartbeat or a scrape in one does not.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from contextlib import AsyncExitStack
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
 import kvrouter
@@ -33,7 +32,6 @@ from kvrouter.worker.options import AgentOptions, worker_id_of
 from kvrouter.worker.zmq.sockets import EventEndpoints
 from scripts.kit.deployment import open_stage
 from scripts.kit.http_client import Client
-from scripts.kit.script import ScriptError
 
 # Files of each walk, with the hot tables in C. A change may raise one, with its reason here.
 # chat: 29 was the aim. 2 more are parts of core/fleet/router.py (own_bookings.py, sync_feed.py); `auto`, the
@@ -52,22 +50,20 @@ The files that one request, one KV event and one booking run through, in the ord
 call, each with the longest of its functions that are called.
 `scripts/bench walks --plots docs/concepts` writes this section; `tests/scripts/test_walks.py`
 limits the number of files."""
-_ROUNDS = 5
-_ENGINES = 2
-_PATIENCE_S = 20.0
+_ROUNDS, _ENGINES, _PATIENCE_S = 5, 2, 20.0
 _PACKAGE = f"{Path(kvrouter.__file__).parent}/"
 # Without what is on by default and decides nothing.
 _FLAGS = (
     *("--host=127.0.0.1", "--port=0", "--router-mode=kv", "--router-replica-sync", "--drain-grace=0"),
     *("--no-index-metrics", "--no-token-comparison", "--prefix-store-blocks=0", "--decisions=0"),
 )
-# After the first round its worker has these blocks, so no KV event follows from it.
-_CACHED = "the same question each time " * 16
 # Private, but the one place where bytes leave a loop of asyncio; uvloop has none.
 _WRITE = asyncio.selector_events._SelectorSocketTransport.write.__code__  # type: ignore[attr-defined]
+_FLUSH = Publishing.flush.__code__
 _part: ContextVar[str] = ContextVar("_part", default="")
-_is_for_client: ContextVar[bool] = ContextVar("_is_for_client", default=False)
-Ends: TypeAlias = Callable[[FrameType], bool]
+_FOR_CLIENT = ", for a client"
+# Of a part: its first function (None: any), and whether a call, given the one before, is past its end.
+Span: TypeAlias = tuple[CodeType | None, Callable[[CodeType | None, FrameType], bool]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,166 +76,56 @@ class Step:
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """Its servers mark what runs for their clients: the factory's context is the connection's.
-
-    While it is held, timers of agents and replicas wait: no heartbeat, no scrape.
-    """
-
-    is_held = False
-
-    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:  # type: ignore[override]
-        def fire() -> None:
-            if self.is_held and _part.get() and not handle.cancelled():
-                super(_Loop, self).call_at(self.time() + 0.01, fire)
-            elif not handle.cancelled():
-                callback(*args)
-
-        handle = super().call_at(when, fire, context=context)
-        return handle
+    """Marks what runs for a client: the context of a server's protocol factory is its connection's."""
 
     async def create_server(self, protocol_factory: Any, *args: Any, **options: Any) -> asyncio.Server:
-        def marked() -> asyncio.BaseProtocol:
-            _is_for_client.set(True)
-            protocol: asyncio.BaseProtocol = protocol_factory()
-            return protocol
+        def marked() -> Any:
+            _part.set(_part.get() + _FOR_CLIENT)
+            return protocol_factory()
 
         return await super().create_server(marked, *args, **options)
 
 
-def _is_of_a_client(_: FrameType) -> bool:
-    return _is_for_client.get()
-
-
-def _is_in_a_flush(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_code is not Publishing.flush.__code__:
-        frame = frame.f_back
-    return frame is not None
-
-
 @contextlib.contextmanager
-def _recording(parts: Mapping[str, Ends], counts: Ends) -> Iterator[dict[str, Step]]:
-    """The steps while inside, by file. For each part: what ends it. `counts`: which calls of the first do."""
+def _recording(spans: Mapping[str, Span]) -> Iterator[dict[str, Step]]:
+    """The steps while inside, by file. Timers of agents and replicas wait: no heartbeat, no scrape."""
     steps: dict[str, Step] = {}
     lengths: dict[str, int] = {}
-    over: set[str] = set()
-    first = next(iter(parts))
+    before: dict[str, CodeType] = {}
+    running = dict(spans)
 
     def hook(frame: FrameType, event: str, _: object) -> None:
         part, code = _part.get(), frame.f_code
-        if event != "call" or part not in parts or part in over:
+        if event != "call" or part not in running:
             return
-        if parts[part](frame):
-            over.add(part)
-        elif code.co_filename.startswith(_PACKAGE) and (part != first or counts(frame)):
-            file = code.co_filename.removeprefix(_PACKAGE)
-            length = max(line or 0 for _, _, line in code.co_lines()) - code.co_firstlineno
-            if length > lengths.get(file, -1):
-                steps[file], lengths[file] = Step(part, file, code.co_qualname), length
+        begins, ends = running[part]
+        if part not in before and begins not in (None, code):
+            return
+        if ends(before.get(part), frame):
+            del running[part]
+            return
+        before[part], file = code, code.co_filename.removeprefix(_PACKAGE)
+        length = max(line or 0 for _, _, line in code.co_lines()) - code.co_firstlineno
+        if file != code.co_filename and length > lengths.get(file, -1):
+            steps[file], lengths[file] = Step(part.removesuffix(_FOR_CLIENT), file, code.co_qualname), length
 
-    loop = asyncio.get_running_loop()
-    assert isinstance(loop, _Loop)
-    loop.is_held = True
+    loop: Any = asyncio.get_running_loop()
+    timers = [timer for timer in loop._scheduled if timer._context.get(_part)]
+    loop._scheduled[:] = sorted(set(loop._scheduled).difference(timers))
     sys.setprofile(hook)
     try:
         yield steps
     finally:
         sys.setprofile(None)
-        loop.is_held = False
+        loop._scheduled[:] = sorted([*loop._scheduled, *timers])
 
 
-def _after_publish() -> Ends:
-    """Ends with the first call after one of Bus.publish."""
-    seen: list[object] = []
-
-    def ends(frame: FrameType) -> bool:
-        seen.append(frame.f_code)
-        return Bus.publish.__code__ in seen[:-1]
-
-    return ends
+def _is_published(before: CodeType | None, _: FrameType) -> bool:
+    return before is Bus.publish.__code__
 
 
-def _writes_last_chunk(frame: FrameType) -> bool:
-    return (
-        frame.f_code is _WRITE
-        and _is_for_client.get()
-        and bytes(frame.f_locals["data"]).endswith(b"0\r\n\r\n")
-    )
-
-
-class _Scene:
-    """All parts, running. Each walk is a method."""
-
-    def __init__(self, a: RunningFrontend, b: RunningFrontend, engine_url: str, client: Client) -> None:
-        self.a, self.b, self._engine_url, self._client = a, b, engine_url, client
-        self._prompts = 0
-
-    async def _ask(self, url: str, text: str, max_tokens: int) -> None:
-        messages = [{"role": "user", "content": text}]
-        body = {"model": "tiny", "messages": messages, "max_tokens": max_tokens, "stream": True}
-        target = f"{url}/v1/chat/completions"
-        await self._client.send("POST", target, bytearray().extend, json.dumps(body).encode())
-
-    def _blocks_at_b(self) -> int:
-        return sum(len(router.pool.index) for router in self.b.replica.routers.values())
-
-    def _is_booked_at_b(self, _: object = None) -> bool:
-        owner = self.a.replica.router_id
-        return any(router.pool.active.owners().get(owner) for router in self.b.replica.routers.values())
-
-    async def chat(self) -> dict[str, Step]:
-        with _recording({"replica a": _writes_last_chunk}, _is_of_a_client) as steps:
-            await self._ask(self.a.url, _CACHED, 4)
-        return steps
-
-    async def kv_event(self) -> dict[str, Step]:
-        """One event, for a prompt of several blocks that no engine has seen."""
-        known, self._prompts = self._blocks_at_b(), self._prompts + 1
-        text = f"{self._prompts} times " + "once upon a time there was a router " * 8
-        ends = {"agent": _after_publish(), "replica b": lambda _: self._blocks_at_b() > known}
-        with _recording(ends, bool) as steps:
-            await self._ask(self._engine_url, text, 1)
-            await _until(lambda: self._blocks_at_b() > known)
-        return steps
-
-    async def add_request(self) -> dict[str, Step]:
-        """The decision before it is a part of the chat and does not count again."""
-        ends = {"replica a": _after_publish(), "replica b": self._is_booked_at_b}
-        with _recording(ends, _is_in_a_flush) as steps:
-            await self._ask(self.a.url, _CACHED, 4)
-        await _until(lambda: not self._is_booked_at_b())
-        return steps
-
-
-@contextlib.asynccontextmanager
-async def _open(nats_url: str, namespace: str, model: Path) -> AsyncIterator[_Scene]:
-    """Start all; yields when both replicas see all engines and each other."""
-    stop = asyncio.Event()
-    async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(Client())
-        config = MockerConfig(model_name="tiny", model_path=model, speedup=20.0)
-        engines = [await stack.enter_async_context(running_mocker(config)) for _ in range(_ENGINES)]
-        _part.set("agent")
-        tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        stack.callback(stop.set)
-        for one in engines:
-            known: dict[str, Any] = {"nats": nats_url, "namespace": namespace, "flush_s": 0.0}
-            known["endpoints"] = [EventEndpoints(one.kv_events, one.kv_replay)]
-            tasks.create_task(serve_agent(AgentOptions(one.url, worker_id_of(one.url), **known), stop))
-        where = (f"--nats={nats_url}", f"--namespace={namespace}", f"--model-path={model}")
-        frontends: list[RunningFrontend] = []
-        for name in ("replica a", "replica b"):
-            _part.set(name)
-            running = running_frontend(parse_options([*_FLAGS, *where]))
-            frontends.append(await stack.enter_async_context(running))
-        _part.set("")
-        await _until(lambda: all(map(_is_complete, frontends)))
-        yield _Scene(frontends[0], frontends[1], engines[0].url, client)
-
-
-def _is_complete(frontend: RunningFrontend) -> bool:
-    replica, now = frontend.replica, asyncio.get_running_loop().time()
-    seen = sum(len(router.pool.targets) for router in replica.routers.values())
-    return not replica.readiness.not_ready(now) and seen == _ENGINES and len(replica.peers) == 1
+def _is_last_chunk(_: object, frame: FrameType) -> bool:
+    return frame.f_code is _WRITE and bytes(frame.f_locals["data"]).endswith(b"0\r\n\r\n")
 
 
 async def _until(is_so: Callable[[], bool]) -> None:
@@ -248,23 +134,82 @@ async def _until(is_so: Callable[[], bool]) -> None:
             await asyncio.sleep(0.002)
 
 
-def make_walks(nats_url: str, namespace: str, model: Path) -> dict[str, list[Step]]:
-    """Start everything, and make each walk. Not on a loop: it runs one of its own, without uvloop."""
+@contextlib.asynccontextmanager
+async def _open(
+    nats_url: str, namespace: str, model: Path
+) -> AsyncIterator[tuple[str, list[RunningFrontend]]]:
+    """Start all; yields the URL of an engine and the replicas, when both see all engines and each other."""
+    async with AsyncExitStack() as stack:
+        config, stop = MockerConfig(model_name="tiny", model_path=model, speedup=20.0), asyncio.Event()
+        engines = [await stack.enter_async_context(running_mocker(config)) for _ in range(_ENGINES)]
+        _part.set("agent")
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        stack.callback(stop.set)
+        for one in engines:
+            wires = [EventEndpoints(one.kv_events, one.kv_replay)]
+            agent = AgentOptions(one.url, worker_id_of(one.url), nats_url, namespace, wires, flush_s=0.0)
+            tasks.create_task(serve_agent(agent, stop))
+        flags = (*_FLAGS, f"--nats={nats_url}", f"--namespace={namespace}", f"--model-path={model}")
+        frontends = []
+        for name in ("replica a", "replica b"):
+            _part.set(name)
+            frontends.append(await stack.enter_async_context(running_frontend(parse_options(flags))))
+        _part.set("")
+        await _until(lambda: all(map(_sees_all, frontends)))
+        yield engines[0].url, frontends
 
-    async def walk() -> dict[str, list[Step]]:
-        async with _open(nats_url, namespace, model) as scene:
-            walks = dict(zip(LIMITS, (scene.chat, scene.kv_event, scene.add_request), strict=True))
-            for make in walks.values():  # opens connections, fills caches
-                await make()
-            return {name: _common([await make() for _ in range(_ROUNDS)]) for name, make in walks.items()}
 
-    with asyncio.Runner(loop_factory=_Loop) as runner:
-        return runner.run(walk())
+def _sees_all(frontend: RunningFrontend) -> bool:
+    seen = sum(len(router.pool.targets) for router in frontend.replica.routers.values())
+    return seen == _ENGINES and len(frontend.replica.peers) == 1
+
+
+async def _walks(nats_url: str, namespace: str, model: Path) -> dict[str, list[Step]]:
+    async with Client() as client, _open(nats_url, namespace, model) as (engine_url, (a, b)):
+
+        def blocks() -> int:
+            return sum(len(router.pool.index) for router in b.replica.routers.values())
+
+        def is_booked(*_: object) -> bool:
+            owners = [router.pool.active.owners() for router in b.replica.routers.values()]
+            return any(counts.get(a.replica.router_id) for counts in owners)
+
+        async def make(name: str) -> dict[str, Step]:
+            known, at_a, is_event = blocks(), "replica a" + _FOR_CLIENT, name == "kv event"
+            spans: dict[str, dict[str, Span]] = {
+                "chat": {at_a: (None, _is_last_chunk)},
+                "kv event": {
+                    "agent": (None, _is_published),
+                    "replica b": (None, lambda *_: blocks() > known),
+                },
+                # the decision before it is a part of the chat
+                "add request": {at_a: (_FLUSH, _is_published), "replica b": (None, is_booked)},
+            }
+            # A chat of the same question makes no KV event, as its worker has these blocks.
+            url, text = (engine_url, f"{known} blocks and ") if is_event else (a.url, "once upon a time ")
+            messages = [{"role": "user", "content": text * 24}]
+            body = {"model": "tiny", "messages": messages, "stream": True, "max_tokens": 1 if is_event else 4}
+            target = f"{url}/v1/chat/completions"
+            with _recording(spans[name]) as steps:
+                await client.send("POST", target, bytearray().extend, json.dumps(body).encode())
+                await _until(lambda: not is_event or blocks() > known)
+            await _until(lambda: not is_booked())
+            return steps
+
+        for name in LIMITS:  # opens connections, fills caches
+            await make(name)
+        return {name: _common([await make(name) for _ in range(_ROUNDS)]) for name in LIMITS}
 
 
 def _common(rounds: Sequence[dict[str, Step]]) -> list[Step]:
-    """The steps that every round has; a part's first message may come before it is the part's turn."""
+    """The steps of every round, by part: what comes by chance does not count."""
     return sorted((s for f, s in rounds[-1].items() if all(f in one for one in rounds)), key=lambda s: s.part)
+
+
+def make_walks(nats_url: str, namespace: str, model: Path) -> dict[str, list[Step]]:
+    """Start everything, and make each walk. Not on a loop: it runs one of its own, without uvloop."""
+    with asyncio.Runner(loop_factory=_Loop) as runner:
+        return runner.run(_walks(nats_url, namespace, model))
 
 
 def lines(steps: Sequence[Step]) -> Iterator[str]:
@@ -277,10 +222,11 @@ def lines(steps: Sequence[Step]) -> Iterator[str]:
 
 def section(walks: Mapping[str, Sequence[Step]]) -> str:
     """The end of docs/concepts/design.md, from HEADING on."""
-    pictures = ("\n".join(["```", *lines(steps), "```"]) for steps in walks.values())
-    titles = (f"**{_TITLES[name].format(len(steps))}" for name, steps in walks.items())
-    parts = (part for pair in zip(titles, pictures, strict=True) for part in pair)
-    return "\n\n".join([HEADING, _INTRODUCTION, *parts]) + "\n"
+    titled = (
+        f"**{_TITLES[name].format(len(steps))}\n\n" + "\n".join(["```", *lines(steps), "```"])
+        for name, steps in walks.items()
+    )
+    return "\n\n".join([HEADING, _INTRODUCTION, *titled]) + "\n"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -295,8 +241,6 @@ async def run(flags: argparse.Namespace) -> int:
     print(section(walks))
     if flags.plots is not None:
         page = flags.plots / "design.md"
-        if not page.is_file():
-            raise ScriptError(f"{page}: no such page; use --plots docs/concepts")
         page.write_text(page.read_text().partition(HEADING)[0] + section(walks))
     if flags.json is not None:
         flags.json.write_text(json.dumps({name: list(map(asdict, each)) for name, each in walks.items()}))
