@@ -50,7 +50,7 @@ class _Tool(msgspec.Struct):
     defer_loading: bool | None = None
 
 
-class _Change(msgspec.Struct):
+class _ToolChange(msgspec.Struct):
     """What a `tool_addition` or `tool_removal` adds or removes: a tool by its name, or by its definition."""
 
     type: Literal["tool_reference", "tool_definition"]
@@ -58,7 +58,7 @@ class _Change(msgspec.Struct):
     definition: _Tool | None = None
 
 
-class _Block(msgspec.Struct):
+class _ContentBlock(msgspec.Struct):
     type: _BlockType
     text: str | None = None
     source: dict[str, Any] | None = None
@@ -68,23 +68,23 @@ class _Block(msgspec.Struct):
     input: dict[str, Any] | None = None
     content: str | list[dict[str, Any]] | None = None
     thinking: str | None = None
-    tool: _Change | None = None
+    tool: _ToolChange | None = None
 
 
 class _Message(msgspec.Struct):
     role: Literal["user", "assistant", "system"]
-    content: str | list[_Block]
+    content: str | list[_ContentBlock]
 
 
 class _Thinking(msgspec.Struct):
     type: str
 
 
-class _Output(msgspec.Struct):
+class _OutputConfig(msgspec.Struct):
     effort: str | None = None
 
 
-class _Fields(lax.Guarded):
+class _MessagesFields(lax.Guarded):
     """What placing needs besides the prompt."""
 
     model: str | None = None
@@ -97,25 +97,25 @@ class _Fields(lax.Guarded):
     vllm_xargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
-class _Body(_Fields):
+class _MessagesRequest(_MessagesFields):
     messages: list[_Message] = msgspec.field(default_factory=list)
-    system: str | list[_Block] | None = None
+    system: str | list[_ContentBlock] | None = None
     tools: list[_Tool] | None = None
     tool_choice: Any = None
     thinking: _Thinking | None = None
-    output_config: _Output | None = None
+    output_config: _OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-_BODY = msgspec.json.Decoder(_Body)
+_BODY = msgspec.json.Decoder(_MessagesRequest)
 
 
 def parse(body: bytes) -> CompletionRequest:
     """Parse a /v1/messages body. Raises BadRequestError for bytes that are not a JSON object."""
-    return read(_BODY, _Body, body, _of_body)
+    return read(_BODY, _MessagesRequest, body, _of_body)
 
 
-def _of_body(asked: _Body, *, is_doubtful: bool) -> CompletionRequest:
+def _of_body(asked: _MessagesRequest, *, is_doubtful: bool) -> CompletionRequest:
     try:
         prompt = None if is_doubtful else _prompt(asked)
     except (BadRequestError, RecursionError):
@@ -159,7 +159,7 @@ def find_usage(tail: bytes) -> Usage:
     return Usage(None if rest is None else rest + (cached or 0) + (created or 0), cached)
 
 
-def _request(fields: _Fields, prompt: ChatPrompt | None) -> CompletionRequest:
+def _request(fields: _MessagesFields, prompt: ChatPrompt | None) -> CompletionRequest:
     return CompletionRequest(
         model=fields.model,
         stream=bool(fields.stream),
@@ -175,7 +175,7 @@ def _request(fields: _Fields, prompt: ChatPrompt | None) -> CompletionRequest:
     )
 
 
-def _prompt(body: _Body) -> ChatPrompt | None:
+def _prompt(body: _MessagesRequest) -> ChatPrompt | None:
     if not body.messages:
         return None
     system = _system_texts(body.system)
@@ -199,7 +199,7 @@ def _calls_no_tool(choice: object) -> bool:
     return isinstance(choice, dict) and choice.get("type") == "none"
 
 
-def _for_sglang(body: _Body) -> ChatPrompt:
+def _for_sglang(body: _MessagesRequest) -> ChatPrompt:
     return sglang.messages(
         msgspec.to_builtins(body.system or []),
         msgspec.to_builtins(body.messages),
@@ -217,7 +217,7 @@ def _chat(system: list[str], messages: Iterable[_Message]) -> list[Message]:
     return chat
 
 
-def _system_texts(system: str | list[_Block] | None) -> list[str]:
+def _system_texts(system: str | list[_ContentBlock] | None) -> list[str]:
     if isinstance(system, str):
         return [system] if system else []
     return _block_texts(system or [])
@@ -231,7 +231,7 @@ def _texts(message: _Message) -> list[str]:
     return [message.content] if is_kept else []
 
 
-def _block_texts(blocks: list[_Block]) -> list[str]:
+def _block_texts(blocks: list[_ContentBlock]) -> list[str]:
     """Without Claude Code's billing header, which differs in every request and would end every overlap."""
     texts = [block.text for block in blocks if block.type == "text" and block.text]
     return [text for text in texts if not text.startswith(BILLING_HEADER)]
@@ -251,7 +251,7 @@ def _add(chat: list[Message], message: _Message) -> None:
         chat.append({"role": message.role, **fields})
 
 
-def _fields(chat: list[Message], role: str, blocks: list[_Block]) -> Message:
+def _fields(chat: list[Message], role: str, blocks: list[_ContentBlock]) -> Message:
     """Content, tool calls and reasoning of one message. Tool results of users go to `chat`."""
     parts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
@@ -288,12 +288,12 @@ def _image(source: object) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def _tool_call(block: _Block) -> dict[str, Any]:
+def _tool_call(block: _ContentBlock) -> dict[str, Any]:
     called = {"name": block.name or "", "arguments": json.dumps(block.input or {})}
     return {"id": block.id or "", "type": "function", "function": called}
 
 
-def _tool_result(block: _Block) -> list[Message]:
+def _tool_result(block: _ContentBlock) -> list[Message]:
     """The text of a result, then its images, then the tools that it names."""
     answer = {"role": "tool", "tool_call_id": block.tool_use_id or ""}
     if not isinstance(block.content, list):
@@ -324,7 +324,7 @@ def _text(item: dict[str, Any]) -> str:
 _CHANGES = frozenset({"tool_addition", "tool_removal"})
 
 
-def _tools_in_effect(body: _Body) -> list[_Tool]:
+def _tools_in_effect(body: _MessagesRequest) -> list[_Tool]:
     """The tools after all additions and removals: a template prints one list."""
     of_messages = [message.content for message in body.messages if isinstance(message.content, list)]
     changes = [block for blocks in of_messages for block in blocks if block.type in _CHANGES]
@@ -341,7 +341,7 @@ def _tools_in_effect(body: _Body) -> list[_Tool]:
     return [tool for name, tool in tools.items() if name not in removed]
 
 
-def _change(tools: dict[str, _Tool], block: _Block) -> str:
+def _change(tools: dict[str, _Tool], block: _ContentBlock) -> str:
     """Declare the tool of an addition by value; returns the name of the tool."""
     change = block.tool
     if change is None or (change.definition is None and change.name not in tools):

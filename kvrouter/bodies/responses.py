@@ -50,7 +50,7 @@ class ResponseRequest(CompletionRequest, frozen=True):
     """The id that the client chose for the response (vLLM's `request_id`)."""
     is_kept: bool = True
     """Whether the engine may keep the response (`store`)."""
-    fields: _Body | None = None
+    fields: _ResponsesRequest | None = None
     """What its prompt is made of; None if only its engine can read them."""
 
 
@@ -58,7 +58,7 @@ class _Reasoning(msgspec.Struct):
     effort: str | None = None
 
 
-class _Fields(lax.Guarded):
+class _ResponsesFields(lax.Guarded):
     """What placing needs besides the prompt."""
 
     model: str | None = None
@@ -76,7 +76,7 @@ class _Fields(lax.Guarded):
     vllm_xargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
-class _Body(_Fields):
+class _ResponsesRequest(_ResponsesFields):
     input: str | list[Item] | None = None
     instructions: str | None = None
     tools: list[Item] | None = None
@@ -91,23 +91,23 @@ class _Part(msgspec.Struct):
     text: str
 
 
-class _Output(msgspec.Struct):
+class _OutputItem(msgspec.Struct):
     type: str
     content: list[_Part] | None = None
 
 
-class _Answer(msgspec.Struct):
-    output: list[_Output]
+class _ResponseBody(msgspec.Struct):
+    output: list[_OutputItem]
 
 
 class _LastEvent(msgspec.Struct):
-    response: _Answer
+    response: _ResponseBody
 
 
 _LAST_EVENT = b"\ndata: "
-_decode_answer = msgspec.json.Decoder(_Answer).decode
+_decode_answer = msgspec.json.Decoder(_ResponseBody).decode
 _decode_last_event = msgspec.json.Decoder(_LastEvent).decode
-_BODY = msgspec.json.Decoder(_Body)
+_BODY = msgspec.json.Decoder(_ResponsesRequest)
 
 
 def parse(body: bytes, history: Sequence[Message] | None = None) -> ResponseRequest:
@@ -115,7 +115,7 @@ def parse(body: bytes, history: Sequence[Message] | None = None) -> ResponseRequ
 
     `history`: the chat up to the response that the body names as `previous_response_id`; None if not known.
     """
-    return continued(read(_BODY, _Body, body, _of_body), history)
+    return continued(read(_BODY, _ResponsesRequest, body, _of_body), history)
 
 
 def continued(asked: ResponseRequest, history: Sequence[Message] | None) -> ResponseRequest:
@@ -129,7 +129,7 @@ def continued(asked: ResponseRequest, history: Sequence[Message] | None) -> Resp
     return msgspec.structs.replace(asked, prompt=prompt)
 
 
-def _of_body(asked: _Body, *, is_doubtful: bool) -> ResponseRequest:
+def _of_body(asked: _ResponsesRequest, *, is_doubtful: bool) -> ResponseRequest:
     return _request(asked, None if is_doubtful else asked)
 
 
@@ -170,7 +170,7 @@ def find_answer(tail: bytes) -> list[Message] | None:
     return [{"role": "assistant", "content": text} for text in texts]
 
 
-def _request(fields: _Fields, of_prompt: _Body | None) -> ResponseRequest:
+def _request(fields: _ResponsesFields, of_prompt: _ResponsesRequest | None) -> ResponseRequest:
     return ResponseRequest(
         model=fields.model,
         stream=bool(fields.stream),
@@ -191,7 +191,7 @@ def _request(fields: _Fields, of_prompt: _Body | None) -> ResponseRequest:
     )
 
 
-def _prompt(body: _Body, history: Sequence[Message] | None) -> ChatPrompt | None:
+def _prompt(body: _ResponsesRequest, history: Sequence[Message] | None) -> ChatPrompt | None:
     if not body.input or body.previous_input_messages is not None:
         return None
     if body.previous_response_id is not None and history is None:
@@ -212,7 +212,7 @@ def _prompt(body: _Body, history: Sequence[Message] | None) -> ChatPrompt | None
     )
 
 
-def _for_sglang(body: _Body, given: str | list[Item], history: Sequence[Message]) -> ChatPrompt:
+def _for_sglang(body: _ResponsesRequest, given: str | list[Item], history: Sequence[Message]) -> ChatPrompt:
     before = [message for message in history if message["role"] != "system"]
     return sglang.responses(
         body.instructions,

@@ -29,7 +29,7 @@ _TRUE, _NULL = Raw(b"true"), Raw(b"null")
 _HERE = ("localhost", "127.", "::1")
 
 
-class _Answer(msgspec.Struct):
+class _PrefillResponse(msgspec.Struct):
     kv_transfer_params: dict[str, Raw] | None = None
 
 
@@ -45,7 +45,7 @@ class Nixl:
     def handed_over(self, answer: bytes, source: Source) -> Raw | None:
         """None: a parameter is missing, so D computes the prompt."""
         try:
-            found = msgspec.json.decode(answer, type=_Answer).kv_transfer_params or {}
+            found = msgspec.json.decode(answer, type=_PrefillResponse).kv_transfer_params or {}
         except (msgspec.DecodeError, UnicodeDecodeError):
             return None
         if found.get("do_remote_prefill") != _TRUE or any(found.get(name, _NULL) == _NULL for name in NEEDED):

@@ -109,7 +109,7 @@ class TargetRow(Struct, frozen=True, gc=False):
     kv_connector: str = ""
 
 
-class Following(Struct, frozen=True, gc=False):
+class FollowedFeeds(Struct, frozen=True, gc=False):
     """How a replica follows some feeds. `live`: feeds without a gap; `lag_frames`: sent, not yet applied."""
 
     feeds: int
@@ -136,8 +136,8 @@ class ReplicaRow(Struct, frozen=True):
     lag_frames: int | None = None
     live: bool | None = None
     digest_mismatches: int | None = None
-    hears: dict[str, Following] | None = None
-    caches: Following | None = None
+    hears: dict[str, FollowedFeeds] | None = None
+    caches: FollowedFeeds | None = None
     requests: int | None = None
     failed: int | None = None
 
@@ -250,14 +250,14 @@ class ComparedTokens(Struct, frozen=True):
     difference: dict[str, Any] | None = None
 
 
-class Way(Struct, frozen=True):
+class TokensWay(Struct, frozen=True):
     way: str = ""
 
 
 class TokensState(Struct, frozen=True):
     """`ways`: by pool and kind of prompt; `compared`: by pool."""
 
-    ways: dict[str, dict[str, Way]] = {}
+    ways: dict[str, dict[str, TokensWay]] = {}
     compared: dict[str, ComparedTokens] = {}
 
 
@@ -471,8 +471,8 @@ class FleetView:
         return sum([pool.active.owners().get(router_id, 0) for pool in pools])
 
 
-def _following(heard: Heard) -> Following:
-    return Following(heard.feeds, heard.live, heard.lag, heard.mismatches)
+def _following(heard: Heard) -> FollowedFeeds:
+    return FollowedFeeds(heard.feeds, heard.live, heard.lag, heard.mismatches)
 
 
 def _revision(routing: RoutingChange | None) -> int:

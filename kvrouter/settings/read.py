@@ -161,10 +161,10 @@ def load(
 ) -> Loaded[S]:
     """Read flags, environment and file. Raises ConfigError, or PageAsked if the flags ask for a page."""
     words = sys.argv[1:] if arguments is None else arguments
-    return _Reading(command, tuple(words), os.environ if environ is None else environ).loaded()
+    return _SettingsReader(command, tuple(words), os.environ if environ is None else environ).loaded()
 
 
-class _Reading(Generic[S]):
+class _SettingsReader(Generic[S]):
     def __init__(self, command: Command[S], words: Sequence[str], environ: Mapping[str, str]) -> None:
         self._command = command
         self._words = words

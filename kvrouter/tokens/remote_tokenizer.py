@@ -77,7 +77,7 @@ class _Choice(msgspec.Struct, frozen=True):
     prompt_token_ids: list[TokenId] | None = None
 
 
-class _Answer(msgspec.Struct, frozen=True):
+class _IdsResponse(msgspec.Struct, frozen=True):
     tokens: list[TokenId] | None = None
     """Of /tokenize."""
     token_ids: list[TokenId] | None = None
@@ -93,7 +93,7 @@ class _Answer(msgspec.Struct, frozen=True):
         return self.prompt_token_ids
 
 
-_decode = msgspec.json.Decoder(_Answer).decode
+_decode = msgspec.json.Decoder(_IdsResponse).decode
 
 
 class BusyError(EngineTokenizerError):

@@ -68,6 +68,16 @@ def test_limits(
     assert trouble in capsys.readouterr().err
 
 
+def test_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The name of a class stands in one module."""
+    (tmp_path / "kvrouter").mkdir()
+    for name in "ab":
+        (tmp_path / "kvrouter" / f"{name}.py").write_text("# why\nclass Once:\n    pass\n")
+
+    assert 1 == main(["--root", str(tmp_path)])
+    assert "class Once: in 2 modules" in capsys.readouterr().err
+
+
 def test_long_docs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

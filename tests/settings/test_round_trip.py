@@ -106,7 +106,7 @@ def some_values(draw: st.DrawFn, name: str) -> dict[str, Any]:
 def reread(name: str, words: list[str]) -> dict[str, Any]:
     """The values read, without the checks of settings against each other and the files that they name."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(read._Reading, "_imply", lambda _reading, _values: None)
+        patch.setattr(read._SettingsReader, "_imply", lambda _reading, _values: None)
         patch.setattr(read, "built", lambda _kind, _declared, _values: None)
         return dict(read.load(command_named(name), words, {}).values)
 

@@ -16,7 +16,7 @@ from kvrouter.core.wire.hashes import block_hashes, sequence_hashes
 from kvrouter.core.wire.heartbeats import WorkerBeat
 from kvrouter.lab.mocker.config import MockerConfig
 from kvrouter.lab.mocker.engine import EngineConfig
-from kvrouter.lab.mocker.events import BlockStored, KvEvent
+from kvrouter.lab.mocker.events import KvEvent, StoredBlocks
 from kvrouter.lab.mocker.server import Mocker, running_mocker
 from kvrouter.worker.agent import serve
 from kvrouter.worker.blocks.state import StateFile
@@ -121,7 +121,7 @@ def _eavesdrop(mocker: Mocker, monkeypatch: pytest.MonkeyPatch) -> dict[int, int
 
     def publish_and_learn(timestamp: float, events: list[KvEvent]) -> None:
         for event in events:
-            if isinstance(event, BlockStored):
+            if isinstance(event, StoredBlocks):
                 above = None if event.parent_block_hash is None else names[event.parent_block_hash]
                 chain = sequence_hashes(block_hashes(event.token_ids, SIZE), above)  # type: ignore[arg-type]
                 names.update(zip(event.block_hashes, chain, strict=True))

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from kvrouter.core.wire.hashes import block_hashes, block_seed, seeded_block_hashes, sequence_hashes
 from kvrouter.lab.mocker.engine import Engine, EngineConfig, EngineRequest
-from kvrouter.lab.mocker.events import GPU, BatchEncoder, BlockStored, KvEvent
+from kvrouter.lab.mocker.events import GPU, BatchEncoder, KvEvent, StoredBlocks
 from kvrouter.worker.blocks.state import (
     AgentState,
     Header,
@@ -85,24 +85,24 @@ class SmallEngine:
         """The sequence hashes that can be hit."""
         return {self.names[engine_hash] for engine_hash in self.engine.cache.cached_hashes()}
 
-    def _report(self, tokens: list[int]) -> BlockStored | None:
+    def _report(self, tokens: list[int]) -> StoredBlocks | None:
         """As of vLLM with `kv_cache_report_mode: full`: the cached blocks of a prompt, from the root on."""
         cached = {self.names[engine_hash]: engine_hash for engine_hash in self.engine.cache.cached_hashes()}
         chain = sequence_hashes(block_hashes(tokens, SIZE))
         hashes = [cached[name] for name in takewhile(cached.__contains__, chain)]
         if not hashes:
             return None
-        return BlockStored(hashes, None, tokens[: len(hashes) * SIZE], SIZE, None, GPU, None)
+        return StoredBlocks(hashes, None, tokens[: len(hashes) * SIZE], SIZE, None, GPU, None)
 
     def _send(self, events: list[KvEvent]) -> Numbered:
         for event in events:
-            if isinstance(event, BlockStored):
+            if isinstance(event, StoredBlocks):
                 self._learn(event)
         batch = next(self._sent), ENCODER.encode(next(self._clock), events)
         self._buffer.append(batch)
         return batch
 
-    def _learn(self, event: BlockStored) -> None:
+    def _learn(self, event: StoredBlocks) -> None:
         parent = event.parent_block_hash
         above = None if parent is None else self.names[parent]
         blocks = seeded_block_hashes(event.token_ids, SIZE, block_seed(), [()] * len(event.block_hashes))

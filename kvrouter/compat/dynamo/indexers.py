@@ -129,13 +129,13 @@ class ApproxKvIndexer:
         self._indexer.process_routing_decision_for_request(tokens, str(worker_id), dp_rank, lora_name)
 
 
-class _Block(msgspec.Struct):
+class _EventBlock(msgspec.Struct):
     block_hash: int
     tokens_hash: int
 
 
 class _StoredEvent(msgspec.Struct):
-    blocks: list[_Block]
+    blocks: list[_EventBlock]
     parent_hash: int | None = None
 
 
@@ -159,7 +159,7 @@ class _Event(msgspec.Struct):
 _decode_event = msgspec.json.Decoder(_Event).decode
 
 
-class _Rank:
+class _RankBlocks:
     """The blocks of one rank: the engine's names, and what is published of them, prefix-closed."""
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ class RadixTree:
                 "expiration_duration_secs: blocks here stay until they are removed; ApproxKvIndexer has a ttl"
             )
         self._index = BlockIndex()
-        self._ranks: dict[Target, _Rank] = {}
+        self._ranks: dict[Target, _RankBlocks] = {}
 
     def find_matches(self, sequence: Sequence[int], early_exit: bool = False) -> OverlapScores:
         """Of a prompt's block hashes. `early_exit`: only the first block is looked for."""
@@ -215,7 +215,7 @@ class RadixTree:
         if isinstance(event.data, str):
             self._clear(target)
             return
-        rank = self._ranks.setdefault(target, _Rank())
+        rank = self._ranks.setdefault(target, _RankBlocks())
         if event.data.stored is not None:
             rank.store(event.data.stored)
         if event.data.removed is not None:
@@ -252,11 +252,11 @@ class RadixTree:
             pass
 
 
-def _events_of(target: Target, rank: _Rank) -> list[_Event]:
+def _events_of(target: Target, rank: _RankBlocks) -> list[_Event]:
     events: list[_Event] = []
     for op in rank.published.state_ops():
         if isinstance(op, Stored):
-            blocks = [_Block(*rank.tokens[sequence]) for sequence in hashes_of(op.hashes)]
+            blocks = [_EventBlock(*rank.tokens[sequence]) for sequence in hashes_of(op.hashes)]
             parent = None if op.parent is None else rank.tokens[op.parent][0]
             events.append(_Event(len(events), _Data(stored=_StoredEvent(blocks, parent)), target.rank))
     return events

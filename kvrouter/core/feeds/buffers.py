@@ -35,7 +35,7 @@ _CHARS_PER_HASH = 256
 OP_HASHES = 1024
 
 
-class _Held(NamedTuple):
+class _HeldFrame(NamedTuple):
     """Ordered field by field; `arrival` is unique, so the heap never compares two frames."""
 
     incarnation: int
@@ -65,7 +65,7 @@ class HeldFrames:
 
     def __init__(self, budget: HeldBudget) -> None:
         self._budget = budget
-        self._frames: list[_Held] = []
+        self._frames: list[_HeldFrame] = []
         self._arrivals = 0
         self._bytes = 0
 
@@ -81,7 +81,7 @@ class HeldFrames:
         if self._bytes + size > HELD_BYTES or self._budget.used_bytes + size > self._budget.most_bytes:
             return False
         self._arrivals += 1
-        held = _Held(frame.incarnation, frame.seq, self._arrivals, frame, question, size)
+        held = _HeldFrame(frame.incarnation, frame.seq, self._arrivals, frame, question, size)
         heapq.heappush(self._frames, held)
         self._take_bytes(size)
         return True

@@ -38,7 +38,7 @@ _OP_BYTES = 200
 
 
 @dataclass(slots=True)
-class _Held:
+class _EarlyOps:
     """The ops about one worker, with the times of their arrival; `has_left`: they are dropped."""
 
     has_left: bool = False
@@ -69,7 +69,7 @@ class EarlyOps:
         self._budget = budget or EarlyBudget()
         self.dropped = 0
         """Ops for which there was no room."""
-        self._workers: dict[WorkerId, _Held] = {}
+        self._workers: dict[WorkerId, _EarlyOps] = {}
 
     def hold(self, op: EarlyOp, now: float) -> None:
         """Keep the op until the card of its worker arrives."""
@@ -88,7 +88,7 @@ class EarlyOps:
             self.dropped += 1
             return
         if held is None:
-            held = self._workers[worker_id] = _Held()
+            held = self._workers[worker_id] = _EarlyOps()
         if isinstance(op, Bind):
             held.binds[op.session] = (op, now)
             self._bind_bytes += size
@@ -109,7 +109,7 @@ class EarlyOps:
         """The worker has left or is lost: for a lease, nothing is held for it."""
         self._drop(worker_id)
         if len(self._workers) < MOST_WORKERS:
-            self._workers[worker_id] = _Held(has_left=True)
+            self._workers[worker_id] = _EarlyOps(has_left=True)
 
     def next_round(self, lease_rounds: int) -> None:
         """A round of the leases has passed."""

@@ -20,7 +20,7 @@ _SHARD_MASK = SHARDS - 1
 _NEVER = -1
 
 
-class _Node:
+class _LruNode:
     __slots__ = ("children", "listed", "parent", "used")
 
     def __init__(self, parent: int | None) -> None:
@@ -35,7 +35,7 @@ class LeafLru:
 
     def __init__(self) -> None:
         # in shards, so that `prune` can take one at a time
-        self._shards: list[dict[int, _Node]] = [{} for _ in range(SHARDS)]
+        self._shards: list[dict[int, _LruNode]] = [{} for _ in range(SHARDS)]
         self._leaves: list[tuple[int, int]] = []
         self._uses = 0
 
@@ -48,7 +48,7 @@ class LeafLru:
         for hash_ in hashes:
             node = self._node(hash_)
             if node is None:
-                node = self._shards[hash_ & _SHARD_MASK][hash_] = _Node(parent)
+                node = self._shards[hash_ & _SHARD_MASK][hash_] = _LruNode(parent)
                 above = self._node(parent)
                 if above is not None:
                     above.children += 1
@@ -105,7 +105,7 @@ class LeafLru:
             if not children and ((node.listed, hash_) not in entries or node.used < node.listed):
                 raise AssertionError(f"{hash_} has no child, and no entry {node.listed}")
 
-    def _node(self, hash_: int | None) -> _Node | None:
+    def _node(self, hash_: int | None) -> _LruNode | None:
         return None if hash_ is None else self._shards[hash_ & _SHARD_MASK].get(hash_)
 
     def _list(self, hash_: int) -> None:

@@ -71,22 +71,22 @@ class TextIndexSettings(Settings):
             )
 
 
-class _Node:
+class _TextNode:
     """`used` maps each holder to the time of its last insert through here."""
 
     __slots__ = ("children", "parent", "text", "used")
 
-    def __init__(self, text: str, parent: _Node | None) -> None:
+    def __init__(self, text: str, parent: _TextNode | None) -> None:
         self.text = text
         self.parent = parent
-        self.children: dict[str, _Node] = {}
+        self.children: dict[str, _TextNode] = {}
         self.used: dict[Target, float] = {}
 
 
 class TextIndex:
     def __init__(self, settings: TextIndexSettings | None = None) -> None:
         self.settings = settings or TextIndexSettings()
-        self._root = _Node("", None)
+        self._root = _TextNode("", None)
         self._chars: dict[Target, int] = {}
         self._evicted_at: float | None = None
 
@@ -171,7 +171,7 @@ class TextIndex:
 
     def _eviction(self, target: Target, chars: int) -> Iterator[int]:
         """Take nodes in steps of STEP_NODES; skip a node that was used or released since the first step."""
-        entries: list[tuple[float, int, _Node]] = []
+        entries: list[tuple[float, int, _TextNode]] = []
         for node in self._walk(target):
             entry = node.used.get(target, 0.0), -len(entries), node
             heapq.heappush(entries, entry)  # least recently used first, children before parents
@@ -193,7 +193,7 @@ class TextIndex:
                 reported = removed
         yield removed - reported
 
-    def _walk(self, target: Target) -> Iterator[_Node]:
+    def _walk(self, target: Target) -> Iterator[_TextNode]:
         """The nodes a target holds, parents before children. The tree may change between two of them."""
         stack = [self._root]
         while stack:
@@ -216,27 +216,27 @@ class TextIndex:
         if chars != {target: size for target, size in self._chars.items() if size}:
             raise AssertionError(f"characters do not add up: {chars} != {self._chars}")
 
-    def _step(self, node: _Node, text: str, start: int) -> tuple[_Node, int]:
+    def _step(self, node: _TextNode, text: str, start: int) -> tuple[_TextNode, int]:
         """The child that holds the text from `start` on, and where it ends. Makes or splits it if needed."""
         child = node.children.get(text[start])
         if child is None:
-            child = node.children[text[start]] = _Node(text[start:], node)
+            child = node.children[text[start]] = _TextNode(text[start:], node)
             return child, len(text)
         shared = _shared_chars(child.text, text, start)
         if shared < len(child.text):
             child = _split(child, shared)
         return child, start + shared
 
-    def _held(self, target: Target) -> Iterator[_Node]:
+    def _held(self, target: Target) -> Iterator[_TextNode]:
         return _below(self._root, target)
 
-    def _release(self, node: _Node, target: Target) -> None:
+    def _release(self, node: _TextNode, target: Target) -> None:
         del node.used[target]
         if not node.used and node.parent is not None:
             del node.parent.children[node.text[0]]
 
 
-def _below(root: _Node, target: Target | None = None) -> Iterator[_Node]:
+def _below(root: _TextNode, target: Target | None = None) -> Iterator[_TextNode]:
     """The nodes below the root (only those of `target`, if given), children before their parents."""
     stack, found = [root], []
     while stack:
@@ -247,10 +247,10 @@ def _below(root: _Node, target: Target | None = None) -> Iterator[_Node]:
     return reversed(found)
 
 
-def _split(node: _Node, length: int) -> _Node:
+def _split(node: _TextNode, length: int) -> _TextNode:
     """Put a new node with the first `length` characters above this one; returns the new node."""
     assert node.parent is not None, "the root has no text to split"
-    upper = _Node(node.text[:length], node.parent)
+    upper = _TextNode(node.text[:length], node.parent)
     upper.used = dict(node.used)
     node.parent.children[upper.text[0]] = upper
     node.text, node.parent = node.text[length:], upper
@@ -258,7 +258,7 @@ def _split(node: _Node, length: int) -> _Node:
     return upper
 
 
-def _join(node: _Node) -> None:
+def _join(node: _TextNode) -> None:
     """Merge the node with its parent if no other text branches off and all targets used both together.
 
     Without this a shared beginning would stay cut at every place where an evicted text branched off.

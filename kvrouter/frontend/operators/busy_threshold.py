@@ -25,7 +25,7 @@ _Tokens = Annotated[int, Meta(ge=0, le=2**48)]
 
 
 # Unknown fields are rejected: a misspelt threshold would otherwise change nothing without an error.
-class Wanted(Struct, forbid_unknown_fields=True):
+class ThresholdsRequest(Struct, forbid_unknown_fields=True):
     model: str | None = None
     active_decode_blocks_threshold: _Share | UnsetType | None = UNSET
     active_prefill_tokens_threshold: _Tokens | UnsetType | None = UNSET
@@ -76,9 +76,9 @@ class BusyThresholds:
         )
 
 
-def _read(body: bytes) -> Wanted:
+def _read(body: bytes) -> ThresholdsRequest:
     try:
-        return msgspec.json.decode(body, type=Wanted)
+        return msgspec.json.decode(body, type=ThresholdsRequest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        names = ", ".join(Wanted.__struct_fields__)
+        names = ", ".join(ThresholdsRequest.__struct_fields__)
         raise BadRequestError(f"/busy_threshold: {error}; fields: {names}") from None

@@ -32,7 +32,7 @@ _KINDS: dict[str, Api] = {
 _POSTS = {path: api for method, path, api in relayed() if method == "POST"}
 
 
-class _Kind(Struct):
+class _ApiKind(Struct):
     messages: Raw | UnsetType = UNSET
     path: str | None = None
     kind: Literal["chat", "completion", "messages", "responses", "other"] | None = None
@@ -53,7 +53,7 @@ class DryRoute:
 
 def _api(body: bytes) -> Api:
     try:
-        described = msgspec.json.decode(body, type=_Kind)
+        described = msgspec.json.decode(body, type=_ApiKind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequestError(f"/v1/route takes the JSON body of a request: {error}") from None
     if described.kind is not None:

@@ -18,12 +18,10 @@ from kvrouter.bodies import apis
 from kvrouter.bodies.models import ModelEntry, ModelList
 from kvrouter.errors import ConfigError
 from kvrouter.frontend.operators.admin import MODEL_PATH, Health
-from kvrouter.frontend.operators.busy_threshold import AllThresholds, Thresholds
-from kvrouter.frontend.operators.busy_threshold import Wanted as WantedThresholds
+from kvrouter.frontend.operators.busy_threshold import AllThresholds, Thresholds, ThresholdsRequest
 from kvrouter.frontend.operators.deadly_prompts import PROMPT_PATH, PROMPTS_PATH, DeadlyPromptList, Pardoned
 from kvrouter.frontend.operators.decision_views import DECISION_PATH
-from kvrouter.frontend.operators.routing_change import RoutingView
-from kvrouter.frontend.operators.routing_change import Wanted as WantedRouting
+from kvrouter.frontend.operators.routing_change import RoutingRequest, RoutingView
 from kvrouter.frontend.operators.worker_blocks import WORKER_PATH
 from kvrouter.frontend.records.client_totals import ClientsView
 from kvrouter.frontend.reload import Reloaded
@@ -195,7 +193,7 @@ _ROUTES: dict[tuple[str, str], Described] = {
     ("POST", "/busy_threshold"): Described(
         "Change them in this replica",
         {200: _JSON, 400: _JSON, 404: _JSON},
-        body=WantedThresholds,
+        body=ThresholdsRequest,
         answer=Thresholds,
     ),
     ("GET", PROMPTS_PATH): Described(
@@ -214,7 +212,7 @@ _ROUTES: dict[tuple[str, str], Described] = {
         "How all replicas route, and who has changed it", {200: _JSON}, answer=RoutingView
     ),
     ("POST", "/routing"): Described(
-        "Change it in all replicas", {200: _JSON, 400: _JSON}, body=WantedRouting, answer=RoutingView
+        "Change it in all replicas", {200: _JSON, 400: _JSON}, body=RoutingRequest, answer=RoutingView
     ),
     ("POST", "/config/reload"): Described(
         "Read the settings again",

@@ -40,7 +40,7 @@ _Value = SettingText | Annotated[float, Meta(ge=-1e300, le=1e300)] | bool | None
 
 
 # Unknown fields are rejected: a misspelt one would otherwise change nothing without an error.
-class Wanted(Struct, forbid_unknown_fields=True):
+class RoutingRequest(Struct, forbid_unknown_fields=True):
     settings: Annotated[dict[SettingText, _Value], Meta(max_length=64)] = {}
     undo: bool = False
     reset: bool = False
@@ -106,7 +106,7 @@ class RoutingChanges:
         self._publishing.heartbeat_soon()
         return json_answer(self._view())
 
-    def _texts(self, wanted: Wanted) -> dict[str, str]:
+    def _texts(self, wanted: RoutingRequest) -> dict[str, str]:
         """All changed settings as they shall be. Raises BadRequestError."""
         if wanted.undo or wanted.reset:
             if wanted.settings:
@@ -195,11 +195,11 @@ class RoutingChanges:
         return value
 
 
-def _read(body: bytes) -> Wanted:
+def _read(body: bytes) -> RoutingRequest:
     try:
-        return msgspec.json.decode(body, type=Wanted)
+        return msgspec.json.decode(body, type=RoutingRequest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        names = ", ".join(Wanted.__struct_fields__)
+        names = ", ".join(RoutingRequest.__struct_fields__)
         raise BadRequestError(f"/routing: {error}; fields: {names}") from None
 
 

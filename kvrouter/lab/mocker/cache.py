@@ -22,10 +22,10 @@ from kvrouter.lab.mocker.events import (
     CPU,
     GPU,
     SPEC_KIND,
-    AllBlocksCleared,
-    BlockStored,
+    ClearedBlocks,
     ExtraKeys,
     KvEvent,
+    StoredBlocks,
     removed,
 )
 from kvrouter.lab.mocker.eviction import ORDERS, EvictionOrder
@@ -51,7 +51,7 @@ class HostTier:
         self.capacity_blocks = capacity_blocks
         self._kept: OrderedDict[int, None] = OrderedDict()
 
-    def keep(self, stored: BlockStored) -> Iterator[KvEvent]:
+    def keep(self, stored: StoredBlocks) -> Iterator[KvEvent]:
         """Take one block that leaves the device; yields the resulting events."""
         (engine_hash,) = stored.block_hashes
         if engine_hash in self._kept:
@@ -187,7 +187,7 @@ class BlockCache:
         self._spares: dict[int, list[int]] = {}
         self._blanks: list[int] = []
         self._order: EvictionOrder = ORDERS[eviction]()
-        self._content: dict[int, BlockStored] = {}  # only with a host tier: what to announce when moved
+        self._content: dict[int, StoredBlocks] = {}  # only with a host tier: what to announce when moved
         self._events: list[KvEvent] = []
 
     # --- reading ---
@@ -279,7 +279,7 @@ class BlockCache:
         self._spares.clear()
         self._content.clear()
         self.host.clear()
-        self._events.append(AllBlocksCleared())
+        self._events.append(ClearedBlocks())
         return True
 
     def take_events(self) -> list[KvEvent]:
@@ -353,9 +353,9 @@ class BlockCache:
 
     # --- events ---
 
-    def _stored(self, chain: Chain, first: int, last: int, medium: str = GPU) -> BlockStored:
+    def _stored(self, chain: Chain, first: int, last: int, medium: str = GPU) -> StoredBlocks:
         behind = chain.behind(first, last, self.block_size) if chain.lookahead else None
-        return BlockStored(
+        return StoredBlocks(
             block_hashes=chain.hashes[first:last],
             parent_block_hash=chain.hashes[first - 1] if first else None,
             token_ids=chain.tokens[first * self.block_size : last * self.block_size].tolist(),

@@ -24,7 +24,7 @@ SPEC_KIND = "full_attention"
 ExtraKeys: TypeAlias = list[list[str | list[str | int]] | None]
 
 
-class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=False):
+class StoredBlocks(msgspec.Struct, frozen=True, tag="BlockStored", omit_defaults=True, gc=False):
     """Blocks became reusable. `token_ids` has the tokens of all of them, parent first."""
 
     block_hashes: list[int]
@@ -41,7 +41,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=
     lookahead_token_ids: list[list[int]] | None = None
 
 
-class BlockRemoved(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=False):
+class RemovedBlocks(msgspec.Struct, frozen=True, tag="BlockRemoved", omit_defaults=True, gc=False):
     """Physical blocks lost their contents; other copies of the same hash may remain."""
 
     block_hashes: list[int]
@@ -49,16 +49,16 @@ class BlockRemoved(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc
     group_idx: int | None = None
 
 
-class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=False):
+class ClearedBlocks(msgspec.Struct, frozen=True, tag="AllBlocksCleared", omit_defaults=True, gc=False):
     """The prefix cache was reset."""
 
 
-KvEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+KvEvent: TypeAlias = StoredBlocks | RemovedBlocks | ClearedBlocks
 
 
-def removed(engine_hash: int, medium: str) -> BlockRemoved:
+def removed(engine_hash: int, medium: str) -> RemovedBlocks:
     """The removal of one block: vLLM sends an event for each."""
-    return BlockRemoved([engine_hash], medium, group_idx=0)
+    return RemovedBlocks([engine_hash], medium, group_idx=0)
 
 
 # Sequence number of the message that ends a replay.
@@ -86,7 +86,7 @@ class BatchEncoder:
 def _as_array(event: KvEvent) -> tuple[object, ...]:
     """As vLLM 0.23 sent it: the tag, then all fields of that version."""
     values = msgspec.structs.astuple(event)
-    return type(event).__name__, *(values[:-1] if isinstance(event, BlockStored) else values)
+    return event.__struct_config__.tag, *(values[:-1] if isinstance(event, StoredBlocks) else values)
 
 
 def sequence_frame(seq: int) -> bytes:

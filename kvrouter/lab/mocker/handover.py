@@ -53,7 +53,7 @@ class LoadFailedError(KvRouterError):
         super().__init__("Internal server error")
 
 
-class _Read(Struct, frozen=True):
+class _BlocksRead(Struct, frozen=True):
     """A decode mocker reads the blocks of a request, which takes it some seconds."""
 
     engine_id: str
@@ -180,7 +180,7 @@ class Handover:
 
     async def read(self, http: web.Request) -> web.Response:
         """POST /mock/kv/read: answers when the transfer is over, and frees the blocks."""
-        asked = parse(_Read, await http.read())
+        asked = parse(_BlocksRead, await http.read())
         rank = self._ids.get(asked.engine_id)
         if rank is None or asked.kv_hash != self.config.kv_hash:
             return web.Response(status=_REFUSED)
@@ -224,12 +224,10 @@ class Handover:
         url, name = str(transfer.remote_bootstrap_addr), str(transfer.transfer_id)
         if self.config.kv_connector == "nixl":
             host, port = str(transfer.remote_host), int(str(transfer.remote_port))
-            url, name = (
-                f"http://{f'[{host}]' if ':' in host else host}:{port}",
-                str(transfer.remote_request_id),
-            )
+            at = f"[{host}]" if ":" in host else host
+            url, name = f"http://{at}:{port}", str(transfer.remote_request_id)
         url = self._met.get(engine_id, url)
-        body = _Read(engine_id, name, self.config.kv_hash, seconds)
+        body = _BlocksRead(engine_id, name, self.config.kv_hash, seconds)
         timeout = aiohttp.ClientTimeout(total=seconds + ANSWER_S)
         data = msgspec.json.encode(body)
         async with self._http.post(url + READ_PATH, data=data, timeout=timeout) as answer:

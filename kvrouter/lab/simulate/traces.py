@@ -105,7 +105,7 @@ class _Bailian(msgspec.Struct, frozen=True):
         )
 
 
-class _Kind(msgspec.Struct):
+class _TraceFormat(msgspec.Struct):
     """What distinguishes the formats."""
 
     chat_id: object = None
@@ -198,7 +198,7 @@ def _lines(file: gzip.GzipFile | io.BufferedReader, limit: int | None) -> Iterat
 
 def _kind(place: str, raw: bytes) -> type[_Mooncake | _Bailian]:
     """The format of a trace, by its first line."""
-    return _Bailian if _decoded(place, raw, _Kind).chat_id is not None else _Mooncake
+    return _Bailian if _decoded(place, raw, _TraceFormat).chat_id is not None else _Mooncake
 
 
 _Decoded = TypeVar("_Decoded")

@@ -157,7 +157,7 @@ class EngineHistory(Sink):
             )
 
 
-class _Rank:
+class _RankCheck:
     """One rank that is being checked."""
 
     def __init__(self, history: EngineHistory) -> None:
@@ -195,7 +195,7 @@ class EngineReplays:
         self._access = access
         self._context = context
         # The rank while it is checked, then the result.
-        self._ranks: dict[FeedKey, _Rank | EngineCheck] = {}
+        self._ranks: dict[FeedKey, _RankCheck | EngineCheck] = {}
         self._turns = asyncio.Semaphore(AT_ONCE)
 
     async def look(self, agents: Agents, asked_at: float) -> dict[FeedKey, EngineCheck]:
@@ -208,13 +208,13 @@ class EngineReplays:
     async def _look(self, rank: AgentRank, published: TierSets, asked_at: float) -> EngineCheck:
         async with self._turns:
             one = self._ranks.get(rank.key) or await self._meet(rank)
-            if isinstance(one, _Rank):
+            if isinstance(one, _RankCheck):
                 await one.look(self._context, published, asked_at, is_partial=rank.is_partial)
-        check = one.check if isinstance(one, _Rank) else one
+        check = one.check if isinstance(one, _RankCheck) else one
         self._ranks[rank.key] = check if check.is_final else one  # a final check frees the history
         return check
 
-    async def _meet(self, rank: AgentRank) -> _Rank | EngineCheck:
+    async def _meet(self, rank: AgentRank) -> _RankCheck | EngineCheck:
         card = rank.card
         if rank.is_down:
             return EngineCheck(NOT_CHECKED, ("its agent reports that its engine is down",))
@@ -227,7 +227,7 @@ class EngineReplays:
                 f"{card.url} reports no replay endpoint: give --kv-replay {card.worker_id}=tcp://HOST:PORT"
             )
             return EngineCheck(NOT_CHECKED, (reason,))
-        return _Rank(EngineHistory(replays[rank.number], card, rank.number))
+        return _RankCheck(EngineHistory(replays[rank.number], card, rank.number))
 
 
 def _shown(hashes: set[int]) -> str:

@@ -32,7 +32,7 @@ class Block(NamedTuple):
     hash: str
 
 
-class _Line(Struct, frozen=True):
+class _BlocksLine(Struct, frozen=True):
     """A line of /workers/ID/blocks. `next`: of the last one only, the next page; None: there is none."""
 
     rank: int = 0
@@ -46,8 +46,8 @@ async def blocks_of(replica: ReplicaClient, workers: Sequence[str]) -> AsyncIter
     for worker_id in workers or sorted({row.worker_id for row in (await replica.workers()).targets}):
         page: int | None = 0
         while page is not None:
-            path, line = f"/workers/{quote(worker_id, safe='')}/blocks?after={page}", _Line()
-            for line in await replica.lines(path, _Line):
+            path, line = f"/workers/{quote(worker_id, safe='')}/blocks?after={page}", _BlocksLine()
+            for line in await replica.lines(path, _BlocksLine):
                 for hash_ in line.hashes:
                     yield Block(f"{worker_id}/{line.rank}", line.tier, hash_)
             if line.next is UNSET:

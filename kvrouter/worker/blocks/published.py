@@ -85,7 +85,7 @@ GONE = len(TIERS)
 _MASK64 = (1 << 64) - 1
 
 
-class _Block:
+class _PublishedBlock:
     """A sequence hash with at least one reference; `refs` counts them per tier."""
 
     __slots__ = ("parent", "published", "refs")
@@ -109,7 +109,7 @@ class PublishedBlocks:
     def __init__(self) -> None:
         self.widest = DEVICE  # the widest tier in which a block has had a reference
         self._known_tier = DEVICE  # the widest tier that the ops so far have named
-        self._blocks: dict[int, _Block] = {}
+        self._blocks: dict[int, _PublishedBlock] = {}
         self._children: defaultdict[int | None, set[int]] = defaultdict(set)
         # Per level, so that a digest needs three additions and no pass over the blocks. Python's integers do
         # not overflow, so the sums are masked only when they are read.
@@ -134,7 +134,7 @@ class PublishedBlocks:
         """Count one reference to a block in `tier`. A root has the parent None."""
         block = self._blocks.get(sequence)
         if block is None:
-            block = self._blocks[sequence] = _Block(parent)
+            block = self._blocks[sequence] = _PublishedBlock(parent)
             self._children[parent].add(sequence)
         self.widest = max(self.widest, tier)
         block.refs[tier] += 1
@@ -185,14 +185,14 @@ class PublishedBlocks:
         """Count and digest of each tier set that readers keep."""
         return [Check(self.count(tier), self.digest(tier), tier) for tier in range(self._known_tier + 1)]
 
-    def _settle(self, sequence: int, block: _Block) -> None:
+    def _settle(self, sequence: int, block: _PublishedBlock) -> None:
         level = self._due_level(block)
         if level < block.published:
             self._publish(sequence)
         elif level > block.published:
             self._withdraw(sequence, level)
 
-    def _due_level(self, block: _Block) -> int:
+    def _due_level(self, block: _PublishedBlock) -> int:
         if block.parent is None:
             return block.referenced()
         parent = self._blocks.get(block.parent)
@@ -212,7 +212,7 @@ class PublishedBlocks:
                     self._write_widest(current, block)
                 pending.extend(self._children.get(current, ()))
 
-    def _write_widest(self, sequence: int, block: _Block) -> None:
+    def _write_widest(self, sequence: int, block: _PublishedBlock) -> None:
         """Write a block once more in its widest tier, so that readers keep the set of that tier."""
         widest = max(tier for tier, count in enumerate(block.refs) if count)
         if widest > self._known_tier:
@@ -232,14 +232,14 @@ class PublishedBlocks:
         if not self.count(DISK):
             self._known_tier = DEVICE  # an empty snapshot names no tier either
 
-    def _move(self, sequence: int, block: _Block, level: int) -> None:
+    def _move(self, sequence: int, block: _PublishedBlock, level: int) -> None:
         self._counts[block.published] -= 1
         self._sums[block.published] -= sequence
         self._counts[level] += 1
         self._sums[level] += sequence
         block.published = level
 
-    def _forget(self, sequence: int, block: _Block) -> None:
+    def _forget(self, sequence: int, block: _PublishedBlock) -> None:
         del self._blocks[sequence]
         siblings = self._children[block.parent]
         siblings.discard(sequence)

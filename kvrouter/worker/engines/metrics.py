@@ -180,7 +180,7 @@ def read_metrics(text: str, extra: Mapping[str, str] | None = None) -> Scrape:
     Raises ValueError if the text has another format or exceeds the limits above.
     """
     extra = extra or {}
-    reading = _Reading(extra)
+    reading = _Samples(extra)
     # Only the wanted lines are parsed: the others, mostly histograms, are a thousand lines per scrape.
     for family in text_string_to_metric_families(_wanted(text, (*_WANTED, *extra.values()))):
         for sample in family.samples:
@@ -212,7 +212,7 @@ def read_work(exposition: bytes) -> EngineWork:
     return EngineWork(sums.get(b"generation_tokens"), requests)
 
 
-class _Reading:
+class _Samples:
     """The values of the samples so far. Of several samples for one value the largest counts."""
 
     def __init__(self, extra: Mapping[str, str]) -> None:

@@ -5,7 +5,7 @@
             | ["BlockStored", block_hashes, …]                 before
 
 Read in SGLang's source (`disaggregation/kv_events.py`, `mem_cache/events.py`) and tested with payloads that
-its own structs have encoded, not observed on an engine. One BlockStored names consecutive pages of its tree;
+its own structs have encoded, not observed on an engine. One PagesStored names consecutive pages of its tree;
 page hashes are signed 64-bit integers; a node's removals come parent first; a batch may lack its rank and a
 replay its topic.
 
@@ -202,7 +202,7 @@ PAIRS = (
 _Pair = Annotated[list[TokenId], Meta(min_length=2, max_length=2)]
 
 
-class BlockStored(Struct, frozen=True, tag="BlockStored", tag_field="type"):
+class PagesStored(Struct, frozen=True, tag="BlockStored", tag_field="type"):
     """Consecutive pages now hold these tokens, or pairs of tokens."""
 
     block_hashes: list[Hash]
@@ -215,12 +215,12 @@ class BlockStored(Struct, frozen=True, tag="BlockStored", tag_field="type"):
     lora_name: str | None = None
 
 
-class _StoredArray(BlockStored, frozen=True, array_like=True):
+class _PagesArray(PagesStored, frozen=True, array_like=True):
     pass
 
 
-Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
-_WIRE: Wire[Event] = Wire(Event, _StoredArray | RemovedArray | BlocksClearedArray)
+Event: TypeAlias = PagesStored | BlockRemoved | AllBlocksCleared
+_WIRE: Wire[Event] = Wire(Event, _PagesArray | RemovedArray | BlocksClearedArray)
 
 
 class SglangAdapter(Adapter[Event]):
@@ -245,7 +245,7 @@ class SglangAdapter(Adapter[Event]):
             self.skipped.note(reason, times)
         for event in batch.events:
             match event:
-                case BlockStored():
+                case PagesStored():
                     self._stored(event, sink)
                 case BlockRemoved():
                     if (tier := self._tier(event.medium)) is not None:
@@ -253,7 +253,7 @@ class SglangAdapter(Adapter[Event]):
                 case _:
                     sink.cleared()
 
-    def _stored(self, event: BlockStored, sink: Sink) -> None:
+    def _stored(self, event: PagesStored, sink: Sink) -> None:
         tier = self._tier(event.medium)
         if tier is None:
             return
@@ -275,7 +275,7 @@ class SglangAdapter(Adapter[Event]):
                 block_size=event.block_size,
             )
 
-    def _tokens(self, event: BlockStored) -> list[int]:
+    def _tokens(self, event: PagesStored) -> list[int]:
         """The token ids; of a pair the first."""
         ids = [token if isinstance(token, int) else token[0] for token in event.token_ids]
         self._has_pairs |= bool(event.token_ids) and not isinstance(event.token_ids[0], int)

@@ -64,7 +64,7 @@ class _Token(Struct, frozen=True):
     token_extra_id: int = 0
 
 
-class _Block(Struct, frozen=True):
+class _StoredBlock(Struct, frozen=True):
     block_hash: int
     tokens: Annotated[list[_Token], Meta(min_length=1, max_length=MOST_BLOCK_SIZE)]
     cache_level: int = 0
@@ -86,21 +86,21 @@ class _Created(Struct, frozen=True, tag="created"):
 
 class _Stored(Struct, frozen=True, tag="stored"):
     parent_hash: int | None
-    blocks: list[_Block]
+    blocks: list[_StoredBlock]
 
 
 class _Removed(Struct, frozen=True, tag="removed"):
     block_hashes: list[int]
 
 
-class _Change(Struct, frozen=True):
+class _LevelChange(Struct, frozen=True):
     old_value: int
     new_value: int
 
 
 class _Updated(Struct, frozen=True, tag="updated"):
     block_hash: int
-    cache_level: _Change | None = None
+    cache_level: _LevelChange | None = None
 
 
 class TensorRtEvent(Struct, frozen=True):
@@ -196,7 +196,7 @@ class TensorrtAdapter(Adapter[TensorRtEvent]):
             case _Removed():
                 for tier in _TIER_OF_LEVEL.values():  # the event does not name the level
                     sink.removed([_u64(one) for one in data.block_hashes], tier)
-            case _Updated(cache_level=_Change(old_value=old, new_value=new)):
+            case _Updated(cache_level=_LevelChange(old_value=old, new_value=new)):
                 if new in _TIER_OF_LEVEL:
                     sink.stored([_u64(data.block_hash)], (), tier=_TIER_OF_LEVEL[new])
                 if old in _TIER_OF_LEVEL:
@@ -217,7 +217,7 @@ class TensorrtAdapter(Adapter[TensorRtEvent]):
                 sink.stored(hashes, tokens, parent, None, salt, tier, ids=ids, block_size=size)
             parent = hashes[-1]
 
-    def _place(self, block: _Block) -> _Place:
+    def _place(self, block: _StoredBlock) -> _Place:
         size = len(block.tokens)
         has_name = block.can_be_named and size == self._block_size
         return _TIER_OF_LEVEL.get(block.cache_level), size, has_name

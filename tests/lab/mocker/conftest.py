@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from kvrouter.lab.mocker.events import CPU, GPU, BlockRemoved, BlockStored, KvEvent
+from kvrouter.lab.mocker.events import CPU, GPU, KvEvent, RemovedBlocks, StoredBlocks
 
 
 class Shadow:
@@ -27,16 +27,16 @@ class Shadow:
             self.check()
 
     def _apply(self, event: KvEvent) -> None:
-        if isinstance(event, BlockStored):
+        if isinstance(event, StoredBlocks):
             self._store(event)
-        elif isinstance(event, BlockRemoved):
+        elif isinstance(event, RemovedBlocks):
             for engine_hash in event.block_hashes:
                 self._remove(event.medium or GPU, engine_hash)
         else:
             for tier in self.copies.values():
                 tier.clear()
 
-    def _store(self, event: BlockStored) -> None:
+    def _store(self, event: StoredBlocks) -> None:
         parent = event.parent_block_hash
         for engine_hash in event.block_hashes:
             self.parents[engine_hash] = parent

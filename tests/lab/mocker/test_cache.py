@@ -10,7 +10,7 @@ import msgpack
 import pytest
 
 from kvrouter.lab.mocker.cache import BlockCache, Chain, Hit
-from kvrouter.lab.mocker.events import CPU, GPU, AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from kvrouter.lab.mocker.events import CPU, GPU, ClearedBlocks, KvEvent, RemovedBlocks, StoredBlocks
 from kvrouter.lab.mocker.hashing import token_ids
 
 BLOCK_SIZE = 4
@@ -41,7 +41,7 @@ def extend(cache: BlockCache, chain: Chain, token: int) -> None:
 
 def kinds(events: list[KvEvent]) -> list[str]:
     """Event types and media, in order."""
-    return [f"{type(event).__name__} {getattr(event, 'medium', '')}".strip() for event in events]
+    return [f"{event.__struct_config__.tag} {getattr(event, 'medium', '')}".strip() for event in events]
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_last_token_is_always_computed(cache: BlockCache) -> None:
     hit = serve(cache, [*range(8)])
 
     (event,) = cache.take_events()
-    assert isinstance(event, BlockStored)
+    assert isinstance(event, StoredBlocks)
     assert Hit(1, 0) == hit
     assert [*range(4, 8)] == event.token_ids
     assert event.parent_block_hash == Chain(token_ids(range(4)), BLOCK_SIZE).hashes[0]
@@ -79,7 +79,7 @@ def test_hash_is_cached_until_its_last_copy_is_removed(cache: BlockCache) -> Non
 
     serve(cache, [*range(100, 100 + 4 * 7)])
 
-    removals = [event for event in cache.take_events() if isinstance(event, BlockRemoved)]
+    removals = [event for event in cache.take_events() if isinstance(event, RemovedBlocks)]
     assert 2 == len(removals)
     assert Hit(1, 0) == cache.lookup(Chain(token_ids(range(5)), BLOCK_SIZE), 1)
 
@@ -98,7 +98,7 @@ def test_leaves_are_evicted_first(cache: BlockCache) -> None:
 
     serve(cache, [*range(100, 100 + 4 * 5)])  # one block more than the four unused ones
 
-    (removal,) = (event for event in cache.take_events() if isinstance(event, BlockRemoved))
+    (removal,) = (event for event in cache.take_events() if isinstance(event, RemovedBlocks))
     assert [Chain(token_ids(range(16)), BLOCK_SIZE).hashes[-1]] == removal.block_hashes
 
 
@@ -147,7 +147,7 @@ def test_clear(cache: BlockCache) -> None:
     assert cache.clear()
 
     cache.check()
-    assert [AllBlocksCleared()] == cache.take_events()
+    assert [ClearedBlocks()] == cache.take_events()
     assert Hit(0, 0) == serve(cache, [*range(8)])
 
 
@@ -156,7 +156,7 @@ def test_extra_keys(cache: BlockCache) -> None:
     serve(cache, [*range(8)], lora_name="adapter", salt="pepper")
 
     (event,) = cache.take_events()
-    assert isinstance(event, BlockStored)
+    assert isinstance(event, StoredBlocks)
     assert "adapter" == event.lora_name
     assert [["adapter", "pepper"], ["adapter"]] == event.extra_keys
 
@@ -167,7 +167,7 @@ def test_evicted_blocks_move_to_the_host() -> None:
     serve(cache, [*range(8)])
     serve(cache, [*range(100, 108)])
     events = cache.take_events()
-    moved = [event for event in events if isinstance(event, BlockStored) and event.medium == CPU]
+    moved = [event for event in events if isinstance(event, StoredBlocks) and event.medium == CPU]
 
     hit = serve(cache, [*range(7)])
 
@@ -200,10 +200,10 @@ def test_vllm_did_the_same() -> None:
 
     ours = cache.take_events()
     names: dict[int | None, int | None] = {None: None}  # our hash for each hash of the recording
-    assert [type(event).__name__ for event in ours] == [event["type"] for event in theirs[: len(ours)]]
+    assert [event.__struct_config__.tag for event in ours] == [event["type"] for event in theirs[: len(ours)]]
     assert all(is_same(*pair, names) for pair in zip(ours, theirs, strict=False))
     assert 65 == len(ours)
-    assert any(isinstance(event, BlockRemoved) for event in ours)
+    assert any(isinstance(event, RemovedBlocks) for event in ours)
 
 
 def replay(cache: BlockCache, request: dict[str, Any]) -> Hit:
@@ -221,12 +221,12 @@ def replay(cache: BlockCache, request: dict[str, Any]) -> Hit:
 
 def is_same(ours: KvEvent, theirs: dict[str, Any], names: dict[int | None, int | None]) -> bool:
     """Whether two events are equal, except for the hashes, which stored events map."""
-    if isinstance(ours, BlockStored):
+    if isinstance(ours, StoredBlocks):
         pairs = zip(theirs["block_hashes"], ours.block_hashes, strict=True)
         known = all(names.setdefault(their, our) == our for their, our in pairs)
         parent = names[theirs["parent_block_hash"]] == ours.parent_block_hash
         return known and parent and theirs["token_ids"] == ours.token_ids
-    assert isinstance(ours, BlockRemoved)
+    assert isinstance(ours, RemovedBlocks)
     return [names[their] for their in theirs["block_hashes"]] == ours.block_hashes
 
 
@@ -243,7 +243,7 @@ def test_lookahead(lookahead: int) -> None:
     ]
 
     assert [step["cached"] // cache.block_size for step in steps] == found
-    stored = [event for event in cache.take_events() if isinstance(event, BlockStored)]
+    stored = [event for event in cache.take_events() if isinstance(event, StoredBlocks)]
     assert all(len(event.block_hashes) == len(event.lookahead_token_ids or ()) for event in stored)
 
 
@@ -252,5 +252,5 @@ def test_lookahead_is_waited_for() -> None:
     cache = BlockCache(8, BLOCK_SIZE)
     serve(cache, [*range(4)], output=2, lookahead=1)
 
-    (stored,) = [event for event in cache.take_events() if isinstance(event, BlockStored)]
+    (stored,) = [event for event in cache.take_events() if isinstance(event, StoredBlocks)]
     assert ([0, 1, 2, 3], [[0]]) == (stored.token_ids, stored.lookahead_token_ids)

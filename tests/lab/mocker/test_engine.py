@@ -14,7 +14,7 @@ from kvrouter.errors import ConfigError
 from kvrouter.lab.mocker.answers import Vocabulary
 from kvrouter.lab.mocker.cache import Chain
 from kvrouter.lab.mocker.engine import Engine, EngineConfig, EngineOutput, EngineRequest, speed_up
-from kvrouter.lab.mocker.events import AllBlocksCleared
+from kvrouter.lab.mocker.events import ClearedBlocks
 from kvrouter.lab.mocker.hashing import token_ids
 from tests.lab.mocker.conftest import Shadow
 
@@ -148,7 +148,7 @@ def test_reset_is_announced_by_the_next_step(engine: Engine) -> None:
     engine.add(request(2, [*range(8)]))
     step = engine.step()
 
-    assert AllBlocksCleared() == step.events[0]
+    assert ClearedBlocks() == step.events[0]
     assert 0 == step.outputs[0].cached_tokens
 
 

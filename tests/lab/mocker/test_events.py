@@ -10,11 +10,11 @@ import pytest
 
 from kvrouter.lab.mocker.events import (
     GPU,
-    AllBlocksCleared,
     BatchEncoder,
-    BlockRemoved,
-    BlockStored,
+    ClearedBlocks,
     KvEvent,
+    RemovedBlocks,
+    StoredBlocks,
     removed,
 )
 
@@ -30,10 +30,9 @@ def recorded(shape: str) -> list[bytes]:
 def rebuilt(event: dict[str, Any]) -> KvEvent:
     """The struct of a decoded event of map shape, without vLLM's newer fields."""
     fields = {name: value for name, value in event.items() if name not in {"type", "session_id"}}
-    kinds: dict[str, type[KvEvent]] = {
-        kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)
-    }
-    return kinds[event["type"]](**fields)
+    kinds: list[type[KvEvent]] = [StoredBlocks, RemovedBlocks, ClearedBlocks]
+    (kind,) = [kind for kind in kinds if kind.__struct_config__.tag == event["type"]]
+    return kind(**fields)
 
 
 @pytest.mark.parametrize("shape", CAPTURES)

@@ -16,7 +16,7 @@ import pytest
 from kvrouter.errors import ConfigError
 from kvrouter.lab.mocker.config import MockerConfig
 from kvrouter.lab.mocker.engine import EngineConfig, EngineRequest, StepWork, Timing
-from kvrouter.lab.mocker.events import BlockStored
+from kvrouter.lab.mocker.events import StoredBlocks
 from kvrouter.lab.mocker.hashing import token_ids
 from kvrouter.lab.mocker.server import Mocker, running_mocker
 from kvrouter.tokens.tiny import build_tiny_model
@@ -158,7 +158,7 @@ async def test_pulled_blocks_are_ordinary(post: Post, monkeypatch: pytest.Monkey
         await post(second, kv_transfer_params=params)
         again = await post(second)
 
-    (stored, *_) = [event for event in published if isinstance(event, BlockStored)]
+    (stored, *_) = [event for event in published if isinstance(event, StoredBlocks)]
     assert 1 == computed[0], "the last token, of which the next one is made"
     assert (PROMPT[:96], None) == (stored.token_ids, stored.parent_block_hash)
     assert 96 == cached(again)

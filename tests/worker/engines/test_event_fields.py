@@ -26,7 +26,7 @@ STRUCTS: dict[str, dict[str, Any]] = {
         "AllBlocksCleared": vllm.AllBlocksCleared,
     },
     "sglang": {
-        "BlockStored": sglang.BlockStored,
+        "BlockStored": sglang.PagesStored,
         "BlockRemoved": vllm.BlockRemoved,
         "AllBlocksCleared": vllm.AllBlocksCleared,
     },
