@@ -72,7 +72,7 @@ from kvrouter.telemetry.build import config_collector, register_build
 from kvrouter.telemetry.exposition import Registry
 from kvrouter.telemetry.garbage import Pauses, collect_and_freeze, thresholds_raised
 from kvrouter.telemetry.loop_lag import LoopLag
-from kvrouter.telemetry.metrics import QueueMetrics, RequestMetrics, StateCollector
+from kvrouter.telemetry.metrics import RequestMetrics, StateCollector
 from kvrouter.telemetry.metrics_port import metrics_port
 from kvrouter.telemetry.tracing import open_tracing
 from kvrouter.tls import trusting
@@ -227,7 +227,7 @@ async def _open_member(
     rules = new_rules(options)
     metrics = RequestMetrics(registry)
     replica = new_replica(options, rules, index_maker(metrics.steps, is_on=options.index_metrics))
-    waiting_room = WaitingRoom(replica, options.admission, QueueMetrics(registry), random.random)
+    waiting_room = WaitingRoom(replica, options.admission, metrics.queue_wait, random.random)
     traffic = FleetTraffic(replica, lambda: served(replica, metrics, waiting_room.waiting()))
     registry.register(StateCollector(lambda: rules.samples(replica.routers)))
     registry.register(StateCollector(waiting_room.samples))

@@ -26,37 +26,36 @@ SECONDS = (
 )  # fmt: skip
 
 
+Values: TypeAlias = tuple[str | int, ...]
+"""Of the labels of a series, in their order."""
+
+
 class Count(Collector):
-    """A counter."""
+    """A counter, or one for each combination of the values of its labels.
 
-    def __init__(self, name: str, registry: CollectorRegistry) -> None:
-        self.value = 0
-        self._name = name
+    `born` returns the series that begin at 0 together with another one. One that begins at 1 shows no step
+    to `rate` and `increase`.
+    """
+
+    def __init__(
+        self, name: str, registry: CollectorRegistry, born: Callable[[Values], Iterable[Values]] | None = None
+    ) -> None:
+        self.values: defaultdict[Values, int] = defaultdict(int)
+        self._name, self._born = name, born
+        if not METRICS[name].labels:
+            self.values[()] = 0
         registry.register(self)
 
-    def inc(self, by: int = 1) -> None:
-        self.value += by
-
-    def collect(self) -> Iterable[Metric]:
-        return [CounterMetricFamily(self._name, METRICS[self._name].text, self.value)]
-
-
-class CountBy(Collector):
-    """A counter for each value of its label."""
-
-    def __init__(self, name: str, registry: CollectorRegistry) -> None:
-        self.values: defaultdict[str, float] = defaultdict(int)
-        self._name = name
-        registry.register(self)
-
-    def inc(self, value: str, by: float = 1) -> None:
-        self.values[value] += by
+    def inc(self, *values: str | int) -> None:
+        self.values[values] += 1
 
     def collect(self) -> Iterable[Metric]:
         _, labels, text, _ = METRICS[self._name]
         family = CounterMetricFamily(self._name, text, labels=labels)
-        for value, count in self.values.items():
-            family.add_metric([value], count)
+        counts = dict(self.values)
+        begun = {born: 0 for values in counts for born in self._born(values)} if self._born else {}
+        for values, count in (begun | counts).items():
+            family.add_metric([str(value) for value in values], count)
         return [family]
 
 
@@ -126,9 +125,6 @@ OTHER = "other"
 MOST_TARGETS = 20_000
 
 
-Values: TypeAlias = tuple[str | int, ...]
-"""Of the labels of a series, in their order."""
-
 # Code and outcome of what alerts count.
 _FAILURES = ((200, "broken"), (500, "failed"), (502, "failed"), (503, "failed"), (504, "failed"))
 
@@ -145,30 +141,6 @@ class BoundedLabels(dict[str, str]):
             return OTHER
         self[value] = value
         return value
-
-
-class CountByMany(Collector):
-    """A counter for each combination of the values of its labels.
-
-    `born` returns the series that begin at 0 together with another one. One that begins at 1 shows no step
-    to `rate` and `increase`.
-    """
-
-    def __init__(
-        self, name: str, registry: CollectorRegistry, born: Callable[[Values], Iterable[Values]]
-    ) -> None:
-        self.values: defaultdict[Values, int] = defaultdict(int)
-        self._name, self._born = name, born
-        registry.register(self)
-
-    def collect(self) -> Iterable[Metric]:
-        _, labels, text, _ = METRICS[self._name]
-        family = CounterMetricFamily(self._name, text, labels=labels)
-        counts = dict(self.values)
-        begun = {born: 0 for values in counts for born in self._born(values)}
-        for values, count in (begun | counts).items():
-            family.add_metric([str(value) for value in values], count)
-        return [family]
 
 
 class TargetCounts:
@@ -192,24 +164,6 @@ class TargetCounts:
         return self.answers["failed"] + self.answers["broken"]
 
 
-class TokenCounts(Collector):
-    """Tokens of each kind, by the label of their model."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.prompt: defaultdict[str, int] = defaultdict(int)
-        self.overlap: defaultdict[str, int] = defaultdict(int)
-        self.output: defaultdict[str, int] = defaultdict(int)
-        registry.register(self)
-
-    def collect(self) -> Iterable[Metric]:
-        _, labels, text, _ = METRICS["kvrouter_tokens_total"]
-        family = CounterMetricFamily("kvrouter_tokens_total", text, labels=labels)
-        for kind, counts in (("prompt", self.prompt), ("overlap", self.overlap), ("output", self.output)):
-            for model, count in counts.items():
-                family.add_metric([model, kind], count)
-        return [family]
-
-
 def _failures(values: Values) -> Iterator[Values]:
     """The failures that may follow on a route, of its model and before a model is known."""
     model, route, mode, *_ = values
@@ -223,17 +177,18 @@ class RequestMetrics:
         self.models = BoundedLabels(MOST_MODELS)
         """The label of each model."""
         self.targets: dict[Target, TargetCounts] = {}
-        self.requests = CountByMany("kvrouter_requests_total", registry, _failures)
-        self.failed_attempts = CountBy("kvrouter_failed_attempts_total", registry)
-        self.pd_requests = CountBy("kvrouter_pd_requests_total", registry)
+        self.requests = Count("kvrouter_requests_total", registry, _failures)
+        self.failed_attempts = Count("kvrouter_failed_attempts_total", registry)
+        self.pd_requests = Count("kvrouter_pd_requests_total", registry)
         self.pd_pair_failures = Count("kvrouter_pd_pair_failures_total", registry)
         self.kv_transfer = Spread("kvrouter_kv_transfer_seconds", registry)
-        self.removed_fields = CountBy("kvrouter_removed_fields_total", registry)
-        self.token_ids_sent = CountBy("kvrouter_token_ids_sent_total", registry)
-        self.tokens = TokenCounts(registry)
+        self.removed_fields = Count("kvrouter_removed_fields_total", registry)
+        self.token_ids_sent = Count("kvrouter_token_ids_sent_total", registry)
+        self.tokens = Count("kvrouter_tokens_total", registry)
         self.first_byte = Spread("kvrouter_first_byte_seconds", registry)
         self.between = Spread("kvrouter_inter_token_seconds", registry, bounds=BETWEEN)
         self.duration = Spread("kvrouter_request_seconds", registry)
+        self.queue_wait = Spread("kvrouter_queue_wait_seconds", registry)
         self.steps = Spread("kvrouter_step_seconds", registry, bounds=STEP_SECONDS)
 
     def new_target(self, target: Target) -> TargetCounts:
@@ -242,13 +197,6 @@ class RequestMetrics:
             del self.targets[next(iter(self.targets))]
         found = self.targets[target] = TargetCounts()
         return found
-
-
-class QueueMetrics:
-    """Metrics of requests that wait for a worker."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.wait = Spread("kvrouter_queue_wait_seconds", registry)
 
 
 Sample: TypeAlias = tuple[str, dict[str, str], float]

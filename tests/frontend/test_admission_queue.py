@@ -17,7 +17,7 @@ from kvrouter.core.fleet.router import Router
 from kvrouter.core.routing.admission import AdmissionQueue, AdmissionSettings
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.frontend.requests.admission_queue import WaitingRoom
-from kvrouter.telemetry.metrics import QueueMetrics
+from kvrouter.telemetry.metrics import RequestMetrics
 from tests.core.fleet.test_must_wait import new_router
 from tests.core.worlds import T1, book, card, new_pool
 from tests.frontend.clients import Client, connected
@@ -386,7 +386,9 @@ async def test_first_leaves_as_it_is_woken() -> None:
     router = new_router(pool)
     replica = cast("Replica", SimpleNamespace(sharing_peers=lambda: 0))
     settings = AdmissionSettings(threshold=0.5)
-    waiting_room = WaitingRoom(replica, settings, QueueMetrics(CollectorRegistry()), random.random)
+    waiting_room = WaitingRoom(
+        replica, settings, RequestMetrics(CollectorRegistry()).queue_wait, random.random
+    )
     key = book(pool, T1, [1], prefill_tokens=64)
     tasks = [asyncio.create_task(waiting_room.admitted(router, RouteRequest(name))) for name in "ab"]
     (line,) = await _lines_with(waiting_room, 2)

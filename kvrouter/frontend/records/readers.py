@@ -54,7 +54,7 @@ class Readers:
         if work.api.parse is not None:
             running.output_tokens = tokens = attempt.output_tokens()
             if tokens:
-                metrics.tokens.output[running.model] += tokens
+                metrics.tokens.values[running.model, "output"] += tokens
             if running.first_at and events > 1:
                 metrics.between.observe((clock() - running.first_at) / (events - 1), running.model)
         if work.traits is not None or record.is_noted:

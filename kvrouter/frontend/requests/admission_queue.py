@@ -28,7 +28,7 @@ from kvrouter.core.routing.admission import AdmissionQueue, AdmissionSettings, T
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.wire.ids import PoolId
 from kvrouter.errors import QueueFullError, QueueTimeoutError
-from kvrouter.telemetry.metrics import QueueMetrics, Sample
+from kvrouter.telemetry.metrics import Sample, Spread
 
 
 @dataclass(slots=True)
@@ -47,13 +47,13 @@ class WaitingRoom:
         self,
         replica: Replica,
         settings: AdmissionSettings,
-        metrics: QueueMetrics,
+        waits: Spread,
         chance: Callable[[], float],
     ) -> None:
         self._replica = replica
         self.is_on = settings.threshold > 0
         self._settings = settings
-        self._metrics = metrics
+        self._waits = waits
         self._chance = chance
         self._lines: dict[PoolId, _Line] = {}
 
@@ -124,7 +124,7 @@ class WaitingRoom:
         try:
             ticket = line.queue.join(now, priority, lane)
         except QueueFullError as error:
-            self._metrics.wait.observe(0, "full")
+            self._waits.observe(0, "full")
             error.retry_after_s = self._retry_after_s(line, now)
             raise
         line.woken[ticket] = asyncio.Event()
@@ -154,7 +154,7 @@ class WaitingRoom:
         line.queue.leave(ticket)
         del line.woken[ticket]
         waited_s = asyncio.get_running_loop().time() - ticket.arrived
-        self._metrics.wait.observe(waited_s, outcome)
+        self._waits.observe(waited_s, outcome)
         self._look_soon(line)
 
     def _look_soon(self, line: _Line) -> None:

@@ -300,8 +300,8 @@ class Completions:
         work, counts, tokens = running.work, first.counts, running.work.route.isl
         overlap_tokens = first.placement.choice.overlap_blocks * work.router.pool.block_size
         running.prompt_tokens, running.overlap_tokens = tokens, overlap_tokens
-        self._metrics.tokens.prompt[running.model] += tokens
-        self._metrics.tokens.overlap[running.model] += overlap_tokens
+        self._metrics.tokens.values[running.model, "prompt"] += tokens
+        self._metrics.tokens.values[running.model, "overlap"] += overlap_tokens
         counts.prompt_tokens += tokens
         counts.overlap_tokens += overlap_tokens
 

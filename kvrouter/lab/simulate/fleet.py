@@ -91,10 +91,6 @@ class Run:
         return percentiles(self.ttft_s)
 
     @property
-    def latency(self) -> Percentiles:
-        return percentiles(self.latency_s)
-
-    @property
     def cached_tokens(self) -> int:
         return sum(self.cached)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 import msgspec
@@ -106,6 +106,9 @@ class FleetTraffic:
 def served(replica: Replica, metrics: RequestMetrics, queued: int) -> Traffic:
     """What this replica has served. `queued`: the requests that wait now."""
     requests, routers = metrics.requests.values, list(replica.routers.values())
+    counted = Counter[str | int]()
+    for (_, kind), count in metrics.tokens.values.items():
+        counted[kind] += count
     uncached = Reuse().uncached()
     for router in routers:
         for cache, tokens in router.reuse.uncached().items():
@@ -113,9 +116,9 @@ def served(replica: Replica, metrics: RequestMetrics, queued: int) -> Traffic:
     return Traffic(
         requests=sum(requests.values()),
         failed=sum([count for labels, count in requests.items() if labels[-1] in FAILED]),
-        prompt_tokens=int(sum(metrics.tokens.prompt.values())),
-        overlap_tokens=int(sum(metrics.tokens.overlap.values())),
-        output_tokens=int(sum(metrics.tokens.output.values())),
+        prompt_tokens=counted["prompt"],
+        overlap_tokens=counted["overlap"],
+        output_tokens=counted["output"],
         ttft=_times(metrics.first_byte),
         inter_token=_times(metrics.between),
         queued=queued,
