@@ -31,10 +31,10 @@ LARGER = {
 TWICE = {"ApproxKvIndexer", "Collected", "KvIndexer"}
 FILES = 25
 # 1,900 of them for prefill and decode apart, 500 of these in the mocker, 150 its problems.
-LINES = 70_000
+LINES = 69_860
 COMMENTS = 28.8
 # Of docs/, as `wc -w` counts them, without docs/changes; 1,400 for prefill and decode apart.
-DOC_WORDS = 61_400
+DOC_WORDS = 61_100
 _IMPORT = re.compile(r"^\s*from kvrouter\.core\.(\w+)", re.MULTILINE)
 _FOR_TOOLS = ("noqa", "type:", "pragma", "fmt:", "cython:")
 

@@ -160,8 +160,9 @@ async def _open(
 
 
 def _sees_all(frontend: RunningFrontend) -> bool:
-    seen = sum(len(router.pool.targets) for router in frontend.replica.routers.values())
-    return seen == _ENGINES and len(frontend.replica.peers) == 1
+    replica, now = frontend.replica, asyncio.get_running_loop().time()
+    seen = sum(len(router.pool.targets) for router in replica.routers.values())
+    return seen == _ENGINES and len(replica.peers) == 1 and not replica.readiness.not_ready(now)
 
 
 async def _walks(nats_url: str, namespace: str, model: Path) -> dict[str, list[Step]]:
