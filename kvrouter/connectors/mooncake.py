@@ -22,17 +22,17 @@ class _Details(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class _Usage(msgspec.Struct):
+class _PrefillUsage(msgspec.Struct):
     prompt_tokens_details: _Details | None = None
 
 
-class _Choice(msgspec.Struct):
+class _PrefillChoice(msgspec.Struct):
     finish_reason: str | None = None
 
 
 class _Answer(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
+    choices: list[_PrefillChoice] = []
+    usage: _PrefillUsage | None = None
 
     @property
     def is_kept(self) -> bool:

@@ -231,10 +231,9 @@ class SyncSink:
         """Apply a moment of a booking, a session or a text. Only too many bookings contradict."""
         match op:
             case AddRequest():
-                booking = self._active.within_bounds(_booking(self._router_id, op, now))
+                booking = self._active.book_of_peer(_booking(self._router_id, op, now))
                 if booking is None:
                     return TOO_MANY
-                self._active.book(booking)
                 self._booked(booking, now)
             case FirstByte() if self._speeds is not None:
                 key = BookingKey(self._router_id, op.number)
@@ -278,10 +277,8 @@ class SyncSink:
         match op:
             case AddRequest():
                 self._named.add(op.number)
-                booking = self._active.within_bounds(_booking(self._router_id, op, now))
-                if booking is None:
+                if self._active.book_of_peer(_booking(self._router_id, op, now)) is None:
                     return TOO_MANY
-                self._active.book(booking)
             case MarkPrefillCompleted():
                 self._active.mark_prefill_completed(BookingKey(self._router_id, op.number), now)
             case PrefillSpeed() if self._speeds is not None:

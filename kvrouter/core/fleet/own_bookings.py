@@ -132,7 +132,8 @@ class OwnBookings:
         selection.policy.routed(request, choice, moment)
         if request.session and selection.keeps_sessions:
             self.bind(request.session, target, now)
-        if not own.streamed and own.booking.role != DECODE:  # else it computes no prompt
+        # a decode half computes no prompt
+        if own.charged_tokens and not own.streamed and own.booking.role != DECODE:
             seconds = self._tables.rates.seconds(target, own.charged_tokens)
             if seconds is not None:
                 self._predict(now + seconds, number)
@@ -209,7 +210,7 @@ class OwnBookings:
             self._feed.publish(MarkPrefillCompleted(key.number))
         own = self._own.get(key.number)
         # hashes of another block size would be found by no prompt
-        if own is not None and own.block_size == self._pool.block_size:
+        if own is not None and booking.hashes and own.block_size == self._pool.block_size:
             self._feed.assume(booking, now, own=True)
         if own is not None and own.request.text and own.policy.remembers_text:
             self._remember_text(booking.target, own.request.text, now)

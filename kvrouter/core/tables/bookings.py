@@ -169,7 +169,7 @@ class _Owner:
     parts: dict[int, int] = field(default_factory=dict)
     total: int = 0
     room: int = 0
-    """The blocks that they take."""
+    """The blocks that they take, if they are a peer's; 0: they are this replica's own."""
 
     def count(self, number: int) -> None:
         """Hash the booking as it is now."""
@@ -187,8 +187,7 @@ class _Owner:
         booking = self.bookings.pop(number, None)
         if booking is not None:
             self.changed.discard(number)
-            part = self.parts.pop(number, None)
-            if part is not None:  # most end before a Check asks for the digest
+            if self.parts and (part := self.parts.pop(number, None)) is not None:  # most end before a Check
                 self.total = (self.total - part) & _MASK64
         return booking
 
@@ -199,7 +198,7 @@ def _room_of(booking: Booking) -> int:
 
 @dataclass(slots=True)
 class BookedBudget:
-    """What the bookings of all pools of a replica take together."""
+    """What the bookings of all peers take together, in all pools of a replica."""
 
     used_blocks: int = 0
     bookings: int = 0
@@ -267,13 +266,17 @@ class BookingTable:
             owner = self._owners[router_id] = _Owner()
         owner.bookings[number] = booking
         owner.changed.add(number)
-        owner.room += (room := _BOOKING_BLOCKS + len(booking.hashes))  # written out, as in `_disown`
-        self._budget.used_blocks += room
-        self._budget.bookings += 1
 
-    def within_bounds(self, booking: Booking) -> Booking | None:
-        """A peer's booking as it can be kept; None: not at all."""
-        return self._budget.within_bounds(booking, self._owners.get(booking.key.router_id) or _Owner())
+    def book_of_peer(self, booking: Booking) -> Booking | None:
+        """`book` what a peer has published, as it can be kept: returns that. None: not at all."""
+        router_id = booking.key.router_id
+        kept = self._budget.within_bounds(booking, self._owners.get(router_id) or _Owner())
+        if kept is not None:
+            self.book(kept)
+            self._owners[router_id].room += (room := _room_of(kept))
+            self._budget.used_blocks += room
+            self._budget.bookings += 1
+        return kept
 
     def service(self, key: BookingKey, now: float, ttft_s: float) -> Service | None:
         """What a first byte shows of its target's speed: call before `mark_prefill_completed`.
@@ -349,7 +352,7 @@ class BookingTable:
         owner = self._owners.pop(router_id, None)
         if owner is not None:
             self._budget.used_blocks -= owner.room
-            self._budget.bookings -= len(owner.bookings)
+            self._budget.bookings -= len(owner.bookings) if owner.room else 0
             self._dropped.extend(owner.bookings.values())
 
     def sweep(self, hashes: int = SWEEP_HASHES) -> bool:
@@ -489,7 +492,7 @@ class BookingTable:
         if self._prefills is not None and prefills != list(zip(*self._prefills, strict=True)):
             raise AssertionError(f"the columns are off: {self._prefills} != {prefills}")
         for router_id, owner in self._owners.items():
-            if owner.room != sum(map(_room_of, owner.bookings.values())):
+            if owner.room not in {0, sum(map(_room_of, owner.bookings.values()))}:
                 raise AssertionError(f"the room of {router_id} is off")
             if owner.digest() != sum(booking.digest() for booking in owner.bookings.values()) & _MASK64:
                 raise AssertionError(f"the digest of {router_id} is off")
@@ -541,8 +544,8 @@ class BookingTable:
         if owner is None:
             return None
         booking = owner.end(key.number)
-        if booking is not None:
-            owner.room -= (room := _BOOKING_BLOCKS + len(booking.hashes))
+        if owner.room and booking is not None:
+            owner.room -= (room := _room_of(booking))
             self._budget.used_blocks -= room
             self._budget.bookings -= 1
         if not owner.bookings:  # replicas come and go, each with a new id

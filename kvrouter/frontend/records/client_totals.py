@@ -111,8 +111,9 @@ class Totals(Struct):
         self.seconds += seconds
         if record.attempts:
             last = record.attempts[-1]
-            self.prompt_tokens += last.prompt_tokens
-            self.overlap_tokens += last.overlap_tokens
+            if last.prompt_tokens:
+                self.prompt_tokens += last.prompt_tokens
+                self.overlap_tokens += last.overlap_tokens
             self.output_tokens += last.output_tokens or 0
         if ending != "ok":
             self.failed += ending in {"failed", "broken"}

@@ -34,7 +34,6 @@ from kvrouter.bodies.lax import PLAIN, in_utf8
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.pools import Pools
 from kvrouter.core.fleet.router import Router
-from kvrouter.core.routing.builtin_policy import BuiltInPolicy
 from kvrouter.core.routing.policy import Prompt, RouteRequest, Wanted
 from kvrouter.core.tables.predictions import PredictionKind
 from kvrouter.errors import BadRequestError, NotMendedError, UnknownResponseError
@@ -125,7 +124,10 @@ class Accept:
         policy = (router.modes.of(mode) if mode else router.modes.default).policy
         lora_name = _lora_name(router, asked)
         found_ids: list[Sendable] = []
-        prompts = await self._prompts(read, api, policy, record, found_ids)
+        # A request in a mode without tokens is tokenized, too, if other requests of the pool are placed by
+        # the tokens and blocks that its booking holds.
+        needs_tokens = router.needs_tokens or policy.needs_tokens
+        prompts = await self._prompts(read, api, record, found_ids) if needs_tokens else ()
         route = RouteRequest(
             request_id=record.id,
             prompts=prompts,
@@ -144,7 +146,9 @@ class Accept:
             context_tokens=0 if router.pool.has_equal_contexts else _context_tokens(asked, prompts),
             may_split=bool(router.pool.split.islands) and wanted is None and _may_split(asked, prompts, api),
         )
-        sent, response = _with_id(self._edited(request, read, may_override=may_override), read)
+        sent, response = self._edited(request, read, may_override=may_override), None
+        if isinstance(asked, responses.ResponseRequest):
+            sent, response = _with_id(sent, asked, read)
         return Work(
             id=record.id,
             request=request,
@@ -261,17 +265,14 @@ class Accept:
         self._metrics.removed_fields.inc("overrides")
 
     async def _prompts(
-        self, read: _Read, api: Api, policy: BuiltInPolicy, record: Record, found_ids: list[Sendable]
+        self, read: _Read, api: Api, record: Record, found_ids: list[Sendable]
     ) -> tuple[Prompt, ...]:
-        """Token ids, then hashes. Empty if the tokens are not known, or placing needs none.
+        """Token ids, then hashes. Empty if the tokens are not known.
 
         `found_ids` gets the ids of a chat that are to be sent with it.
         """
         asked, router, prompt = read.asked, read.router, read.asked.prompt
-        # A request in a mode without tokens is tokenized, too, if other requests of the pool are placed by
-        # the tokens and blocks that its booking holds.
-        needs_tokens = router.needs_tokens or policy.needs_tokens
-        if prompt is None or not needs_tokens or (api.parse is None and not _caches(router.pool)):
+        if prompt is None or (api.parse is None and not _caches(router.pool)):
             return ()
         if asked.token_ids is not None and router.pool.takes_token_ids and not texts.has_media(prompt):
             prompt = texts.TokenPrompt([asked.token_ids])
@@ -311,11 +312,9 @@ def _wanted(request: Request, read: _Read, overrides: Overrides) -> tuple[Wanted
     return None, overrides.mode
 
 
-def _with_id(body: bytes, read: _Read) -> tuple[bytes, NewResponse | None]:
+def _with_id(body: bytes, asked: responses.ResponseRequest, read: _Read) -> tuple[bytes, NewResponse | None]:
     """The body with an id for its response, which is remembered if the engine may keep it."""
-    asked, before, owner = read.asked, read.before, read.owner
-    if not isinstance(asked, responses.ResponseRequest):
-        return body, None
+    before, owner = read.before, read.owner
     if not asked.is_kept or len(asked.own_id or "") > MOST_ID_CHARACTERS:
         return body, None
     response_id = asked.own_id or new_response_id(owner)

@@ -345,12 +345,13 @@ class Completions:
         """Free the booking of an attempt. It has no outcome if the client left or an error was raised."""
         router, placement, outcome, now = running.work.router, running.placement, running.outcome, self._now()
         running.ended_at = clock()
-        if running.prefill is not None and not running.prefill.is_good:  # its own worker got nothing
-            router.bookings.free(placement.key, now)
-            self._publishing.flush_soon()
-            return
-        if outcome is not None and running.is_handed_over and not running.is_refused:
-            self._hand_overs.ended(running, outcome, now)
+        if running.prefill is not None:
+            if not running.prefill.is_good:  # its own worker got nothing
+                router.bookings.free(placement.key, now)
+                self._publishing.flush_soon()
+                return
+            if outcome is not None and running.is_handed_over and not running.is_refused:
+                self._hand_overs.ended(running, outcome, now)
         if router.circuits is not None:
             record_outcome(router.circuits, placement.target, outcome)
         # Nearly all are good: asked first, and without a `match`, which takes 0.5 µs.
