@@ -30,11 +30,11 @@ LARGER = {
 # Class names in two modules: two of the library, which Dynamo has too, and two of the relay.
 TWICE = {"ApproxKvIndexer", "Collected", "KvIndexer"}
 FILES = 25
-# 1,900 of them for prefill and decode apart, 500 of these in the mocker, 150 its problems.
-LINES = 69_860
+# 2,160 of them for prefill and decode apart, 530 of these in the mocker, 150 its problems.
+LINES = 70_120
 COMMENTS = 28.8
-# Of docs/, as `wc -w` counts them, without docs/changes; 1,400 for prefill and decode apart.
-DOC_WORDS = 61_100
+# Of docs/, as `wc -w` counts them, without docs/changes; 1,520 for prefill and decode apart.
+DOC_WORDS = 61_220
 _IMPORT = re.compile(r"^\s*from kvrouter\.core\.(\w+)", re.MULTILINE)
 _FOR_TOOLS = ("noqa", "type:", "pragma", "fmt:", "cython:")
 

@@ -218,6 +218,16 @@ class BookedBudget:
             return booking.without_names()
         return booking
 
+    def add(self, booking: Booking, owner: _Owner) -> None:
+        owner.room += (room := _room_of(booking))
+        self.used_blocks += room
+        self.bookings += 1
+
+    def remove(self, booking: Booking, owner: _Owner) -> None:
+        owner.room -= (room := _room_of(booking))
+        self.used_blocks -= room
+        self.bookings -= 1
+
 
 class BookingTable:
     """The bookings of every replica, and the load they add up to. `placement_secret`: see `new_table`."""
@@ -273,9 +283,7 @@ class BookingTable:
         kept = self._budget.within_bounds(booking, self._owners.get(router_id) or _Owner())
         if kept is not None:
             self.book(kept)
-            self._owners[router_id].room += (room := _room_of(kept))
-            self._budget.used_blocks += room
-            self._budget.bookings += 1
+            self._budget.add(kept, self._owners[router_id])
         return kept
 
     def service(self, key: BookingKey, now: float, ttft_s: float) -> Service | None:
@@ -545,9 +553,7 @@ class BookingTable:
             return None
         booking = owner.end(key.number)
         if owner.room and booking is not None:
-            owner.room -= (room := _room_of(booking))
-            self._budget.used_blocks -= room
-            self._budget.bookings -= 1
+            self._budget.remove(booking, owner)
         if not owner.bookings:  # replicas come and go, each with a new id
             del self._owners[key.router_id]
         return booking
