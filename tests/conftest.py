@@ -18,6 +18,7 @@ import uvloop
 
 from kvrouter.bus.embedded import server_binary
 from kvrouter.core.native import versions
+from kvrouter.tokens.tiny import build_tiny_model
 from scripts.kit.ports import free_ports
 from tests.containers import container_url, docker_answers
 from tests.frontend.fleet import FleetOf, running_fleet
@@ -138,6 +139,14 @@ def nats_url() -> Iterator[str]:
     """
     with contextlib.ExitStack() as stack:
         yield container_url(stack) if docker_answers() else _bundled_url(stack)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model directory, which tests only read: it takes a second to build."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    build_tiny_model(path)
+    return path
 
 
 @pytest.fixture

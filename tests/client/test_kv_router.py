@@ -13,7 +13,6 @@ import pytest
 
 from kvrouter import Client, KvRouter, PolicySettings
 from kvrouter.errors import BadRequestError, ConfigError, NoWorkersError
-from kvrouter.tokens.tiny import build_tiny_model
 from tests.client.hands import Clock, Hand
 from tests.e2e.fleet import Fleet, running_fleet, until
 from tests.policies.guarded_classes import Ends, Fails, Last, NoChoose
@@ -371,14 +370,13 @@ async def test_a_replica_among_frontends(nats_url: str) -> None:
         assert asyncio.get_running_loop().time() - left_at < 3, "not with the lease, which takes five seconds"
 
 
-async def test_bodies_are_tokenized_by_engines(nats_url: str, tmp_path: Path) -> None:
+async def test_bodies_are_tokenized_by_engines(nats_url: str, tiny: Path) -> None:
     """A chat in one call: its second turn is placed where the first one ran, with exact overlap.
 
     By a `Client`, too: its engine reports all of the prompt's blocks as cached.
     """
-    build_tiny_model(tmp_path)
     namespace = uuid.uuid4().hex
-    async with running_fleet(nats_url, namespace, frontends=1, mockers=2, engine_model=tmp_path) as fleet:
+    async with running_fleet(nats_url, namespace, frontends=1, mockers=2, engine_model=tiny) as fleet:
         body: dict[str, Any] = {
             "model": "tiny",
             "messages": [{"role": "user", "content": "It was the best of times. " * 40}],

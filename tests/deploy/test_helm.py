@@ -27,7 +27,6 @@ from kvrouter.lab.mocker.config import MockerConfig
 from kvrouter.lab.mocker.server import running_mocker
 from kvrouter.settings.commands import command_named
 from kvrouter.settings.read import load
-from kvrouter.tokens.tiny import build_tiny_model
 from kvrouter.worker.agent import serve
 from scripts.kit.manifests import CHART, MANIFESTS, examples, render, values_of, written
 from tests.e2e.fleet import frontend_flags, until
@@ -199,7 +198,7 @@ def validate(found: list[dict[str, Any]]) -> None:
 
 
 async def test_an_engine_that_names_no_endpoints(
-    nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nats_url: str, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A vLLM without /kv_event_sources behind the chart's own flags of agents: its events are read."""
 
@@ -207,9 +206,8 @@ async def test_an_engine_that_names_no_endpoints(
         raise web.HTTPNotFound
 
     monkeypatch.setattr(MockService, "kv_event_sources", missing)
-    build_tiny_model(tmp_path)
     (words,) = [one["args"] for _, one in containers("one-host.yaml") if one["name"] == "agent"]
-    config = MockerConfig(model_name="tiny", model_path=tmp_path)
+    config = MockerConfig(model_name="tiny", model_path=tiny)
     async with running_mocker(config) as mocker, contextlib.AsyncExitStack() as stack:
         there = {
             "http://127.0.0.1:8000": mocker.url,
@@ -229,7 +227,7 @@ async def test_an_engine_that_names_no_endpoints(
         tasks.create_task(serve(settings.agent(), stop))
         stack.callback(stop.set)
         frontend = await stack.enter_async_context(
-            running_frontend(parse_options(frontend_flags(nats_url, namespace, tmp_path)))
+            running_frontend(parse_options(frontend_flags(nats_url, namespace, tiny)))
         )
         await until(lambda: bool(frontend.replica.routers))
         (router,) = frontend.replica.routers.values()

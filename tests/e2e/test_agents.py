@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from kvrouter.frontend.requests.agent_headers import read_sessions
-from kvrouter.tokens.tiny import build_tiny_model
 from tests.e2e.fleet import Fleet, running_fleet, until
 
 # What Claude Code, Codex and OpenCode send: (the parent's headers, its child's)
@@ -41,10 +40,9 @@ async def ask(fleet: Fleet, replica: int, said: str, headers: Mapping[str, str])
     return response.headers["x-kvrouter-worker"]
 
 
-async def test_children_run_where_their_parents_ran(nats_url: str, tmp_path: Path) -> None:
+async def test_children_run_where_their_parents_ran(nats_url: str, tiny: Path) -> None:
     """Prompts that share nothing: only the headers say where tools, files and turns of a session are."""
-    build_tiny_model(tmp_path)
-    async with running_fleet(nats_url, uuid.uuid4().hex, mockers=2, engine_model=tmp_path) as fleet:
+    async with running_fleet(nats_url, uuid.uuid4().hex, mockers=2, engine_model=tiny) as fleet:
         for number in range(ROUNDS):
             for name, (parent, child) in AGENTS.items():
                 # every value is this round's own

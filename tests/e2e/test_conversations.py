@@ -38,11 +38,11 @@ class Turn(NamedTuple):
 
 
 @pytest.fixture
-async def fleet(nats_url: str, model_path: Path) -> AsyncIterator[Fleet]:
+async def fleet(nats_url: str, tiny: Path) -> AsyncIterator[Fleet]:
     """Two frontends in mode kv with two mockers."""
     engine = EngineConfig(num_blocks=2048 + 1)
     async with running_fleet(
-        nats_url, uuid.uuid4().hex, frontends=2, mockers=2, model_path=model_path, engine=engine
+        nats_url, uuid.uuid4().hex, frontends=2, mockers=2, model_path=tiny, engine=engine
     ) as running:
         yield running
 

@@ -81,12 +81,12 @@ def holds(frontend: RunningFrontend, worker_id: str) -> tuple[int, int]:
     return chars, sum(router.pool.index.blocks(target) for router in routers)
 
 
-async def test_snapshot_before_the_card(nats_url: str, model_path: Path) -> None:
+async def test_snapshot_before_the_card(nats_url: str, tiny: Path) -> None:
     """A replica that joins while the agent is silent uses what its peer knew, once the agent is back."""
     namespace = uuid.uuid4().hex
-    flags = frontend_flags(nats_url, namespace, model_path, ASSUMING)
+    flags = frontend_flags(nats_url, namespace, tiny, ASSUMING)
     async with contextlib.AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(running_mocker(replace(CONFIG, model_path=model_path)))
+        engine = await stack.enter_async_context(running_mocker(replace(CONFIG, model_path=tiny)))
         agent = await stack.enter_async_context(agent_process(engine, nats_url, namespace))
         first = await stack.enter_async_context(running_frontend(parse_options(flags)))
         await until(lambda: any(router.pool.targets for router in first.replica.routers.values()))
@@ -107,17 +107,15 @@ async def test_snapshot_before_the_card(nats_url: str, model_path: Path) -> None
         assert (worker_id, 12) == await ask(http, joiner.url, PROMPTS[0])
 
 
-async def test_two_replicas_killed_in_turn(
-    nats_url: str, model_path: Path, free_port: Callable[[], int]
-) -> None:
+async def test_two_replicas_killed_in_turn(nats_url: str, tiny: Path, free_port: Callable[[], int]) -> None:
     """Two replicas are killed and started in turn: what the first has sent is known to the last."""
     namespace = uuid.uuid4().hex
-    flags = frontend_flags(nats_url, namespace, model_path, ASSUMING)
+    flags = frontend_flags(nats_url, namespace, tiny, ASSUMING)
     ports = [(free_port(), free_port()) for _ in range(4)]
     urls = [f"http://127.0.0.1:{port}" for port, _ in ports]
     async with contextlib.AsyncExitStack() as stack:
         for _ in range(3):
-            engine = await stack.enter_async_context(running_mocker(replace(CONFIG, model_path=model_path)))
+            engine = await stack.enter_async_context(running_mocker(replace(CONFIG, model_path=tiny)))
             await stack.enter_async_context(running_agent(engine, nats_url, namespace))
         http = await stack.enter_async_context(aiohttp.ClientSession())
         replicas = [await stack.enter_async_context(frontend_process(flags, *both)) for both in ports[:2]]
@@ -146,16 +144,16 @@ async def _knows(http: aiohttp.ClientSession, url: str, prompt: list[int]) -> bo
 
 @pytest.mark.parametrize("probe_s", [0.05, 60.0])
 async def test_engine_that_dies_and_comes_back(
-    nats_url: str, model_path: Path, free_port: Callable[[], int], probe_s: float
+    nats_url: str, tiny: Path, free_port: Callable[[], int], probe_s: float
 ) -> None:
     """Its texts and blocks go at all replicas: when it is down, or when its agent sees another process."""
     namespace = uuid.uuid4().hex
     engine = EngineProcess("w0", (free_port(), free_port(), free_port()))
     more = [*ASSUMING, "--heartbeat-s", str(HEARTBEAT_S), "--lease-s", str(5 * HEARTBEAT_S)]
-    flags = frontend_flags(nats_url, namespace, model_path, more)
+    flags = frontend_flags(nats_url, namespace, tiny, more)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(engine.kill)
-        await engine.start(model_path=model_path)
+        await engine.start(model_path=tiny)
         await stack.enter_async_context(running_agents([engine], nats_url, namespace, probe_s=probe_s))
         frontends = [
             await stack.enter_async_context(running_frontend(parse_options(flags))) for _ in range(2)
@@ -170,7 +168,7 @@ async def test_engine_that_dies_and_comes_back(
         if probe_s < 1:
             await until(lambda: not any(is_up(one) for one in frontends))
             assert [(0, 0)] * 2 == [holds(one, "w0") for one in frontends]
-        await engine.start(model_path=model_path)
+        await engine.start(model_path=tiny)
 
         await until(lambda: all(is_up(one) and holds(one, "w0") == (0, 0) for one in frontends))
 

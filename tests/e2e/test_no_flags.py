@@ -9,19 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvrouter.tokens.tiny import build_tiny_model
 from scripts.kit.no_flags import APIS, SAID, Conversation
 from tests.e2e.fleet import Fleet, running_fleet, until
 
 TURNS = 12
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model's directory, which only the engines know."""
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    build_tiny_model(path)
-    return path
 
 
 def knows(fleet: Fleet, tokens: int) -> bool:
@@ -37,9 +28,9 @@ def written(usage: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("api", APIS)
-async def test_a_growing_conversation(nats_url: str, model: Path, api: str) -> None:
+async def test_a_growing_conversation(nats_url: str, tiny: Path, api: str) -> None:
     """12 turns through two replicas: all on one worker, each predicted exactly."""
-    async with running_fleet(nats_url, uuid.uuid4().hex, mockers=2, engine_model=model) as fleet:
+    async with running_fleet(nats_url, uuid.uuid4().hex, mockers=2, engine_model=tiny) as fleet:
         conversation = Conversation(api)
         workers, predicted, cached = set(), [], []
         for number in range(TURNS):

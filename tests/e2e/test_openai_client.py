@@ -46,11 +46,9 @@ Use = Callable[[openai.OpenAI], Answer]
 
 
 @pytest.fixture
-async def fleet(nats_url: str, model_path: Path) -> AsyncIterator[Fleet]:
+async def fleet(nats_url: str, tiny: Path) -> AsyncIterator[Fleet]:
     """One frontend in mode kv with two mockers."""
-    async with running_fleet(
-        nats_url, uuid.uuid4().hex, frontends=1, mockers=2, model_path=model_path
-    ) as running:
+    async with running_fleet(nats_url, uuid.uuid4().hex, frontends=1, mockers=2, model_path=tiny) as running:
         yield running
 
 

@@ -16,7 +16,6 @@ import structlog
 
 from kvrouter.core.wire.hashes import block_seed
 from kvrouter.lab.mocker.engine import EngineConfig
-from kvrouter.tokens.tiny import build_tiny_model
 from tests.e2e.fleet import Fleet, running_fleet
 
 # A wrong set-up must be found within this many requests to one worker.
@@ -24,17 +23,9 @@ REQUESTS = 20
 PATIENCE_S = 10.0
 
 
-@pytest.fixture(scope="session")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model that the mockers serve."""
-    path = tmp_path_factory.mktemp("truth") / "tiny"
-    build_tiny_model(path)
-    return path
-
-
-def altered(model_path: Path, copy: Path, alter: Callable[[Path], None]) -> Path:
+def altered(tiny: Path, copy: Path, alter: Callable[[Path], None]) -> Path:
     """A changed copy of the model directory."""
-    shutil.copytree(model_path, copy)
+    shutil.copytree(tiny, copy)
     alter(copy)
     return copy
 
@@ -129,14 +120,14 @@ WRONG: dict[str, tuple[Callable[[Path], None], Callable[[int], dict[str, Any]], 
 
 
 @pytest.mark.parametrize("case", WRONG)
-async def test_wrong_model_path(nats_url: str, model_path: Path, tmp_path: Path, case: str) -> None:
+async def test_wrong_model_path(nats_url: str, tiny: Path, tmp_path: Path, case: str) -> None:
     """Another tokenizer or template is flagged in /workers, in a metric, and once in the log."""
     alter, body, kind, remedy = WRONG[case]
-    wrong = altered(model_path, tmp_path / "wrong", alter)
+    wrong = altered(tiny, tmp_path / "wrong", alter)
     # The comparison of tokens would find it before any request.
     flags = ["--model-path", str(wrong), "--no-token-comparison"]
     with structlog.testing.capture_logs() as logs:
-        async with fleet_of(nats_url, model_path, flags=flags) as fleet:
+        async with fleet_of(nats_url, tiny, flags=flags) as fleet:
             for number in range(REQUESTS):
                 await ask(fleet, body(number))
             (problem,) = await until_flagged(fleet)
@@ -150,15 +141,15 @@ async def test_wrong_model_path(nats_url: str, model_path: Path, tmp_path: Path,
     ]
 
 
-def fleet_of(nats_url: str, model_path: Path, **facts: Any) -> Any:
+def fleet_of(nats_url: str, tiny: Path, **facts: Any) -> Any:
     """One frontend with one mocker, unless the arguments differ."""
-    settings: dict[str, Any] = {"frontends": 1, "mockers": 1, "model_path": model_path, **facts}
+    settings: dict[str, Any] = {"frontends": 1, "mockers": 1, "model_path": tiny, **facts}
     return running_fleet(nats_url, uuid.uuid4().hex, **settings)
 
 
 @pytest.mark.parametrize("asks_usage", [True, False])
 async def test_wrong_salt(
-    nats_url: str, model_path: Path, monkeypatch: pytest.MonkeyPatch, asks_usage: bool
+    nats_url: str, tiny: Path, monkeypatch: pytest.MonkeyPatch, asks_usage: bool
 ) -> None:
     """A salt that is missing in the hashes is found, with usage in the answers or without."""
 
@@ -166,7 +157,7 @@ async def test_wrong_salt(
         return block_seed(lora_name)
 
     monkeypatch.setattr("kvrouter.prompts.ways.block_seed", unsalted)
-    async with fleet_of(nats_url, model_path) as fleet:
+    async with fleet_of(nats_url, tiny) as fleet:
         for number in range(REQUESTS):
             await ask(fleet, {**text(number, 1), "cache_salt": "s", "stream": not asks_usage})
             await ask(fleet, {**text(number), "stream": not asks_usage})
@@ -176,10 +167,10 @@ async def test_wrong_salt(
     assert "do not carry the cache_salt" in problem
 
 
-async def test_wrong_block_size(nats_url: str, model_path: Path) -> None:
+async def test_wrong_block_size(nats_url: str, tiny: Path) -> None:
     """A block size that differs from the engines' is one problem, and no other appears with it."""
     flags = ["--kv-cache-block-size", "32"]
-    async with fleet_of(nats_url, model_path, flags=flags) as fleet:
+    async with fleet_of(nats_url, tiny, flags=flags) as fleet:
         for number in range(REQUESTS):
             await ask(fleet, text(number))
         await until_judged(fleet)
@@ -192,10 +183,10 @@ async def test_wrong_block_size(nats_url: str, model_path: Path) -> None:
     assert 0 == metric(page, "kvrouter_evidence_total", 'check="announced"')
 
 
-async def test_no_events(nats_url: str, model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_events(nats_url: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine whose events do not arrive is flagged, with the flags to start them."""
     monkeypatch.setattr("kvrouter.lab.mocker.publisher.Publisher.publish", lambda *_args: None)
-    async with fleet_of(nats_url, model_path) as fleet:
+    async with fleet_of(nats_url, tiny) as fleet:
         for number in range(REQUESTS):
             await ask(fleet, text(number))
         (problem,) = await until_flagged(fleet)
@@ -204,11 +195,11 @@ async def test_no_events(nats_url: str, model_path: Path, monkeypatch: pytest.Mo
     assert "--kv-events-config" in problem
 
 
-async def test_problem_disappears(nats_url: str, model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_problem_disappears(nats_url: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the blocks arrive again, the problem disappears by itself."""
     with monkeypatch.context() as patched:
         patched.setattr("kvrouter.prompts.ways.block_seed", lambda *_: block_seed(salt="other"))
-        async with fleet_of(nats_url, model_path) as fleet:
+        async with fleet_of(nats_url, tiny) as fleet:
             for number in range(REQUESTS):
                 await ask(fleet, text(number))
             await until_judged(fleet)
@@ -230,12 +221,12 @@ def mixed(chance: random.Random, number: int) -> dict[str, Any]:
     return body | ({"cache_salt": "s"} if chance.random() < 0.2 else {})
 
 
-async def test_no_false_alarm(nats_url: str, model_path: Path) -> None:
+async def test_no_false_alarm(nats_url: str, tiny: Path) -> None:
     """Mixed traffic over two replicas, small caches that evict, siblings and salts cause no problem."""
     small = EngineConfig(num_blocks=512, max_model_len=2048)
     chance = random.Random(7)
     with structlog.testing.capture_logs() as logs:
-        async with fleet_of(nats_url, model_path, frontends=2, mockers=2, engine=small) as fleet:
+        async with fleet_of(nats_url, tiny, frontends=2, mockers=2, engine=small) as fleet:
             for wave in range(12):
                 bodies = [
                     mixed(chance, 100 * wave + number) | {"stream": number % 3 == 0} for number in range(24)
@@ -256,10 +247,10 @@ async def test_no_false_alarm(nats_url: str, model_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-async def test_sequential_predictions_are_exact(nats_url: str, model_path: Path, lookahead: int) -> None:
+async def test_sequential_predictions_are_exact(nats_url: str, tiny: Path, lookahead: int) -> None:
     """One by one, every prediction equals the engine's report; the histogram's only step is at 0."""
     engine = EngineConfig(lookahead=lookahead)
-    async with fleet_of(nats_url, model_path, engine=engine) as fleet:
+    async with fleet_of(nats_url, tiny, engine=engine) as fleet:
         for number in range(REQUESTS):
             await ask(fleet, MIXED[number % 3](number))
             await until_judged(fleet)

@@ -25,9 +25,9 @@ from tests.e2e.fleet import Fleet, running_fleet, until
 
 
 @pytest.fixture
-async def fleet(nats_url: str, model_path: Path) -> AsyncIterator[Fleet]:
+async def fleet(nats_url: str, tiny: Path) -> AsyncIterator[Fleet]:
     """Two frontends in mode kv with four mockers."""
-    async with running_fleet(nats_url, uuid.uuid4().hex, model_path=model_path) as running:
+    async with running_fleet(nats_url, uuid.uuid4().hex, model_path=tiny) as running:
         yield running
 
 
@@ -270,12 +270,10 @@ async def test_without_events_the_approximate_index_is_shared(nats_url: str) -> 
     assert "19" == second.headers["x-kvrouter-overlap-blocks"]
 
 
-async def test_texts_are_shared(nats_url: str, model_path: Path) -> None:
+async def test_texts_are_shared(nats_url: str, tiny: Path) -> None:
     """In mode prefix-affinity replica B sends a text where replica A sent one with the same beginning."""
     flags = ["--router-mode", "prefix-affinity"]
-    async with running_fleet(
-        nats_url, uuid.uuid4().hex, mockers=3, model_path=model_path, flags=flags
-    ) as fleet:
+    async with running_fleet(nats_url, uuid.uuid4().hex, mockers=3, model_path=tiny, flags=flags) as fleet:
         a, b = (
             openai.AsyncOpenAI(base_url=f"{frontend.url}/v1", api_key="none") for frontend in fleet.frontends
         )

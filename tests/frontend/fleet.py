@@ -8,7 +8,8 @@ import logging
 import ssl
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Protocol
 
 import structlog
@@ -19,8 +20,8 @@ from kvrouter.core.wire.heartbeats import encode as encode_beat
 from kvrouter.core.wire.ids import PoolId, Target, WorkerId
 from kvrouter.core.wire.ops import VERSION
 from kvrouter.frontend.run import RunningFrontend, running_frontend
-from kvrouter.frontend.settings import COMMAND
-from kvrouter.settings.read import load
+from kvrouter.frontend.settings import COMMAND, FrontendOptions
+from kvrouter.settings.read import Loaded, load
 from tests.frontend.clients import Client, Response, ask, connected, get
 from tests.frontend.workers import OK, FakeWorker, Script, until
 
@@ -38,6 +39,27 @@ FOR_OPERATORS = (
     "/v1/route",
 )
 """Paths that `get` requests from the admin listener."""
+
+
+def _loaded(namespace: str, flags: tuple[str, ...]) -> Loaded[FrontendOptions]:
+    """The settings of a frontend in this namespace."""
+    loaded = load(COMMAND, flags, {}) if _reads_a_file(flags) else _load_once(flags)
+    return replace(
+        loaded,
+        settings=replace(loaded.settings, namespace=namespace),
+        values={**loaded.values, "namespace": namespace},
+        words=(*flags, "--namespace", namespace),
+    )
+
+
+def _reads_a_file(flags: Sequence[str]) -> bool:
+    return any("/" in flag and not flag.startswith("nats:") for flag in flags)
+
+
+@cache
+def _load_once(flags: tuple[str, ...]) -> Loaded[FrontendOptions]:
+    """Reading takes three times as long as all else that a frontend does to start."""
+    return load(COMMAND, flags, {})
 
 
 class Trouble:
@@ -86,7 +108,7 @@ class Fleet:
 
     def new_frontend(self) -> contextlib.AbstractAsyncContextManager[RunningFrontend]:
         """One more, in the same namespace."""
-        loaded = load(COMMAND, self.flags, {})
+        loaded = _loaded(self.subjects.namespace, tuple(self.flags))
         return running_frontend(loaded.settings, loaded=loaded)
 
     @property
@@ -183,7 +205,7 @@ async def running_fleet(
 ) -> AsyncIterator[Fleet]:
     """A fleet with one known worker per script. Trouble inside fails the test."""
     namespace = uuid.uuid4().hex
-    common = ["--host", "127.0.0.1", "--port", "0", "--nats", nats, "--namespace", namespace]
+    common = ["--host", "127.0.0.1", "--port", "0", "--nats", nats]
     common += ["--lease-s", "60", "--drain-timeout-s", "5", "--router-mode", "round-robin"]
     # most tests count what workers receive, and a probe of /tokenize would be one more
     common += ["--tokenizer", "local"]

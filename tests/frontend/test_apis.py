@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from kvrouter.core.tables.predictions import LEAST, PredictionKind
-from kvrouter.tokens.tiny import build_tiny_model
 from tests.frontend.fleet import POOL, FleetOf
 from tests.frontend.workers import LAST_CHUNK, OK, SSE_HEAD, answer, chunk, says, says_and_closes
 
@@ -22,16 +21,9 @@ START = b'event: message_start\ndata: {"type": "message_start"}\n\n'
 KV = ("--router-mode", "kv", "--no-use-kv-events")
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    build_tiny_model(path)
-    return path
-
-
-async def test_placed_as_a_chat(fleet_of: FleetOf, model_path: Path) -> None:
+async def test_placed_as_a_chat(fleet_of: FleetOf, tiny: Path) -> None:
     """A request finds the blocks of an equal chat, and its body reaches the worker unchanged."""
-    async with fleet_of("--model-path", str(model_path), *KV, scripts=(OK, OK)) as fleet:
+    async with fleet_of("--model-path", str(tiny), *KV, scripts=(OK, OK)) as fleet:
         first = await fleet.ask(BODY, path="/v1/chat/completions")
         second = await fleet.ask({**BODY, "stream": True}, path=MESSAGES)
 
@@ -41,11 +33,11 @@ async def test_placed_as_a_chat(fleet_of: FleetOf, model_path: Path) -> None:
         assert [BODY, {**BODY, "stream": True}] == [received.json for received in worker.requests]
 
 
-async def test_unreadable(fleet_of: FleetOf, model_path: Path) -> None:
+async def test_unreadable(fleet_of: FleetOf, tiny: Path, tmp_path: Path) -> None:
     """What cannot be converted, or what the template here rejects, goes to a worker by load."""
-    template = model_path / "rejecting.jinja"
+    template = tmp_path / "rejecting.jinja"
     template.write_text("{{ raise_exception('no') }}")
-    async with fleet_of("--model-path", str(model_path), "--chat-template", str(template)) as fleet:
+    async with fleet_of("--model-path", str(tiny), "--chat-template", str(template)) as fleet:
         for body in ({**BODY, "system": 7}, BODY):
             response = await fleet.ask(body, path=MESSAGES)
 
@@ -84,11 +76,11 @@ async def test_engine_without_the_route(fleet_of: FleetOf) -> None:
         assert (404, 1) == (response.status, len(fleet.requests))
 
 
-async def test_prediction(fleet_of: FleetOf, model_path: Path) -> None:
+async def test_prediction(fleet_of: FleetOf, tiny: Path) -> None:
     """The usage of an answer is compared with the prediction."""
     usage = b'event: message_delta\ndata: {"usage":{"input_tokens":3,"cache_read_input_tokens":4}}\n\n'
     script = says(SSE_HEAD, chunk(START), chunk(usage), chunk(STOP) + LAST_CHUNK)
-    async with fleet_of("--model-path", str(model_path), *KV, scripts=(script,)) as fleet:
+    async with fleet_of("--model-path", str(tiny), *KV, scripts=(script,)) as fleet:
         for _ in range(LEAST):
             await fleet.ask({**BODY, "stream": True}, path=MESSAGES)
 

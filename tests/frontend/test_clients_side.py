@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from kvrouter.relay import connection
-from kvrouter.tokens.tiny import build_tiny_model
 from tests.frontend.clients import connected
 from tests.frontend.fleet import BODY, STREAM, FleetOf
 from tests.frontend.workers import (
@@ -219,10 +218,9 @@ async def test_client_leaves_amid_its_request(fleet_of: FleetOf) -> None:
         assert not fleet.requests
 
 
-async def test_client_leaves_during_tokenizing(fleet_of: FleetOf, tmp_path: Path) -> None:
+async def test_client_leaves_during_tokenizing(fleet_of: FleetOf, tiny: Path) -> None:
     """The request of a client that leaves while its prompt is tokenized reaches no worker."""
-    build_tiny_model(tmp_path)
-    flags = ("--router-mode", "kv", "--model-path", str(tmp_path), "--tokenizer-workers", "1")
+    flags = ("--router-mode", "kv", "--model-path", str(tiny), "--tokenizer-workers", "1")
     async with fleet_of(*flags) as fleet, fleet.connected() as client:
         client.send({"model": "m", "prompt": "hello world " * 100_000})
         await until(lambda: not fleet.frontend.completions.in_flight.idle.is_set(), "the request has begun")

@@ -18,7 +18,6 @@ from kvrouter.core.routing import rests
 from kvrouter.frontend.records.readers import Readers
 from kvrouter.frontend.records.record import Record
 from kvrouter.relay.upstream import Upstream
-from kvrouter.tokens.tiny import build_tiny_model
 from tests.frontend.fleet import BODY, POOL, STREAM, FleetOf
 from tests.frontend.workers import (
     LAST_CHUNK,
@@ -440,10 +439,9 @@ async def test_wrong_method(fleet_of: FleetOf) -> None:
             assert allowed == response.header("allow")
 
 
-async def test_texts_that_no_model_takes_are_not_tokenized(fleet_of: FleetOf, tmp_path: Path) -> None:
+async def test_texts_that_no_model_takes_are_not_tokenized(fleet_of: FleetOf, tiny: Path) -> None:
     """A text of 30 MB is not tokenized: it would take 40 s, and the engine rejects it by its length."""
-    build_tiny_model(tmp_path / "tiny")
-    async with fleet_of("--router-mode", "kv", "--model-path", str(tmp_path / "tiny")) as fleet:
+    async with fleet_of("--router-mode", "kv", "--model-path", str(tiny)) as fleet:
         fleet.announce(fleet.workers[0], max_model_len=100)
         while fleet.frontend.replica.router(POOL).pool.max_model_len != 100:
             await fleet.get("/live")

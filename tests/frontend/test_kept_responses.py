@@ -9,7 +9,6 @@ import pytest
 
 from kvrouter.core.wire.ids import Target, WorkerId
 from kvrouter.frontend.requests.kept_responses import KeptResponses, NewResponse
-from kvrouter.tokens.tiny import build_tiny_model
 from tests.frontend.fleet import FleetOf
 from tests.frontend.workers import OK
 
@@ -67,16 +66,9 @@ def test_bytes() -> None:
     assert (0, 0) == (len(kept), kept.held_bytes)
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    build_tiny_model(path)
-    return path
-
-
-async def test_continued(fleet_of: FleetOf, model_path: Path) -> None:
+async def test_continued(fleet_of: FleetOf, tiny: Path) -> None:
     """A response is continued at its worker, with the overlap of the chat before it."""
-    flags = ("--router-mode", "kv", "--no-use-kv-events", "--model-path", str(model_path))
+    flags = ("--router-mode", "kv", "--no-use-kv-events", "--model-path", str(tiny))
     async with fleet_of(*flags, scripts=(OK, OK, OK)) as fleet:
         first = await fleet.ask(BODY, path=PATH)
         holder = first.header("x-kvrouter-worker")

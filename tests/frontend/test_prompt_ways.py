@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from kvrouter.tokens import prefix_hashes
 from kvrouter.tokens.prefix_hashes import PrefixHashes
 from kvrouter.tokens.prefix_tokens import CacheSettings, Encoded
 from kvrouter.tokens.prompt import ChatPrompt, Prompt, PromptEncoder, TextPrompt, TokenPrompt
-from kvrouter.tokens.tiny import build_tiny_model
 from tests.core.worlds import card, new_pool
 from tests.frontend.fleet import Fleet, FleetOf
 from tests.frontend.test_passthrough import join_second_pool
@@ -51,17 +51,9 @@ asked = st.tuples(
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model's directory."""
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    build_tiny_model(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def plain(model: Path) -> Iterator[PromptEncoder]:
+def plain(tiny: Path) -> Iterator[PromptEncoder]:
     """An encoder without a prefix cache."""
-    with PromptEncoder.load(model) as encoder:
+    with PromptEncoder.load(tiny) as encoder:
         yield encoder
 
 
@@ -69,7 +61,7 @@ def plain(model: Path) -> Iterator[PromptEncoder]:
 @given(st.lists(asked, min_size=3, max_size=10), st.sampled_from([None, 0.5]), st.sampled_from([3, 1000]))
 @pytest.mark.usefixtures("core")
 def test_same_hashes(
-    model: Path, plain: PromptEncoder, history: list[Any], enough: float | None, most: int
+    tiny: Path, plain: PromptEncoder, history: list[Any], enough: float | None, most: int
 ) -> None:
     """Texts, chats and ids with common prefixes, truncated, with other names and block sizes."""
 
@@ -85,7 +77,7 @@ def test_same_hashes(
                 else:
                     assert (fresh, len(whole)) == (list(each.hashes), each.isl)
 
-    with PromptEncoder.load(model, cache=CacheSettings(enough=enough)) as encoder:
+    with PromptEncoder.load(tiny, cache=CacheSettings(enough=enough)) as encoder:
         known = PrefixHashes(least_tokens=0, near_tokens=0, most=most)
         blocks = LocalWay(Encoders(encoder), lambda *_: None, known)
         asyncio.run(ask_all())
@@ -94,10 +86,10 @@ def test_same_hashes(
 
 @pytest.mark.usefixtures("core")
 @pytest.mark.parametrize("kept", [slice(-200, None), slice(None, 200)], ids=str)
-async def test_truncated(model: Path, plain: PromptEncoder, kept: slice) -> None:
+async def test_truncated(tiny: Path, plain: PromptEncoder, kept: slice) -> None:
     """A truncated prompt has its own hashes, before and after the whole text."""
     text = ["".join(SENTENCES)]
-    with PromptEncoder.load(model, cache=CacheSettings()) as encoder:
+    with PromptEncoder.load(tiny, cache=CacheSettings()) as encoder:
         blocks = LocalWay(Encoders(encoder), lambda *_: None, PrefixHashes(least_tokens=0, near_tokens=0))
         for prompt in (TextPrompt(text, kept_tokens=kept), TextPrompt(text)) * 3:
             (found,) = await blocks.hashes(prompt, Naming(pools[16], "m")) or ()
@@ -107,9 +99,9 @@ async def test_truncated(model: Path, plain: PromptEncoder, kept: slice) -> None
             assert len(ids) == found.isl
 
 
-async def test_what_goes_on_is_not_hashed_again(model: Path) -> None:
+async def test_what_goes_on_is_not_hashed_again(tiny: Path) -> None:
     """Of texts and chats with a known prefix only the rest is hashed; of token ids everything."""
-    with PromptEncoder.load(model, cache=CacheSettings()) as encoder:
+    with PromptEncoder.load(tiny, cache=CacheSettings()) as encoder:
         known = PrefixHashes(least_tokens=0)
         blocks = LocalWay(Encoders(encoder), lambda *_: None, known)
         naming = Naming(pools[16], "m")
@@ -127,11 +119,11 @@ async def test_what_goes_on_is_not_hashed_again(model: Path) -> None:
     assert sequence_hashes(block_hashes(range(300), 16)) == list(ids.hashes)
 
 
-async def test_shown(fleet_of: FleetOf, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_shown(fleet_of: FleetOf, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """/workers has entries, known blocks and hashed blocks."""
     monkeypatch.setattr(prefix_hashes, "LEAST_TOKENS", dict.fromkeys(versions.CORES, 0))
     body = {"model": "m", "prompt": "".join(SENTENCES)}
-    async with fleet_of("--model-path", str(model), "--router-mode", "kv") as fleet:
+    async with fleet_of("--model-path", str(tiny), "--router-mode", "kv") as fleet:
         for _ in range(2):
             await fleet.ask(body)
 
@@ -144,9 +136,9 @@ async def tokens_view(fleet: Fleet) -> Any:
     return (await fleet.get("/workers")).json["tokens"]["prefix_hashes"]
 
 
-async def test_room_is_shared_with_the_tokens(fleet_of: FleetOf, model: Path) -> None:
+async def test_room_is_shared_with_the_tokens(fleet_of: FleetOf, tiny: Path) -> None:
     """--prefix-store-mib limits tokens and hashes together."""
-    flags = ("--model-path", str(model), "--router-mode", "kv", "--prefix-store-mib", "1")
+    flags = ("--model-path", str(tiny), "--router-mode", "kv", "--prefix-store-mib", "1")
     async with fleet_of(*flags) as fleet:
         tokens = fleet.frontend.tokens
 
@@ -154,9 +146,9 @@ async def test_room_is_shared_with_the_tokens(fleet_of: FleetOf, model: Path) ->
         assert tokens.hashes._max_bytes > 1 << 16
 
 
-def small_model(path: Path) -> Path:
+def small_model(tiny: Path, path: Path) -> Path:
     """A model whose tokenizer knows hardly any merges, so that its prompts are longer."""
-    build_tiny_model(path)
+    shutil.copytree(tiny, path)
     file = path / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:10]
@@ -174,12 +166,11 @@ def pool_of(model: str, *served_names: str) -> Pool:
     return new_pool(card(model=model, served_names=served_names))
 
 
-async def test_encoder_of_a_pool(tmp_path: Path) -> None:
+async def test_encoder_of_a_pool(tiny: Path, tmp_path: Path) -> None:
     """The encoder is found by the model's name or a served name; else it is the default one."""
-    build_tiny_model(tmp_path / "tiny")
-    paths = {"qwen": str(small_model(tmp_path / "small"))}
+    paths = {"qwen": str(small_model(tiny, tmp_path / "small"))}
     prompt = TextPrompt(["a longer word or two"])
-    with Encoders.load(read, str(tmp_path / "tiny"), paths) as encoders:
+    with Encoders.load(read, str(tiny), paths) as encoders:
         lengths = [
             len(ids[0])
             for pool in (pool_of("qwen"), pool_of("/models/q", "qwen"), pool_of("llama"))
@@ -227,11 +218,10 @@ def test_extra_key(engine: str, is_apart: bool) -> None:
     assert (3 if is_apart else 1) == len({tuple(each) for each in (plain, first, other)})
 
 
-async def test_each_pool_has_its_own_tokenizer(fleet_of: FleetOf, tmp_path: Path) -> None:
+async def test_each_pool_has_its_own_tokenizer(fleet_of: FleetOf, tiny: Path, tmp_path: Path) -> None:
     """With two models behind one frontend, a text is tokenized by the tokenizer of its model."""
-    build_tiny_model(tmp_path / "tiny")
-    small = small_model(tmp_path / "small")
-    flags = ["--router-mode", "kv", "--model-path", str(tmp_path / "tiny"), "--model-path", f"other={small}"]
+    small = small_model(tiny, tmp_path / "small")
+    flags = ["--router-mode", "kv", "--model-path", str(tiny), "--model-path", f"other={small}"]
     async with fleet_of(*flags, scripts=(OK, says(stream("a")))) as fleet:
         await join_second_pool(fleet)
         body = {"prompt": "one and the same text " * 9}

@@ -14,7 +14,6 @@ from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.wire.ids import WorkerId
 from kvrouter.prompts import checks as token_checks
 from kvrouter.tokens.prompt import ChatPrompt, PromptEncoder, TextPrompt
-from kvrouter.tokens.tiny import build_tiny_model
 from tests.frontend.fleet import POOL, Fleet, FleetOf
 from tests.frontend.workers import SSE_HEAD, Received, Script, Wire, answer, chunk, event, until
 
@@ -31,14 +30,6 @@ NEVER = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model's directory."""
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    build_tiny_model(path)
-    return path
-
-
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines are compared at once, and so is each prompt."""
@@ -47,9 +38,9 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_checks, "SHAPES_EVERY_S", 0.0)
 
 
-def engine(model: Path, wrong: Callable[[Any], bool] = lambda _: False, *, fails: bool = False) -> Script:
+def engine(tiny: Path, wrong: Callable[[Any], bool] = lambda _: False, *, fails: bool = False) -> Script:
     """An engine that has an id too many in chats of which `wrong` holds, and may fail clients' chats."""
-    encoder = PromptEncoder.load(model)
+    encoder = PromptEncoder.load(tiny)
 
     async def script(received: Received, wire: Wire) -> None:
         body = received.json
@@ -69,14 +60,14 @@ def engine(model: Path, wrong: Callable[[Any], bool] = lambda _: False, *, fails
     return script
 
 
-def flags(model: Path) -> tuple[str, ...]:
+def flags(tiny: Path) -> tuple[str, ...]:
     """Of a frontend that computes token ids."""
-    return ("--model-path", str(model), "--router-mode", "kv")
+    return ("--model-path", str(tiny), "--router-mode", "kv")
 
 
-async def ids_of(model: Path) -> list[int]:
+async def ids_of(tiny: Path) -> list[int]:
     """The ids of CHAT."""
-    (ids,) = await PromptEncoder.load(model).encode(ChatPrompt(MESSAGES)) or [[]]
+    (ids,) = await PromptEncoder.load(tiny).encode(ChatPrompt(MESSAGES)) or [[]]
     return ids
 
 
@@ -122,15 +113,15 @@ async def metrics(fleet: Fleet) -> str:
 
 
 @pytest.mark.parametrize("takes", [True, False])
-async def test_sent(fleet_of: FleetOf, model: Path, takes: bool) -> None:
+async def test_sent(fleet_of: FleetOf, tiny: Path, takes: bool) -> None:
     """The engine gets the client's fields, and the ids of its chat if it takes them."""
-    async with fleet_of(*flags(model), scripts=(engine(model),), takes_token_ids=takes) as fleet:
+    async with fleet_of(*flags(tiny), scripts=(engine(tiny),), takes_token_ids=takes) as fleet:
         if takes:
             await until_compared(fleet)
         response = await fleet.ask(CHAT | {"max_tokens": 7, "x": 1.50}, path=PATH)
 
         assert 200 == response.status
-        assert [await ids_of(model) if takes else None] == sent_ids(fleet)
+        assert [await ids_of(tiny) if takes else None] == sent_ids(fleet)
         assert takes == ('kvrouter_token_ids_sent_total{model="m"}' in await metrics(fleet))
         (body,) = served(fleet)
         body.pop("kv_transfer_params", None)
@@ -138,9 +129,9 @@ async def test_sent(fleet_of: FleetOf, model: Path, takes: bool) -> None:
 
 
 @pytest.mark.parametrize("body", NEVER.values(), ids=NEVER)
-async def test_never_sent(fleet_of: FleetOf, model: Path, body: dict[str, Any]) -> None:
+async def test_never_sent(fleet_of: FleetOf, tiny: Path, body: dict[str, Any]) -> None:
     """Not where the engine makes another prompt of the chat, or cuts it."""
-    async with fleet_of(*flags(model), scripts=(engine(model),), takes_token_ids=True) as fleet:
+    async with fleet_of(*flags(tiny), scripts=(engine(tiny),), takes_token_ids=True) as fleet:
         await until_compared(fleet)
         await fleet.ask(body | {"max_tokens": 7}, path=PATH)
 
@@ -148,9 +139,9 @@ async def test_never_sent(fleet_of: FleetOf, model: Path, body: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("off", [("--send-token-ids", "off"), ("--no-token-comparison",)])
-async def test_off(fleet_of: FleetOf, model: Path, off: tuple[str, ...]) -> None:
+async def test_off(fleet_of: FleetOf, tiny: Path, off: tuple[str, ...]) -> None:
     """Without the setting, or without comparisons."""
-    async with fleet_of(*flags(model), *off, scripts=(engine(model),), takes_token_ids=True) as fleet:
+    async with fleet_of(*flags(tiny), *off, scripts=(engine(tiny),), takes_token_ids=True) as fleet:
         checks = fleet.frontend.tokens.checks
         await until(lambda: checks is None or (POOL in checks.pools and checks.pools[POOL].equal_prompts))
         await fleet.ask(CHAT | {"max_tokens": 7}, path=PATH)
@@ -160,11 +151,11 @@ async def test_off(fleet_of: FleetOf, model: Path, off: tuple[str, ...]) -> None
 
 
 async def test_only_to_engines_that_were_compared(
-    fleet_of: FleetOf, model: Path, monkeypatch: pytest.MonkeyPatch
+    fleet_of: FleetOf, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine with other ids gets none, and is named; the other one still gets them."""
-    scripts = (engine(model), engine(model, lambda _: True))
-    async with fleet_of(*flags(model), scripts=scripts, takes_token_ids=True) as fleet:
+    scripts = (engine(tiny), engine(tiny, lambda _: True))
+    async with fleet_of(*flags(tiny), scripts=scripts, takes_token_ids=True) as fleet:
         await until_compared(fleet)
         for worker in fleet.workers:
             direct = ("x-kvrouter-mode: direct", f"x-kvrouter-target: {worker.id}")
@@ -172,7 +163,7 @@ async def test_only_to_engines_that_were_compared(
         fleet.frontend.audit.run()
         found = (await fleet.get("/workers")).json["targets"]
 
-        assert [await ids_of(model), None] == sent_ids(fleet)
+        assert [await ids_of(tiny), None] == sent_ids(fleet)
         assert [False, True] == [
             "token ids of chats are not those" in str(each["problems"]) for each in found
         ]
@@ -190,20 +181,20 @@ async def test_only_to_engines_that_were_compared(
 @pytest.mark.parametrize(
     ("context", "asked", "is_sent"), [(400, 8, True), (400, 200, False), (200, 8, False)]
 )
-async def test_too_long(fleet_of: FleetOf, model: Path, context: int, asked: int, is_sent: bool) -> None:
+async def test_too_long(fleet_of: FleetOf, tiny: Path, context: int, asked: int, is_sent: bool) -> None:
     """A chat that does not fit the context goes without ids: its engine answers as without this router."""
-    script = engine(model)
+    script = engine(tiny)
     card: dict[str, Any] = {"takes_token_ids": True, "max_model_len": context}
-    async with fleet_of(*flags(model), scripts=(script,), **card) as fleet:
+    async with fleet_of(*flags(tiny), scripts=(script,), **card) as fleet:
         await until_compared(fleet, {**CHAT, "messages": [{"role": "user", "content": "short"}]})
         await fleet.ask({**CHAT, "max_completion_tokens": asked, "max_tokens": 7}, path=PATH)
 
-        assert is_sent == (sent_ids(fleet) == [await ids_of(model)])
+        assert is_sent == (sent_ids(fleet) == [await ids_of(tiny)])
 
 
-async def test_engine_that_is_away(fleet_of: FleetOf, model: Path) -> None:
+async def test_engine_that_is_away(fleet_of: FleetOf, tiny: Path) -> None:
     """An engine that refused a connection may be another one now: it is compared again."""
-    async with fleet_of(*flags(model), scripts=(engine(model),), takes_token_ids=True) as fleet:
+    async with fleet_of(*flags(tiny), scripts=(engine(tiny),), takes_token_ids=True) as fleet:
         await until_compared(fleet)
         pool = pool_of(fleet)
         pool.unreachable(WorkerId("w0"))
@@ -213,26 +204,26 @@ async def test_engine_that_is_away(fleet_of: FleetOf, model: Path) -> None:
         assert (False, True) == (was_trusted, pool.sends_token_ids)
 
 
-async def test_streams_hold_no_ids(fleet_of: FleetOf, model: Path) -> None:
+async def test_streams_hold_no_ids(fleet_of: FleetOf, tiny: Path) -> None:
     """Once an answer has begun, the ids of its prompt are freed: no other attempt can need them."""
-    async with fleet_of(*flags(model), scripts=(engine(model),), takes_token_ids=True) as fleet:
+    async with fleet_of(*flags(tiny), scripts=(engine(tiny),), takes_token_ids=True) as fleet:
         await until_compared(fleet)
         async with fleet.connected() as client:
             client.send(CHAT | {"max_tokens": 7, "stream": True}, path=PATH)
             await client.read_until(event("a"))
             (running,) = fleet.frontend.completions.in_flight.running.values()
 
-            assert [await ids_of(model)] == sent_ids(fleet)
+            assert [await ids_of(tiny)] == sent_ids(fleet)
             assert running.work.ids is not None
             assert (b"", None) == (running.work.ids.field, running.work.ids.sendable)
 
 
-async def test_shapes(fleet_of: FleetOf, model: Path) -> None:
+async def test_shapes(fleet_of: FleetOf, tiny: Path) -> None:
     """The first chat of a shape is compared, not sent; a shape that differs never is, others still are."""
     named: dict[str, Any] = {**CHAT, "max_tokens": 7, "messages": [MESSAGES[0] | {"name": "ann"}]}
     cited: dict[str, Any] = {**CHAT, "max_tokens": 7, "chat_template_kwargs": {"cite": True}}
-    script = engine(model, lambda body: "chat_template_kwargs" in body)
-    async with fleet_of(*flags(model), scripts=(script,), takes_token_ids=True) as fleet:
+    script = engine(tiny, lambda body: "chat_template_kwargs" in body)
+    async with fleet_of(*flags(tiny), scripts=(script,), takes_token_ids=True) as fleet:
         await until_compared(fleet)
         for chat in (named, cited):
             before = shapes(fleet)
@@ -246,11 +237,11 @@ async def test_shapes(fleet_of: FleetOf, model: Path) -> None:
 
 
 async def test_later_difference_ends_it(
-    fleet_of: FleetOf, model: Path, monkeypatch: pytest.MonkeyPatch
+    fleet_of: FleetOf, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A chat that differs in spite of its shape: from then on no engine gets ids that are computed here."""
-    script = engine(model, lambda body: "odd" in str(body["messages"]))
-    async with fleet_of(*flags(model), scripts=(script,), takes_token_ids=True) as fleet:
+    script = engine(tiny, lambda body: "odd" in str(body["messages"]))
+    async with fleet_of(*flags(tiny), scripts=(script,), takes_token_ids=True) as fleet:
         await until_compared(fleet)
         monkeypatch.setattr(token_checks, "ONE_IN", 1)
         odd = {"model": "m", "messages": [{"role": "user", "content": "odd"}], "max_tokens": 7}
@@ -261,45 +252,45 @@ async def test_later_difference_ends_it(
         assert [True, False] == [ids is not None for ids in sent_ids(fleet)]
 
 
-async def test_next_worker(fleet_of: FleetOf, model: Path) -> None:
+async def test_next_worker(fleet_of: FleetOf, tiny: Path) -> None:
     """An attempt at another worker has them, too: once."""
-    scripts = (engine(model, fails=True), engine(model, fails=True))
-    async with fleet_of(*flags(model), scripts=scripts, takes_token_ids=True) as fleet:
+    scripts = (engine(tiny, fails=True), engine(tiny, fails=True))
+    async with fleet_of(*flags(tiny), scripts=scripts, takes_token_ids=True) as fleet:
         await until_compared(fleet)
         await fleet.ask(CHAT | {"max_tokens": 7}, path=PATH)
 
-        assert 2 * [await ids_of(model)] == sent_ids(fleet)
+        assert 2 * [await ids_of(tiny)] == sent_ids(fleet)
         assert all(1 == body.count(b"kv_transfer_params") for body in bodies(fleet))
 
 
 @pytest.mark.parametrize("takes", [True, False])
 @pytest.mark.parametrize("fields", [{}, {"n": 1.0}, {"n": 1.0, "bootstrap_host": "h"}])
-async def test_ids_of_the_client(fleet_of: FleetOf, model: Path, takes: bool, fields: dict[str, Any]) -> None:
+async def test_ids_of_the_client(fleet_of: FleetOf, tiny: Path, takes: bool, fields: dict[str, Any]) -> None:
     """A client's own ids reach the engine as they are, and its chat is placed by them if it takes them."""
     own = list(range(7, 75))
     chat = CHAT | {"max_tokens": 7, "kv_transfer_params": {"prompt_token_ids": own}, **fields}
-    script = engine(model)
+    script = engine(tiny)
     async with fleet_of(
-        *flags(model), "--no-use-kv-events", scripts=(script,), takes_token_ids=takes
+        *flags(tiny), "--no-use-kv-events", scripts=(script,), takes_token_ids=takes
     ) as fleet:
         await until_compared(fleet)
         responses = [await fleet.ask(chat, path=PATH) for _ in range(2)]
 
         assert 2 * [own] == sent_ids(fleet)
         assert not any("bootstrap_host" in body for body in served(fleet))
-        blocks = (len(own) - 1 if takes else len(await ids_of(model)) - 1) // 16
+        blocks = (len(own) - 1 if takes else len(await ids_of(tiny)) - 1) // 16
         assert ["0", str(blocks)] == [each.header("x-kvrouter-overlap-blocks") for each in responses]
 
 
 @pytest.mark.parametrize("more", [{"do_remote_prefill": True}, {"prompt_token_ids": "x"}])
-async def test_nothing_else_of_the_field(fleet_of: FleetOf, model: Path, more: dict[str, Any]) -> None:
+async def test_nothing_else_of_the_field(fleet_of: FleetOf, tiny: Path, more: dict[str, Any]) -> None:
     """With anything else in it, what the client sent of the field is removed, and counted."""
     chat = CHAT | {"max_tokens": 7, "kv_transfer_params": {"prompt_token_ids": [1, 2], **more}}
-    async with fleet_of(*flags(model), scripts=(engine(model),), takes_token_ids=True) as fleet:
+    async with fleet_of(*flags(tiny), scripts=(engine(tiny),), takes_token_ids=True) as fleet:
         await until_compared(fleet)
         await fleet.ask(chat, path=PATH)
 
-        assert [await ids_of(model)] == sent_ids(fleet)
+        assert [await ids_of(tiny)] == sent_ids(fleet)
         assert 'kvrouter_removed_fields_total{field="kv_transfer_params"} 1.0' in await metrics(fleet)
 
 

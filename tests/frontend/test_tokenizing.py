@@ -19,7 +19,6 @@ from kvrouter.prompts.checks import PoolCheck
 from kvrouter.prompts.engines_way import EnginesWay
 from kvrouter.tokens.chat_options import ChatOptions
 from kvrouter.tokens.prompt import ChatPrompt, PromptEncoder, TextPrompt
-from kvrouter.tokens.tiny import build_tiny_model
 from tests.frontend.clients import Response, ask
 from tests.frontend.fleet import POOL, Fleet, FleetOf
 from tests.frontend.workers import (
@@ -42,17 +41,9 @@ COMPLETION = {"model": "m", "prompt": TEXT}
 Change = Callable[[list[int]], list[int]]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model's directory."""
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    build_tiny_model(path)
-    return path
-
-
-def engine(model: Path, change: Change = lambda ids: ids, status: list[int] | None = None) -> Script:
+def engine(tiny: Path, change: Change = lambda ids: ids, status: list[int] | None = None) -> Script:
     """Answers /tokenize with the model's ids, changed; everything else with OK."""
-    encoder = PromptEncoder.load(model)
+    encoder = PromptEncoder.load(tiny)
 
     async def script(received: Received, wire: Wire) -> None:
         if not received.head.startswith(b"POST /tokenize "):
@@ -154,17 +145,17 @@ def probed(fleet: Fleet) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize("tokenizer", ["auto", "remote"])
-async def test_engines(fleet_of: FleetOf, model: Path, tokenizer: str) -> None:
+async def test_engines(fleet_of: FleetOf, tiny: Path, tokenizer: str) -> None:
     """Without a model path, blocks of texts and chats are hashed from a worker's token ids."""
     flags = ("--tokenizer", tokenizer, "--router-mode", "kv", "--no-use-kv-events")
-    async with fleet_of(*flags, scripts=(engine(model),)) as fleet:
+    async with fleet_of(*flags, scripts=(engine(tiny),)) as fleet:
         await until(probed(fleet), "the engine is probed")
         before = len(asked(fleet, b"/tokenize"))
         first = await fleet.ask(CHAT, path="/v1/chat/completions")
         again = await fleet.ask(CHAT, path="/v1/chat/completions")
         await fleet.ask(COMPLETION)
 
-        with PromptEncoder.load(model) as encoder:
+        with PromptEncoder.load(tiny) as encoder:
             (ids,) = await encoder.encode(ChatPrompt(CHAT["messages"])) or [[]]  # type: ignore[arg-type]
         assert [0, (len(ids) - 1) // 16] == [overlap(response) for response in (first, again)]
         index = next(iter(fleet.frontend.replica.routers.values())).pool.index
@@ -179,13 +170,13 @@ async def test_engines(fleet_of: FleetOf, model: Path, tokenizer: str) -> None:
         assert ("ready", []) == (ready["status"], ready["reasons"])
 
 
-async def test_engines_get_no_images(fleet_of: FleetOf, model: Path) -> None:
+async def test_engines_get_no_images(fleet_of: FleetOf, tiny: Path) -> None:
     """They tokenize the text of a chat with images; overlap ends before the first, and decisions say so."""
     url = "data:image/png;base64," + "iVBORw0KGgo" * 10_000
     parts = [{"type": "text", "text": TEXT}, {"type": "image_url", "image_url": {"url": url}}]
     chat = {"model": "m", "messages": [{"role": "user", "content": parts}]}
     flags = ("--tokenizer", "remote", "--router-mode", "kv", "--no-use-kv-events")
-    async with fleet_of(*flags, scripts=(engine(model),)) as fleet:
+    async with fleet_of(*flags, scripts=(engine(tiny),)) as fleet:
         await until(probed(fleet), "the engine is probed")
         await fleet.ask(chat, path="/v1/chat/completions")
 
@@ -196,9 +187,9 @@ async def test_engines_get_no_images(fleet_of: FleetOf, model: Path) -> None:
         assert decision["isl"] > 576, "the image counts in the load"
 
 
-def sglang(model: Path, *, takes_chats: bool) -> Script:
+def sglang(tiny: Path, *, takes_chats: bool) -> Script:
     """Answers /tokenize as SGLang does; since mid-2026 it also takes chats."""
-    encoder = PromptEncoder.load(model)
+    encoder = PromptEncoder.load(tiny)
 
     async def script(received: Received, wire: Wire) -> None:
         if not received.head.startswith(b"POST /tokenize "):
@@ -228,10 +219,10 @@ def sglang(model: Path, *, takes_chats: bool) -> Script:
 
 
 def other_chats(
-    model: Path, separator: str = "\n", *, renders: bool = False, first: tuple[int, ...] = ()
+    tiny: Path, separator: str = "\n", *, renders: bool = False, first: tuple[int, ...] = ()
 ) -> Script:
     """Makes other ids of chats than its /tokenize: with `first` in front, as gpt-oss in Harmony."""
-    tokenize, encoder = engine(model), PromptEncoder.load(model)
+    tokenize, encoder = engine(tiny), PromptEncoder.load(tiny)
 
     async def script(received: Received, wire: Wire) -> None:
         is_render = received.head.startswith(b"POST /v1/chat/completions/render ")
@@ -258,12 +249,12 @@ def other_chats(
 
 @pytest.mark.parametrize("renders", [False, True])
 async def test_chats_that_tokenize_does_not_know(
-    fleet_of: FleetOf, model: Path, tmp_path: Path, soon: None, renders: bool
+    fleet_of: FleetOf, tiny: Path, tmp_path: Path, soon: None, renders: bool
 ) -> None:
     """The chat route counts: chats come from the render route, or are routed without tokens and say why."""
     directory = tmp_path / "model"
-    shutil.copytree(model, directory)
-    script = other_chats(model, renders=renders, first=(7, 7))
+    shutil.copytree(tiny, directory)
+    script = other_chats(tiny, renders=renders, first=(7, 7))
     flags = (*with_root(tmp_path), "--no-use-kv-events")
     async with fleet_of(*flags, scripts=(script,), tokenizer=str(directory)) as fleet:
         wanted = {"chat": "engines" if renders else "text", "text": "card"}
@@ -274,15 +265,15 @@ async def test_chats_that_tokenize_does_not_know(
         assert renders or "its render route is off" in found["engines"]
 
         await fleet.ask(CHAT, path="/v1/chat/completions")
-        with PromptEncoder.load(model) as encoder:
+        with PromptEncoder.load(tiny) as encoder:
             (ids,) = await encoder.encode(ChatPrompt(CHAT["messages"])) or [[]]  # type: ignore[arg-type]
         blocks = overlap(await fleet.ask(CHAT, path="/v1/chat/completions"))
         assert blocks == (len(ids) + 1) // 16 if renders else blocks > 10
 
 
-def rejects_last_answer(model: Path) -> Script:
+def rejects_last_answer(tiny: Path) -> Script:
     """Rejects a chat that ends with a message of the assistant, as templates of SGLang do that want turns."""
-    tokenize = engine(model)
+    tokenize = engine(tiny)
 
     async def script(received: Received, wire: Wire) -> None:
         is_tokenize = received.head.startswith(b"POST /tokenize ")
@@ -294,12 +285,12 @@ def rejects_last_answer(model: Path) -> Script:
     return script
 
 
-async def test_engine_rejects_a_probe(fleet_of: FleetOf, model: Path, tmp_path: Path, soon: None) -> None:
+async def test_engine_rejects_a_probe(fleet_of: FleetOf, tiny: Path, tmp_path: Path, soon: None) -> None:
     """A probe that the engine rejects shows nothing: the others are compared, and the card serves."""
     directory = tmp_path / "model"
-    shutil.copytree(model, directory)
+    shutil.copytree(tiny, directory)
     flags = (*with_root(tmp_path), "--no-use-kv-events")
-    async with fleet_of(*flags, scripts=(rejects_last_answer(model),), tokenizer=str(directory)) as fleet:
+    async with fleet_of(*flags, scripts=(rejects_last_answer(tiny),), tokenizer=str(directory)) as fleet:
         while await ways(fleet) != {"chat": "card", "text": "card"}:
             await fleet.get("/live")
         await until(lambda: check(fleet).state == "equal", "it is compared")
@@ -307,12 +298,12 @@ async def test_engine_rejects_a_probe(fleet_of: FleetOf, model: Path, tmp_path: 
 
 @pytest.mark.parametrize("separator", ["\n", " "])
 async def test_texts_are_joined_as_the_engine_does(
-    fleet_of: FleetOf, model: Path, tmp_path: Path, soon: None, separator: str
+    fleet_of: FleetOf, tiny: Path, tmp_path: Path, soon: None, separator: str
 ) -> None:
     """SGLang joins the texts of one content with a blank, vLLM with a line end: the probe shows which."""
     directory = tmp_path / "model"
-    shutil.copytree(model, directory)
-    script = other_chats(model, separator)
+    shutil.copytree(tiny, directory)
+    script = other_chats(tiny, separator)
     flags = (*with_root(tmp_path), "--no-use-kv-events")
     async with fleet_of(*flags, scripts=(script,), tokenizer=str(directory)) as fleet:
         while await ways(fleet) != {"chat": "card", "text": "card"}:
@@ -323,7 +314,7 @@ async def test_texts_are_joined_as_the_engine_does(
         joined = {"model": "m", "messages": [{"role": "user", "content": separator.join(halves)}]}
 
         found = await fleet.ask(joined, path="/v1/chat/completions")
-        with PromptEncoder.load(model) as encoder:
+        with PromptEncoder.load(tiny) as encoder:
             (ids,) = await encoder.encode(ChatPrompt(joined["messages"])) or [[]]  # type: ignore[arg-type]
         assert (len(ids) - 1) // 16 == overlap(found)
 
@@ -360,12 +351,12 @@ EFFORT_AND_TOOLS = (
 
 @pytest.mark.parametrize("way", ["model path", "card", "engines"])
 async def test_options_of_the_engine(
-    fleet_of: FleetOf, model: Path, tmp_path: Path, soon: None, monkeypatch: pytest.MonkeyPatch, way: str
+    fleet_of: FleetOf, tiny: Path, tmp_path: Path, soon: None, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """Flags that decide over tools and efforts show in the ids of probes: overlap follows the engine."""
     monkeypatch.setattr(checks, "LOOK_EVERY_S", 0.01)
     directory = tmp_path / "model"
-    shutil.copytree(model, directory)
+    shutil.copytree(tiny, directory)
     (directory / "chat_template.jinja").write_text(EFFORT_AND_TOOLS)
     flags = {
         "model path": (*with_root(tmp_path), "--model-path", str(directory)),
@@ -398,12 +389,12 @@ async def test_options_of_the_engine(
 
 
 async def test_options_that_nothing_explains(
-    fleet_of: FleetOf, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fleet_of: FleetOf, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chats with an option that the engine reads in an unknown way have no tokens: it is a problem."""
     monkeypatch.setattr(checks, "LOOK_EVERY_S", 0.01)
     for name in ("here", "engine"):
-        shutil.copytree(model, tmp_path / name)
+        shutil.copytree(tiny, tmp_path / name)
     (tmp_path / "here/chat_template.jinja").write_text(EFFORT_AND_TOOLS)
     (tmp_path / "engine/chat_template.jinja").write_text(EFFORT_AND_TOOLS.replace("| tojson", "| length"))
     flags = ("--tokenizer", "local", "--router-mode", "kv", "--model-path", str(tmp_path / "here"))
@@ -422,13 +413,13 @@ async def test_options_that_nothing_explains(
 
 
 @pytest.mark.parametrize("takes_chats", [False, True], ids=["before", "since"])
-async def test_sglang(fleet_of: FleetOf, model: Path, soon: None, takes_chats: bool) -> None:
+async def test_sglang(fleet_of: FleetOf, tiny: Path, soon: None, takes_chats: bool) -> None:
     """Texts are hashed from its ids; chats, too, or as text with a reason that names the remedy."""
     flags = ("--tokenizer", "auto", "--router-mode", "kv", "--no-use-kv-events")
-    async with fleet_of(*flags, scripts=(sglang(model, takes_chats=takes_chats),)) as fleet:
+    async with fleet_of(*flags, scripts=(sglang(tiny, takes_chats=takes_chats),)) as fleet:
         await until(probed(fleet), "it was probed")
         assert {"chat": "engines" if takes_chats else "text", "text": "engines"} == await ways(fleet)
-        with PromptEncoder.load(model) as encoder:
+        with PromptEncoder.load(tiny) as encoder:
             for body, prompt, path in (
                 (COMPLETION, TextPrompt([TEXT]), "/v1/completions"),
                 (CHAT, ChatPrompt(CHAT["messages"]), "/v1/chat/completions"),  # type: ignore[arg-type]
@@ -490,11 +481,11 @@ async def test_engines_that_fail(fleet_of: FleetOf, script: Script, use_events: 
         assert "/tokenize" in ready["reasons"][0]
 
 
-async def test_engine_that_returns(fleet_of: FleetOf, model: Path, soon: None) -> None:
+async def test_engine_that_returns(fleet_of: FleetOf, tiny: Path, soon: None) -> None:
     """An engine is asked again as soon as a probe of it is answered; requests do not wait for that."""
     status = [404]
     flags = ("--tokenizer", "auto", "--router-mode", "kv")
-    async with fleet_of(*flags, scripts=(engine(model, status=status),)) as fleet:
+    async with fleet_of(*flags, scripts=(engine(tiny, status=status),)) as fleet:
         await until(lambda: len(fleet.logged("tokenizer.way")) == 2, "it has no /tokenize")
         for _ in range(3):
             assert 200 == (await fleet.ask(COMPLETION)).status
@@ -521,10 +512,10 @@ async def test_engine_that_refuses_all(fleet_of: FleetOf, soon: None) -> None:
         assert "texts are routed by what was sent where" in reason
 
 
-async def test_one_refused_prompt(fleet_of: FleetOf, model: Path) -> None:
+async def test_one_refused_prompt(fleet_of: FleetOf, tiny: Path) -> None:
     """A prompt that an engine refuses to tokenize is relayed, and the next prompt is tokenized."""
     refuses = [False]
-    tokenize = engine(model)
+    tokenize = engine(tiny)
 
     async def script(received: Received, wire: Wire) -> None:
         if received.head.startswith(b"POST /tokenize ") and refuses[0]:
@@ -582,7 +573,7 @@ def failing(script: Script) -> Script:
     ids=["dies", "hangs", "404", "500", "no ids"],
 )
 async def test_second_engine(
-    fleet_of: FleetOf, model: Path, monkeypatch: pytest.MonkeyPatch, path: str, script: Script
+    fleet_of: FleetOf, tiny: Path, monkeypatch: pytest.MonkeyPatch, path: str, script: Script
 ) -> None:
     """If one engine fails, the ids come from another, and the first is avoided for a while."""
     monkeypatch.setattr(EnginesWay, "look", AsyncMock())
@@ -591,7 +582,7 @@ async def test_second_engine(
     is_silent = script is SILENT
     monkeypatch.setattr(engines_way, "LATE_SHARE", 0.001 if is_silent else 0.9)
     flags = ("--tokenizer", "remote", "--router-mode", "kv", "--no-use-kv-events")
-    async with fleet_of(*flags, scripts=(failing(script), engine(model))) as fleet:
+    async with fleet_of(*flags, scripts=(failing(script), engine(tiny))) as fleet:
         requests = 0
         while not tokenizing(fleet.workers[0]) or requests < 4:  # which one is asked first is random
             assert 200 == (await fleet.ask(ROUTES[path](f"{requests} {TEXT}"), path=path)).status
@@ -647,10 +638,10 @@ def with_root(root: Path) -> tuple[str, ...]:
     return ("--tokenizer", "auto", "--router-mode", "kv", "--tokenizer-root", str(root))
 
 
-async def test_card(fleet_of: FleetOf, model: Path, soon: None) -> None:
+async def test_card(fleet_of: FleetOf, tiny: Path, soon: None) -> None:
     """A directory that a card names serves once its ids are found to be the engine's."""
-    script = engine(model)
-    async with fleet_of(*with_root(model.parent), scripts=(script,), tokenizer=str(model)) as fleet:
+    script = engine(tiny)
+    async with fleet_of(*with_root(tiny.parent), scripts=(script,), tokenizer=str(tiny)) as fleet:
         await until(lambda: logged_ways(fleet)[-2:] == ["card", "card"], "the card's tokenizer serves")
         before = len(asked(fleet, b"/tokenize"))
         first, again = [await fleet.ask(CHAT, path="/v1/chat/completions") for _ in range(2)]
@@ -670,7 +661,7 @@ async def test_card(fleet_of: FleetOf, model: Path, soon: None) -> None:
 )
 async def test_mistral(
     fleet_of: FleetOf,
-    model: Path,
+    tiny: Path,
     tmp_path: Path,
     soon: None,
     removed: str,
@@ -679,10 +670,10 @@ async def test_mistral(
 ) -> None:
     """With Mistral's own files only engines know the ids of chats; a template beside them is not used."""
     directory = tmp_path / "model"
-    shutil.copytree(model, directory)
+    shutil.copytree(tiny, directory)
     (directory / "tekken.json").write_text("{}")
     (directory / removed).unlink(missing_ok=True)
-    script = engine(model, status=None if answers else [404])
+    script = engine(tiny, status=None if answers else [404])
     async with fleet_of(*with_root(tmp_path), scripts=(script,), tokenizer=str(directory)) as fleet:
         reason = "tokenizer mode mistral" if removed == "nothing" else "tokenizer.json is missing"
         while (
@@ -695,11 +686,11 @@ async def test_mistral(
         assert answers or "answered 404" in found["engines"]
 
 
-async def test_card_outside_the_root(fleet_of: FleetOf, model: Path, tmp_path: Path, soon: None) -> None:
+async def test_card_outside_the_root(fleet_of: FleetOf, tiny: Path, tmp_path: Path, soon: None) -> None:
     """A directory elsewhere is not read, also behind a link below the root."""
-    (tmp_path / "link").symlink_to(model)
+    (tmp_path / "link").symlink_to(tiny)
     link = str(tmp_path / "link")
-    async with fleet_of(*with_root(tmp_path), scripts=(engine(model),), tokenizer=link) as fleet:
+    async with fleet_of(*with_root(tmp_path), scripts=(engine(tiny),), tokenizer=link) as fleet:
         await until(lambda: "card" in str(fleet.logged("tokenizer.way")), "it was tried")
         found = (await view(fleet))["ways"][POOL]["chat"]
 
@@ -716,13 +707,13 @@ BROKEN = {
 
 @pytest.mark.parametrize(("name", "content"), [(name, one) for name, all_ in BROKEN.items() for one in all_])
 async def test_card_with_broken_files(
-    fleet_of: FleetOf, model: Path, tmp_path: Path, soon: None, name: str, content: bytes
+    fleet_of: FleetOf, tiny: Path, tmp_path: Path, soon: None, name: str, content: bytes
 ) -> None:
     """Files that cannot be read or never end leave the work to the engine, with a reason."""
     directory = tmp_path / "broken"
-    shutil.copytree(model, directory)
+    shutil.copytree(tiny, directory)
     (directory / name).write_bytes(content)
-    script = engine(model)
+    script = engine(tiny)
     async with fleet_of(*with_root(tmp_path), scripts=(script,), tokenizer=str(directory)) as fleet:
         await until(lambda: "card" in str(fleet.logged("tokenizer.way")), "it was tried")
 
@@ -734,15 +725,15 @@ async def test_card_with_broken_files(
 
 @pytest.mark.parametrize("kind", ["chat", "text"])
 async def test_card_with_other_ids(
-    fleet_of: FleetOf, model: Path, soon: None, kind: str, monkeypatch: pytest.MonkeyPatch
+    fleet_of: FleetOf, tiny: Path, soon: None, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tokenizer with other ids than the engine's is not used for such prompts, and no alarm is raised.
 
     Neither at once nor by the comparison of what is served: texts stay with the tokenizer of the card.
     """
     monkeypatch.setattr(checks, "LOOK_EVERY_S", 0.0)
-    script = engine(model, change=lambda ids: [9, *ids] if (ids[0] == 1) == (kind == "chat") else ids)
-    async with fleet_of(*with_root(model.parent), scripts=(script,), tokenizer=str(model)) as fleet:
+    script = engine(tiny, change=lambda ids: [9, *ids] if (ids[0] == 1) == (kind == "chat") else ids)
+    async with fleet_of(*with_root(tiny.parent), scripts=(script,), tokenizer=str(tiny)) as fleet:
         while f"the ids of a probe {kind} are not" not in str(
             (found := (await view(fleet))["ways"][POOL])["chat"]["why_not"]
         ):
@@ -756,10 +747,10 @@ async def test_card_with_other_ids(
         assert not fleet.logged("tokens.differ")
 
 
-async def test_card_that_differs_later(fleet_of: FleetOf, model: Path, soon: None, often: None) -> None:
+async def test_card_that_differs_later(fleet_of: FleetOf, tiny: Path, soon: None, often: None) -> None:
     """If a later comparison finds other ids, the engine tokenizes from then on."""
-    script = engine(model, change=lambda ids: [9, *ids] if len(ids) > 100 else ids)
-    async with fleet_of(*with_root(model.parent), scripts=(script,), tokenizer=str(model)) as fleet:
+    script = engine(tiny, change=lambda ids: [9, *ids] if len(ids) > 100 else ids)
+    async with fleet_of(*with_root(tiny.parent), scripts=(script,), tokenizer=str(tiny)) as fleet:
         await until(lambda: logged_ways(fleet)[-2:] == ["card", "card"], "the card's tokenizer serves")
         while logged_ways(fleet)[-1] == "card":
             assert 200 == (await fleet.ask(COMPLETION)).status
@@ -847,9 +838,9 @@ async def test_guessed_lengths(fleet_of: FleetOf, body: dict[str, Any]) -> None:
         assert [] == problems(fleet)
 
 
-async def test_guessed_ends(fleet_of: FleetOf, model: Path) -> None:
+async def test_guessed_ends(fleet_of: FleetOf, tiny: Path) -> None:
     """With --min-prefix-overlap-ratio only prompts that were tokenized whole are counted and compared."""
-    flags = ("--model-path", str(model), "--router-mode", "kv", "--min-prefix-overlap-ratio", "0.5")
+    flags = ("--model-path", str(tiny), "--router-mode", "kv", "--min-prefix-overlap-ratio", "0.5")
     async with fleet_of(*flags, "--no-token-comparison", scripts=(saying(prompt_tokens=9),)) as fleet:
         await fleet.ask(COMPLETION)
         for turn in range(LEAST):
@@ -893,10 +884,10 @@ async def test_beam_search_is_not_compared(fleet_of: FleetOf) -> None:
 # comparison
 
 
-async def test_equal(fleet_of: FleetOf, model: Path, often: None) -> None:
+async def test_equal(fleet_of: FleetOf, tiny: Path, often: None) -> None:
     """Equal ids are found at the start, and nothing is logged."""
-    flags = ("--model-path", str(model), "--router-mode", "kv")
-    async with fleet_of(*flags, scripts=(engine(model),)) as fleet:
+    flags = ("--model-path", str(tiny), "--router-mode", "kv")
+    async with fleet_of(*flags, scripts=(engine(tiny),)) as fleet:
         await until(lambda: check(fleet).equal == 2, "the probes are compared")
         found = await compared(fleet)
 
@@ -904,10 +895,10 @@ async def test_equal(fleet_of: FleetOf, model: Path, often: None) -> None:
         assert not fleet.logged("tokens.differ")
 
 
-async def test_differ(fleet_of: FleetOf, model: Path, often: None) -> None:
+async def test_differ(fleet_of: FleetOf, tiny: Path, often: None) -> None:
     """A difference is in log, metric and /workers: once, with position, texts and remedy."""
-    flags = ("--model-path", str(model), "--router-mode", "kv")
-    script = engine(model, change=lambda ids: [1, *ids])
+    flags = ("--model-path", str(tiny), "--router-mode", "kv")
+    script = engine(tiny, change=lambda ids: [1, *ids])
     async with fleet_of(*flags, scripts=(script,)) as fleet:
         await until(lambda: state(fleet) == "differs", "the difference is found")
         for _ in range(3):
@@ -929,15 +920,15 @@ async def test_differ(fleet_of: FleetOf, model: Path, often: None) -> None:
         assert ["prompt", "position", "remedy"] == list(line)[:3]
 
 
-async def test_real_prompts(fleet_of: FleetOf, model: Path, often: None) -> None:
+async def test_real_prompts(fleet_of: FleetOf, tiny: Path, often: None) -> None:
     """A real prompt can differ although the probes do not; the problem ends when it is equal again."""
     bad = [True]
 
     def change(ids: list[int]) -> list[int]:
         return [*ids[:50], 9, *ids[51:]] if bad[0] and len(ids) > 100 else ids
 
-    flags = ("--model-path", str(model), "--router-mode", "kv")
-    async with fleet_of(*flags, scripts=(engine(model, change=change),)) as fleet:
+    flags = ("--model-path", str(tiny), "--router-mode", "kv")
+    async with fleet_of(*flags, scripts=(engine(tiny, change=change),)) as fleet:
         await until(lambda: check(fleet).equal == 2, "the probes are equal")
         await fleet.ask(COMPLETION)
         await until(lambda: state(fleet) == "differs", "the prompt is compared")
@@ -949,10 +940,10 @@ async def test_real_prompts(fleet_of: FleetOf, model: Path, often: None) -> None
         assert fleet.logged("tokens.equal_again")
 
 
-async def test_unanswered(fleet_of: FleetOf, model: Path, often: None) -> None:
+async def test_unanswered(fleet_of: FleetOf, tiny: Path, often: None) -> None:
     """An engine without /tokenize is logged once as not compared."""
-    flags = ("--model-path", str(model), "--router-mode", "kv")
-    async with fleet_of(*flags, scripts=(engine(model, status=[404]),)) as fleet:
+    flags = ("--model-path", str(tiny), "--router-mode", "kv")
+    async with fleet_of(*flags, scripts=(engine(tiny, status=[404]),)) as fleet:
         await until(lambda: state(fleet) == "unanswered", "the probe fails")
 
         (line,) = fleet.logged("tokens.not_compared")
@@ -960,10 +951,10 @@ async def test_unanswered(fleet_of: FleetOf, model: Path, often: None) -> None:
 
 
 @pytest.mark.parametrize("flags", [("--no-token-comparison",), ("--router-mode", "round-robin")], ids=str)
-async def test_not_compared(fleet_of: FleetOf, model: Path, often: None, flags: tuple[str, ...]) -> None:
+async def test_not_compared(fleet_of: FleetOf, tiny: Path, often: None, flags: tuple[str, ...]) -> None:
     """No engine is asked if the comparison is off or the mode needs no tokens."""
-    base = ("--router-mode", "kv", "--model-path", str(model))
-    async with fleet_of(*base, *flags, scripts=(engine(model),)) as fleet:
+    base = ("--router-mode", "kv", "--model-path", str(tiny))
+    async with fleet_of(*base, *flags, scripts=(engine(tiny),)) as fleet:
         await fleet.ask(COMPLETION)
 
         assert not asked(fleet, b"/tokenize")
@@ -972,9 +963,9 @@ async def test_not_compared(fleet_of: FleetOf, model: Path, often: None, flags: 
 # the prefix-token cache
 
 
-async def test_prefix_cache_is_shown(fleet_of: FleetOf, model: Path) -> None:
+async def test_prefix_cache_is_shown(fleet_of: FleetOf, tiny: Path) -> None:
     """/workers and the metrics contain what the prefix cache holds and saves."""
-    async with fleet_of("--model-path", str(model), "--router-mode", "kv") as fleet:
+    async with fleet_of("--model-path", str(tiny), "--router-mode", "kv") as fleet:
         await fleet.ask(COMPLETION)
         await fleet.ask(COMPLETION)
 
@@ -987,10 +978,10 @@ async def test_prefix_cache_is_shown(fleet_of: FleetOf, model: Path) -> None:
         assert f'kvrouter_prefix_store_characters_total{{result="known"}} {known}' in metrics
 
 
-async def test_several_models(fleet_of: FleetOf, model: Path) -> None:
+async def test_several_models(fleet_of: FleetOf, tiny: Path) -> None:
     """A model with its own directory is tokenized and compared with that tokenizer."""
-    flags = ("--model-path", f"m={model}", "--router-mode", "kv")
-    async with fleet_of(*flags, scripts=(engine(model),)) as fleet:
+    flags = ("--model-path", f"m={tiny}", "--router-mode", "kv")
+    async with fleet_of(*flags, scripts=(engine(tiny),)) as fleet:
         await until(lambda: state(fleet) == "equal", "the probe is compared")
         await fleet.ask(COMPLETION)
 
@@ -999,9 +990,9 @@ async def test_several_models(fleet_of: FleetOf, model: Path) -> None:
         assert found["prefix_store"]["tokenized_characters"] == len(TEXT)
 
 
-async def test_prefix_cache_that_is_off(fleet_of: FleetOf, model: Path, tmp_path: Path) -> None:
+async def test_prefix_cache_that_is_off(fleet_of: FleetOf, tiny: Path, tmp_path: Path) -> None:
     """A tokenizer that cannot use the prefix cache is in the log and in /workers."""
-    file = json.loads((model / "tokenizer.json").read_text())
+    file = json.loads((tiny / "tokenizer.json").read_text())
     file["added_tokens"][1]["single_word"] = True
     (tmp_path / "tokenizer.json").write_text(json.dumps(file))
     async with fleet_of("--model-path", str(tmp_path), "--router-mode", "kv") as fleet:
@@ -1012,9 +1003,9 @@ async def test_prefix_cache_that_is_off(fleet_of: FleetOf, model: Path, tmp_path
         assert fleet.logged("tokens.no_prefix_cache")
 
 
-async def test_enough_is_known(fleet_of: FleetOf, model: Path) -> None:
+async def test_enough_is_known(fleet_of: FleetOf, tiny: Path) -> None:
     """With --min-prefix-overlap-ratio the rest of a prompt is booked without being tokenized."""
-    flags = ("--model-path", str(model), "--router-mode", "kv", "--min-prefix-overlap-ratio", "0.5")
+    flags = ("--model-path", str(tiny), "--router-mode", "kv", "--min-prefix-overlap-ratio", "0.5")
     seen = []
     async with fleet_of(*flags, "--no-token-comparison") as fleet:
         router = next(iter(fleet.frontend.replica.routers.values()))

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from kvrouter.tokens.tiny import build_tiny_model
 from scripts.kit.engine_tests.adapters import write_adapter
 from scripts.kit.engine_tests.answers import Answer, Sample, _completion, _events, _message, _response
 from scripts.kit.engine_tests.engines import Kind, find_program
@@ -30,11 +29,9 @@ def sample(predicted: int, cached: int) -> Sample:
     return Sample(1, "both engines", "chat", 0, "a", predicted, cached, 100)
 
 
-def test_adapter_is_whole(tmp_path: Path) -> None:
+def test_adapter_is_whole(tiny: Path, tmp_path: Path) -> None:
     """The tensors' bytes follow one another to the end of the file, at the offsets in the head."""
-    build_tiny_model(tmp_path / "model")
-
-    write_adapter(tmp_path / "lora", tmp_path / "model", seed=1)
+    write_adapter(tmp_path / "lora", tiny, seed=1)
 
     data = (tmp_path / "lora" / "adapter_model.safetensors").read_bytes()
     (length,) = struct.unpack("<Q", data[:8])

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.tokens.tiny import build_tiny_model
 from scripts.kit.bench.walks import HEADING, LIMITS, Step, lines, make_walks, section
 
 ROOT = Path(__file__).parents[2]
@@ -15,11 +14,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.usefixtures("core")
 @pytest.mark.parametrize("core", ["native"], indirect=True)
-def test_walks_are_within_their_limits(nats_url: str, tmp_path: Path) -> None:
+def test_walks_are_within_their_limits(nats_url: str, tiny: Path) -> None:
     """A longer one needs a higher limit, with its reason. Each goes from one end to the other."""
-    build_tiny_model(tmp_path)
-
-    walks = make_walks(nats_url, uuid.uuid4().hex, tmp_path)
+    walks = make_walks(nats_url, uuid.uuid4().hex, tiny)
 
     for name, limit in LIMITS.items():
         files = [f"{step.file}: {step.function}" for step in walks[name]]

@@ -18,7 +18,6 @@ import pytest
 from kvrouter.lab.mocker.config import MockerConfig
 from kvrouter.lab.mocker.engine import EngineConfig
 from kvrouter.lab.mocker.server import Mocker, running_mocker
-from kvrouter.tokens.tiny import build_tiny_model
 from scripts.kit.ports import free_ports
 from tests.serve.serving import (
     PATIENCE_S,
@@ -35,16 +34,9 @@ FAST = MockerConfig(engine=EngineConfig(num_blocks=2048 + 1), model_name="tiny",
 
 
 @pytest.fixture
-def model_path(tmp_path: Path) -> Path:
-    """A model directory."""
-    build_tiny_model(tmp_path / "tiny")
-    return tmp_path / "tiny"
-
-
-@pytest.fixture
-async def mockers(model_path: Path) -> AsyncIterator[list[Mocker]]:
+async def mockers(tiny: Path) -> AsyncIterator[list[Mocker]]:
     """Two engines that know where their model is."""
-    config = MockerConfig(engine=FAST.engine, model_name="tiny", model_path=model_path, speedup=50.0)
+    config = MockerConfig(engine=FAST.engine, model_name="tiny", model_path=tiny, speedup=50.0)
     async with running_mocker(config) as first, running_mocker(config) as second:
         yield [first, second]
 
@@ -66,7 +58,7 @@ async def ask(http: aiohttp.ClientSession, url: str, prompt: str | list[int]) ->
 
 
 async def test_the_one_command(
-    mockers: list[Mocker], model_path: Path, http: aiohttp.ClientSession, free_port: Callable[[], int]
+    mockers: list[Mocker], tiny: Path, http: aiohttp.ClientSession, free_port: Callable[[], int]
 ) -> None:
     """Two engines, two replicas, an embedded NATS: a killed agent is restarted, SIGTERM leaves nothing."""
     ports = free_ports(4)
@@ -101,7 +93,7 @@ async def test_the_one_command(
     line = f"ready: {urls[0]} (tiny, 2 workers, kv by KV events) · admin {urls[2]} · try: curl "
     assert line in said
     assert "tiny" == answer["model"]
-    assert f"tokenizer   {model_path}" in said
+    assert f"tokenizer   {tiny}" in said
     assert f"events      {mockers[0].kv_events}" in said
     assert len(pids) == 5
     assert said.index("frontend.stopped") > said.index("serve.stopping")
@@ -143,12 +135,12 @@ async def test_engine_that_comes_later(
 
 
 async def test_engine_with_another_model(
-    nats_url: str, model_path: Path, http: aiohttp.ClientSession, free_port: Callable[[], int]
+    nats_url: str, tiny: Path, http: aiohttp.ClientSession, free_port: Callable[[], int]
 ) -> None:
     """An engine returns with another model: the frontends use the tokenizer on its card."""
     port, engine_port = free_port(), free_port()
     flags = [f"--engine=http://127.0.0.1:{engine_port}", f"--port={port}", f"--nats={nats_url}"]
-    config = MockerConfig(engine=FAST.engine, model_name="tiny", model_path=model_path, port=engine_port)
+    config = MockerConfig(engine=FAST.engine, model_name="tiny", model_path=tiny, port=engine_port)
     async with serving(*flags, f"--namespace=another-{port}") as served:
         async with running_mocker(config):
             await until_ready(served, http, [f"http://127.0.0.1:{port}"])
@@ -161,7 +153,7 @@ async def test_engine_with_another_model(
             assert 0 == await served.end()
 
     assert "--tokenizer-root=/" in frontend
-    assert served.text().count(f"tokenizer   {model_path}") == 2
+    assert served.text().count(f"tokenizer   {tiny}") == 2
 
 
 async def test_no_events(nats_url: str, http: aiohttp.ClientSession, free_port: Callable[[], int]) -> None:

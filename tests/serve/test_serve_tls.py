@@ -15,7 +15,6 @@ import pytest
 from kvrouter.lab.mocker.config import MockerConfig
 from kvrouter.lab.mocker.engine import EngineConfig
 from kvrouter.lab.mocker.server import running_mocker
-from kvrouter.tokens.tiny import build_tiny_model
 from scripts.kit.ports import free_ports
 from tests.certificates import Authority
 from tests.serve.serving import serving, until_known, until_ready
@@ -50,11 +49,10 @@ async def behind_tls(url: str, door: ssl.SSLContext) -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize("tokenizer", ["local", "remote"])
-async def test_everywhere(tmp_path: Path, tokenizer: str) -> None:
+async def test_everywhere(tiny: Path, tmp_path: Path, tokenizer: str) -> None:
     """The engine is queried, announced, asked for tokens and sent requests, all over TLS."""
-    build_tiny_model(tmp_path / "tiny")
     config = MockerConfig(
-        engine=EngineConfig(num_blocks=2049), model_name="tiny", model_path=tmp_path / "tiny", speedup=50.0
+        engine=EngineConfig(num_blocks=2049), model_name="tiny", model_path=tiny, speedup=50.0
     )
     authority, (port, admin_port, nats_port) = Authority(tmp_path), free_ports(3)
     files = authority.sign()

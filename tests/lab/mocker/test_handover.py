@@ -19,7 +19,6 @@ from kvrouter.lab.mocker.engine import EngineConfig, EngineRequest, StepWork, Ti
 from kvrouter.lab.mocker.events import StoredBlocks
 from kvrouter.lab.mocker.hashing import token_ids
 from kvrouter.lab.mocker.server import Mocker, running_mocker
-from kvrouter.tokens.tiny import build_tiny_model
 from kvrouter.worker.engines.discovery import learn
 from kvrouter.worker.engines.http import EngineHttp
 from kvrouter.worker.options import AgentOptions
@@ -210,10 +209,9 @@ async def test_incomplete_parameters(post: Post, change: Json) -> None:
 
 @pytest.mark.parametrize("api", ["completions", "chat/completions", "messages"])
 @pytest.mark.parametrize("change", [{"remote_engine_id": "0" * 36}, {"remote_port": 1}, {"remote_port": "x"}])
-async def test_failed_hand_over(post: Post, tmp_path: Path, api: str, change: Json) -> None:
+async def test_failed_hand_over(post: Post, tiny: Path, api: str, change: Json) -> None:
     """A stream has an error as its first event under status 200; other answers have status 500."""
-    build_tiny_model(tmp_path)
-    config = replace(DECODE, model_path=tmp_path)
+    config = replace(DECODE, model_path=tiny)
     async with pair(decodes=config) as (first, second), aiohttp.ClientSession() as client:
         params = (await prefill(post, first)) | change
         chat = {"messages": [{"role": "user", "content": "blocks " * 40}], "max_tokens": 8}

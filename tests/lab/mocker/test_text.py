@@ -15,24 +15,15 @@ from tokenizers import models, pre_tokenizers
 from kvrouter.lab.mocker.config import MockerConfig
 from kvrouter.lab.mocker.server import Mocker, running_mocker
 from kvrouter.lab.mocker.text import spoken_words
-from kvrouter.tokens.tiny import build_tiny_model
 from kvrouter.tokens.tokenizer import Tokenizer
 
 QUESTION: Any = {"role": "user", "content": "Which modules does Python have? " * 10}
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's model directory."""
-    path = tmp_path_factory.mktemp("model")
-    build_tiny_model(path)
-    return path
-
-
 @pytest.fixture
-async def mocker(model_path: Path) -> AsyncIterator[Mocker]:
+async def mocker(tiny: Path) -> AsyncIterator[Mocker]:
     """A fast mocker of that model."""
-    async with running_mocker(MockerConfig(model_path=model_path, speedup=10_000)) as mocker:
+    async with running_mocker(MockerConfig(model_path=tiny, speedup=10_000)) as mocker:
         yield mocker
 
 
@@ -114,9 +105,9 @@ async def test_tokenize(mocker: Mocker) -> None:
     assert 32_768 == tokens["max_model_len"]
 
 
-def test_spoken_words_survive_a_round_trip(model_path: Path) -> None:
+def test_spoken_words_survive_a_round_trip(tiny: Path) -> None:
     """Any sequence of them decodes to text that encodes to the same tokens."""
-    with Tokenizer.load(model_path) as tokenizer:
+    with Tokenizer.load(tiny) as tokenizer:
         words = spoken_words(tokenizer)
 
         assert len(words) > 100
