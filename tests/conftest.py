@@ -22,11 +22,12 @@ from kvrouter.tokens.tiny import build_tiny_model
 from scripts.kit.ports import free_ports
 from tests.containers import container_url, docker_answers
 from tests.frontend.fleet import FleetOf, running_fleet
+from tests.long import IS_LONG
 
 _START_TIMEOUT_S = 10.0
 
 # No test is timed: a shared machine may take any time for an example.
-hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.register_profile("untimed", deadline=None, max_examples=100 if IS_LONG else 25)
 hypothesis.settings.load_profile("untimed")
 
 

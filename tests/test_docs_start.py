@@ -14,12 +14,11 @@ from pathlib import Path
 import pytest
 
 from scripts.kit.ports import free_ports
+from tests.long import needs_long
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "start" / "five-minutes.md"
-pytestmark = pytest.mark.skipif(
-    not os.environ.get("KVROUTER_TEST_LONG"), reason="twenty seconds: KVROUTER_TEST_LONG=1"
-)
+pytestmark = needs_long("twenty seconds")
 
 
 @contextmanager

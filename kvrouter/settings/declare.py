@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import re
 import types
@@ -298,13 +299,19 @@ class Command(Generic[S]):
         """Its settings, in the order of declaration."""
         return [
             dataclasses.replace(one, default=self.defaults.get(one.name, one.default))
-            for one in declared(self.kind)
+            for one in _declared_once(self.kind)  # type: ignore[arg-type]  # mypy asks its instances for a hash
             if one.name not in self.left_out
         ]
 
     def has(self, flag: str) -> bool:
         """Whether people may give this flag; also an old spelling, or `--no-…`."""
         return any(flag in one.spellings for one in self.declared() if not one.setting.is_hidden)
+
+
+@functools.cache
+def _declared_once(kind: type[Settings]) -> tuple[Declared, ...]:
+    """Kept: type hints are slow to resolve, and several readers ask."""
+    return tuple(declared(kind))
 
 
 def variable_of(name: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Optional, Union
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
@@ -22,6 +22,7 @@ from kvrouter.bodies.openai import CompletionRequest
 from kvrouter.frontend.requests import passthrough
 from kvrouter.relay.request import Request, RequestHead
 from scripts.kit import engine_requests
+from tests.long import needs_long
 from tests.relay.rig import FakeClient
 
 RECORDED = json.loads(engine_requests.RECORDED.read_text())
@@ -119,7 +120,6 @@ def is_read_alike(read: Mapping[str, Any], asked: CompletionRequest, route: str)
 
 
 @pytest.mark.parametrize(("engine", "route"), list(MODELS), ids=" ".join)
-@settings(deadline=None)
 @given(given=st.dictionaries(st.sampled_from(READ), SPELLED, max_size=5))
 @example(given={"n": 1.0, "stream": "on"})
 @example(given={"use_beam_search": "FALSE", "echo": "off", "logprobs": 1})
@@ -142,7 +142,7 @@ def test_never_stricter(engine: str, route: str, given: dict[str, Any]) -> None:
     assert not read or any(is_read_alike(one, asked, route) for one in read)
 
 
-@pytest.mark.skipif("KVROUTER_TEST_LONG" not in os.environ, reason="needs the engines' wheels, unpacked")
+@needs_long("needs the engines' wheels, unpacked")
 def test_recorded() -> None:
     """The recorded fields are those of the wheels in KVROUTER_ENGINE_WHEELS, with vllm/ and sglang/."""
     folder = os.environ.get("KVROUTER_ENGINE_WHEELS")

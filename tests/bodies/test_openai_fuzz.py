@@ -8,13 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvrouter.bodies.edits import apply, edits_of
 from kvrouter.bodies.lax import kind_of
 from kvrouter.bodies.openai import CompletionRequest, error_body, parse_chat, parse_completion
 from kvrouter.errors import BadRequestError
+from tests.long import examples
 
 FULL = {"kv_cache_report_mode": "full"}
 CHAT: dict[str, Any] = {
@@ -93,7 +94,7 @@ def is_read_or_refused(read: Callable[[bytes], object], body: bytes) -> bool:
     return False
 
 
-@settings(max_examples=600, deadline=None)
+@examples(600)
 @given(seed=st.integers(0, 2**48))
 def test_damaged_bodies(seed: int) -> None:
     """A body with odd values or broken bytes is parsed or rejected by both parsers."""
@@ -101,7 +102,7 @@ def test_damaged_bodies(seed: int) -> None:
         is_read_or_refused(parse, damaged(seed))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(body=st.binary(max_size=300))
 @example(b"[" * 100_000)
 @example(b'{"a":' * 100_000)
@@ -123,7 +124,7 @@ def test_undamaged_bodies(parse: Callable[[bytes], CompletionRequest]) -> None:
     assert all(is_read_or_refused(parse, json.dumps(body).encode()) for body in bodies)
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(seed=st.integers(0, 2**48))
 @example(0)
 def test_report_mode(seed: int) -> None:

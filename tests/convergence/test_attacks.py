@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from tests.convergence.attacks import AttackedWorld
 from tests.convergence.world import Setup
+from tests.long import IS_LONG, examples
 
-LONG = bool(os.environ.get("KVROUTER_TEST_LONG"))
 
-
-@pytest.mark.timeout(3600 if LONG else 120)
-@settings(max_examples=300 if LONG else 4, deadline=None)
+@pytest.mark.timeout(3600 if IS_LONG else 120)
+@examples(300, 4)
 @given(
     st.builds(
         Setup,
@@ -34,7 +31,7 @@ def test_attacked_fleet_heals(core: str, setup: Setup, seconds: float) -> None:
     world = AttackedWorld(setup)
     world.agenda.run(3.0)
 
-    world.attack(messages=600 if LONG else 250, seconds=seconds)
+    world.attack(messages=600 if IS_LONG else 250, seconds=seconds)
 
     event(f"heartbeats needed: {world.heal():2}")
     assert not (leftovers := world.leftovers()), leftovers

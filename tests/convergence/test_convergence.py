@@ -8,20 +8,19 @@ truth.py, and WatchedSink). When they are over, every copy is its owner's truth 
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from tests.convergence.plans import OUTAGES, histories, plans, setups
 from tests.convergence.world import PINGS_S, Setup, Step, World, live_through
+from tests.long import IS_LONG, examples
 
-HISTORIES = 2000 if os.environ.get("KVROUTER_TEST_LONG") else 120
+HISTORIES = 2000 if IS_LONG else 120
 
 
 @pytest.mark.timeout(1200)  # 2,000 histories, or a failing one that is cut down
-@settings(max_examples=HISTORIES, deadline=None)
+@settings(max_examples=HISTORIES)
 @given(histories)
 def test_every_copy_becomes_equal_to_its_owner(history: tuple[Setup, list[Step]]) -> None:
     """After the faults: the same blocks, the same bookings, no phantom, nothing lost, all readers live."""
@@ -30,7 +29,7 @@ def test_every_copy_becomes_equal_to_its_owner(history: tuple[Setup, list[Step]]
     event(f"heartbeats needed: {world.beats_needed:2}")
 
 
-@settings(max_examples=HISTORIES // 4, deadline=None)
+@settings(max_examples=HISTORIES // 4)
 @given(
     setups,
     st.lists(
@@ -59,7 +58,7 @@ def test_replica_that_is_cut_off_drops_no_member(setup: Setup, outages: list[Ste
     world.settle()
 
 
-@settings(max_examples=HISTORIES // 4, deadline=None)
+@settings(max_examples=HISTORIES // 4)
 @given(setups, st.floats(0.1, PINGS_S), st.integers(0, 5))
 def test_stopped_server_ends_no_lease(setup: Setup, seconds: float, load: int) -> None:
     """nats-server stops for as long as clients tolerate it; the bursts after that end no lease."""
@@ -73,7 +72,7 @@ def test_stopped_server_ends_no_lease(setup: Setup, seconds: float, load: int) -
     world.settle()
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(setups, plans)
 def test_history_repeats_exactly(setup: Setup, plan: list[Step]) -> None:
     """The same seed and plan give the same messages at the same times."""

@@ -6,7 +6,6 @@ Without Docker every service has an address of its own in 127.0.0.0/8, so all ke
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import re
 import shutil
@@ -31,6 +30,7 @@ from scripts.kit.load import SteadyLoad
 from scripts.kit.prometheus import RULES
 from scripts.kit.proxies import DEPLOY, HAPROXY
 from scripts.kit.workload import load_requests
+from tests.long import needs_long
 
 COMPOSE = DEPLOY / "compose"
 SERVICES: dict[str, Any] = yaml.safe_load((COMPOSE / "compose.yaml").read_text())["services"]
@@ -153,7 +153,7 @@ async def equal(urls: list[str]) -> list[str]:
     return found
 
 
-@pytest.mark.skipif(not os.environ.get("KVROUTER_TEST_LONG"), reason="half a minute: KVROUTER_TEST_LONG=1")
+@needs_long("half a minute")
 @pytest.mark.timeout(180)
 async def test_without_docker(tmp_path: Path) -> None:
     """All services as processes, requests through HAProxy, the death of one NATS server: none fails."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ import trustme
 from scripts.kit.ports import free_ports
 from scripts.kit.wheels import run
 from tests.containers import docker_answers
+from tests.long import needs_long
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = ROOT / "deploy" / "images"
@@ -174,7 +174,7 @@ def test_live(live: Path, certificate: Path, listening: list[str], says: str) ->
     assert says or not ended.stderr
 
 
-@pytest.mark.skipif(not os.environ.get("KVROUTER_TEST_LONG"), reason="it builds: KVROUTER_TEST_LONG=1")
+@needs_long("it builds")
 @pytest.mark.timeout(900)
 def test_install(tmp_path: Path) -> None:
     """In an empty directory: below 200 MB with its base, no pip, no NATS, and commands that start."""
@@ -206,7 +206,7 @@ def _mocker_is_live(programs: Path, port: int) -> None:
             process.terminate()
 
 
-@pytest.mark.skipif(not os.environ.get("KVROUTER_TEST_LONG"), reason="it builds: KVROUTER_TEST_LONG=1")
+@needs_long("it builds")
 @pytest.mark.parametrize("target", TARGETS)
 def test_built_by_docker(target: str) -> None:
     """The image is built, small, and prints its version as its own user on a read-only root."""

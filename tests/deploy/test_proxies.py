@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -21,6 +20,7 @@ from scripts.kit.ports import free_ports
 from scripts.kit.proxies import HAPROXY, PROXIES, Proxy, with_addresses
 from scripts.kit.replicas import Replica
 from scripts.kit.workload import load_requests
+from tests.long import needs_long
 
 RATE = 20.0
 GRACE_S = 4
@@ -88,7 +88,7 @@ async def test_headers(proxy: Proxy, tmp_path: Path) -> None:
     assert sent.items() <= seen.items()
 
 
-@pytest.mark.skipif(not os.environ.get("KVROUTER_TEST_LONG"), reason="half a minute: KVROUTER_TEST_LONG=1")
+@needs_long("half a minute")
 @pytest.mark.parametrize("proxy", PROXIES, ids=lambda proxy: proxy.name)
 async def test_all_replicas_are_slow(proxy: Proxy, tmp_path: Path) -> None:
     """Both get no CPU for longer than the checks' interval: nothing fails. Clients keep their addresses."""
@@ -164,7 +164,7 @@ async def replace(
     assert [] == [one for one in load.outcomes if one.error and one.ended_at_s]
 
 
-@pytest.mark.skipif(not os.environ.get("KVROUTER_TEST_LONG"), reason="half a minute: KVROUTER_TEST_LONG=1")
+@needs_long("half a minute")
 @pytest.mark.parametrize("proxy", PROXIES, ids=lambda proxy: proxy.name)
 async def test_replicas_are_replaced(proxy: Proxy, tmp_path: Path) -> None:
     """One replica after the other is restarted under load: nothing fails, and both serve again."""

@@ -20,6 +20,7 @@ import pytest
 from tests.e2e.scripted_engine import engine
 from tests.frontend.fleet import Fleet, running_fleet
 from tests.frontend.workers import Received, Script, Wire
+from tests.long import needs_long
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD_S = 1200
@@ -74,9 +75,7 @@ CLASSES = {
 }
 
 pytestmark = [
-    pytest.mark.skipif(
-        not os.environ.get("KVROUTER_TEST_LONG"), reason="it installs packages: KVROUTER_TEST_LONG=1"
-    ),
+    needs_long("it installs packages"),
     pytest.mark.timeout(BUILD_S + 9 * LIMIT_S),
 ]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvrouter.frontend.__main__ import main
 from tests.bus.operators import account, creds, operator, server_config, user
 from tests.conftest import NatsServer
 from tests.frontend.clients import get
@@ -80,11 +81,9 @@ async def test_frontend_with_creds(server: NatsServer, tmp_path: Path, free_port
     assert [engine.url] == [worker["url"] for worker in workers]
 
 
-async def test_file_without_credentials(tmp_path: Path) -> None:
+def test_file_without_credentials(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A file without credentials ends the start with code 2 and a message."""
     file = write(tmp_path / "router.creds", "hello\n")
-    process = await start("--nats-creds", str(file))
-    _, said = await process.communicate()
 
-    assert 2 == process.returncode
-    assert f"--nats-creds {file}: it has no USER JWT".encode() in said
+    assert 2 == main(["--port=0", "--nats-creds", str(file)])
+    assert f"--nats-creds {file}: it has no USER JWT" in capsys.readouterr().err

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import resource
 import subprocess
 import sys
@@ -26,8 +25,9 @@ from kvrouter.core.wire.ops import VERSION
 from kvrouter.processes.descriptors import raise_limit
 from tests.frontend.clients import get
 from tests.frontend.workers import END, LAST_CHUNK, SSE_HEAD, chunk, event, until
+from tests.long import IS_LONG
 
-STREAMS = 9_000 if os.environ.get("KVROUTER_TEST_LONG") else 400
+STREAMS = 9_000 if IS_LONG else 400
 MOST_BYTES_PER_STREAM = 32 * 1024
 """Measured: 10 KB with 9,000 streams of small requests. A request is kept until its end."""
 WITHIN_S = 120.0

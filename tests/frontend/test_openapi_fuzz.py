@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import sys
 
@@ -11,13 +10,14 @@ import pytest
 
 from tests.frontend.fleet import FleetOf
 from tests.frontend.workers import OK
+from tests.long import needs_long
 
 EXAMPLES = 40
 SECONDS = 240
 LEAST_CASES = 1000
 
 
-@pytest.mark.skipif("KVROUTER_TEST_LONG" not in os.environ, reason="takes a minute: KVROUTER_TEST_LONG=1")
+@needs_long("a minute")
 @pytest.mark.timeout(300)
 async def test_answers_are_as_described(fleet_of: FleetOf) -> None:
     """No 5xx but those described; statuses, content types and bodies as in the document."""

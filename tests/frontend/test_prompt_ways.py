@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.core.fleet.pool import Pool, PoolSettings
@@ -27,6 +26,7 @@ from tests.core.worlds import card, new_pool
 from tests.frontend.fleet import Fleet, FleetOf
 from tests.frontend.test_passthrough import join_second_pool
 from tests.frontend.workers import OK, says, stream
+from tests.long import examples
 
 SENTENCES = [f"Sentence number {number} says something of its own. " * 12 for number in range(3)]
 pools = {size: Pool(PoolId("p"), PoolSettings(block_size=size)) for size in (1, 16)}
@@ -57,7 +57,7 @@ def plain(tiny: Path) -> Iterator[PromptEncoder]:
         yield encoder
 
 
-@settings(deadline=None, max_examples=300 if os.environ.get("KVROUTER_TEST_LONG") else 30)
+@examples(300, 30)
 @given(st.lists(asked, min_size=3, max_size=10), st.sampled_from([None, 0.5]), st.sampled_from([3, 1000]))
 @pytest.mark.usefixtures("core")
 def test_same_hashes(

@@ -143,7 +143,7 @@ def pieces_of(draw: st.DrawFn, data: bytes) -> list[bytes]:
 BODIES = (b"", b"{}", b"x" * 300, b"\r\n\r\nPOST /", b"y")
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), slow=st.booleans())
 async def test_any_cut(data: st.DataObject, slow: bool) -> None:
     """Requests that arrive in reads of any size are the same requests, answered in the same order."""
@@ -314,7 +314,6 @@ MIXED = (
 )
 
 
-@settings(deadline=None)
 @given(data=st.data(), slow=st.booleans())
 async def test_any_cut_of_all_kinds(data: st.DataObject, slow: bool) -> None:
     """Requests of every kind share a connection, pipelined, in reads of any size."""

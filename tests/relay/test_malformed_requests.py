@@ -10,7 +10,7 @@ import json
 
 import httptools
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.errors import HeadTooLargeError, KvRouterError
@@ -18,6 +18,7 @@ from kvrouter.relay.request import MAX_LINE_BYTES
 from kvrouter.relay.request_parser import MAX_HEAD_BYTES, ChunkFraming, HeadReader
 from tests.frontend.fleet import BODY, FleetOf
 from tests.frontend.workers import turns, until
+from tests.long import examples
 from tests.relay.test_connection import PATH, Scene, pieces_of, plain
 
 HOST = b"host: t"
@@ -247,7 +248,6 @@ def _without_id(written: bytes) -> bytes:
     return b"\r\n".join(each for each in lines if not each.startswith(b"x-request-id"))
 
 
-@settings(deadline=None)
 @given(data=st.data(), name=st.sampled_from(sorted(MALFORMED)))
 async def test_any_cut(data: st.DataObject, name: str) -> None:
     """The same answer, to the last byte, comes for reads of any size."""
@@ -298,7 +298,7 @@ FRAGMENTS = [
 ]
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(data=st.data(), fragments=st.lists(st.sampled_from(FRAGMENTS), max_size=10))
 async def test_any_bytes(data: st.DataObject, fragments: list[bytes]) -> None:
     """Any mixture of good and bad requests: what is served and written does not depend on the reads."""
@@ -381,7 +381,7 @@ def _by_llhttp(text: bytes) -> tuple[bool, bytes]:
     return whole.is_complete, whole.body
 
 
-@settings(deadline=None, max_examples=500)
+@examples(500)
 @given(data=st.data(), tokens=st.lists(st.sampled_from(TOKENS), max_size=12))
 def test_chunks_as_llhttp_reads_them(data: st.DataObject, tokens: list[bytes]) -> None:
     """Any bytes as a chunked body, in reads of any size: end and content are the same as for llhttp."""
@@ -396,7 +396,6 @@ def test_chunks_as_llhttp_reads_them(data: st.DataObject, tokens: list[bytes]) -
     assert _by_llhttp(text) == (framing.is_whole, content if framing.is_whole else _by_llhttp(text)[1])
 
 
-@settings(deadline=None)
 @given(data=st.data(), garbage=st.binary(max_size=120))
 def test_garbage_as_head(data: st.DataObject, garbage: bytes) -> None:
     """Any bytes, in reads of any size, give the same head or the same error."""

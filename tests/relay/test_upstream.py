@@ -7,7 +7,7 @@ import gc
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.relay.events import MOST_EVENT_BYTES
@@ -50,7 +50,6 @@ def run_in_loop(function: Callable[[], None]) -> None:
 WHOLE = [answer(), stream("a", "b"), SSE_HEAD + chunk(event("x", "stop")) + b"0\r\nt: 1\r\n\r\n"]
 
 
-@settings(deadline=None)
 @given(st.data(), st.sampled_from(WHOLE), st.booleans())
 def test_reads_of_any_size(data: st.DataObject, whole: bytes, is_http_10: bool) -> None:
     """In reads of any size the client gets the same bytes, and the connection becomes idle."""
@@ -111,7 +110,6 @@ garbage = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(garbage, st.sampled_from([None, ConnectionResetError("reset")]), st.booleans())
 def test_any_garbage(pieces: list[bytes], error: Exception | None, is_http_10: bool) -> None:
     """For any bytes from a worker there is an outcome, and no exception in a callback."""

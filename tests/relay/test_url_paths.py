@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvrouter.bounded_answers import address_below
@@ -24,6 +24,7 @@ from kvrouter.relay.request import RequestHead, parse_plain
 from kvrouter.relay.upstream import Upstream
 from kvrouter.tokens.remote_tokenizer import EngineTokenizer
 from kvrouter.worker.engines.http import EngineHttp
+from tests.long import examples
 from tests.relay.rig import FakeClient, attempt_on
 
 PLAIN = string.ascii_letters + string.digits + "._~!$&'()*+,;=:@-"
@@ -130,7 +131,7 @@ def new_head() -> RequestHead:
     return plain[0]
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(paths.filter(lambda path: not url_error(f"http://e{path}")))
 @example("")
 @example("/")

@@ -144,8 +144,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("policies --targets 2 --runs 1 --seconds 0.001", "figures"),
         ("decisions --seeds 1 --jobs 1", "groups"),
         ("hashes --tokens 64", "us"),
-        ("index --targets 2 5 --blocks 2000", "resident"),
-        ("tokens --runs 2", "results"),
+        ("index --targets 2 --blocks 200", "resident"),
+        ("tokens --runs 1", "results"),
     ],
 )
 def test_runs(command: str, figures: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

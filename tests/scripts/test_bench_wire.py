@@ -41,6 +41,7 @@ REPORT = Report(
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Real runs with short streams, and without a second of rest around each."""
+    monkeypatch.setattr(rounds, "WARM_REQUESTS", 8)
     monkeypatch.setattr(works, "STREAM_EVENTS", 20)
     monkeypatch.setattr(works, "RAMP_MS", 50.0)
     monkeypatch.setattr(growth, "_LEAST_RAMP_S", 0.05)
@@ -218,8 +219,12 @@ def test_relay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 def test_request(tmp_path: Path) -> None:
     """The request bench serves real requests through fake sockets, also by pairs, and shows a profile."""
     out = tmp_path / "request.json"
-    few = ["--runs", "1", "--requests", "100", "--profile", "--json", str(out)]
-    bench = [sys.executable, "-m", "scripts.kit.bench", "request", *few]  # it sets up logs
+    few = ["request", "--runs", "1", "--requests", "100", "--profile", "--json", str(out)]
+    program = (
+        "from scripts.kit.bench import __main__, request\n"
+        f"request.WARM_REQUESTS = 32\nraise SystemExit(__main__.main({few}))"
+    )
+    bench = [sys.executable, "-c", program]  # it sets up logs
     done = subprocess.run(bench, capture_output=True, text=True, timeout=100, check=False)
 
     assert 0 == done.returncode, done.stderr

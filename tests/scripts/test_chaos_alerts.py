@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,6 +13,7 @@ from scripts.kit.chaos.faults import ROWS
 from scripts.kit.chaos.script import main
 from scripts.kit.prometheus import RULES, alerts_of
 from scripts.kit.workload import Documents, of_two_teams
+from tests.long import needs_long
 
 RUNBOOK = Path(__file__).resolve().parents[2] / "docs" / "runbook.md"
 
@@ -77,9 +77,7 @@ def _lines(*lines: dict[str, object] | str) -> str:
     return "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
 
 
-@pytest.mark.skipif(
-    "KVROUTER_TEST_LONG" not in os.environ, reason="takes twelve minutes: KVROUTER_TEST_LONG=1"
-)
+@needs_long("twelve minutes")
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed")
 def test_alerts_fire_and_end() -> None:
     """No alert fires in the healthy fleet; each fault makes its alerts fire, and they end with it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,12 @@ from scripts.kit import deployment
 from scripts.kit.deployment import Plan
 from scripts.kit.fleet import Fleet
 from scripts.kit.http_client import Client
+from tests.long import needs_long
 
 STARTS = 50
 
 
-@pytest.mark.skipif(not os.environ.get("KVROUTER_TEST_LONG"), reason="minutes: KVROUTER_TEST_LONG=1")
+@needs_long("minutes")
 @pytest.mark.timeout(3600)
 async def test_starts_and_stops(tmp_path: Path) -> None:
     """NATS, four engines with their agents and two replicas become ready, several times in a row."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from kvrouter.core.native import versions
 from scripts.kit import sanitize
 from scripts.kit.sanitize import ROOT, TESTS
+from tests.long import needs_long
 
 
 def test_its_tests_exist() -> None:
@@ -17,7 +17,7 @@ def test_its_tests_exist() -> None:
     assert [] == [name for name in TESTS if not (ROOT / name).exists()]
 
 
-@pytest.mark.skipif(not os.environ.get("KVROUTER_TEST_LONG"), reason="it builds, and takes minutes")
+@needs_long("it builds, and takes minutes")
 @pytest.mark.skipif(bool(versions.why_not_built) or not shutil.which("gcc"), reason="gcc is needed")
 @pytest.mark.timeout(3600)
 def test_native_modules_under_sanitizers() -> None:

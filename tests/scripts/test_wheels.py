@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import tomllib
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from scripts.kit.wheels import ROOT, WheelError, main, pythons, run, without_extensions
+from tests.long import needs_long
 
 
 def test_pure_wheel() -> None:
@@ -51,7 +51,7 @@ def test_an_older_build(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.skipif(not os.environ.get("KVROUTER_TEST_LONG"), reason="minutes: KVROUTER_TEST_LONG=1")
+@needs_long("minutes")
 @pytest.mark.timeout(1200)
 def test_builds_and_tries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each wheel, pure or with C tables, serves a completion in an empty environment of at most 200 MB."""

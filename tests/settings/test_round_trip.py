@@ -112,7 +112,7 @@ def reread(name: str, words: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", MODULES)
-@settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=15, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
 def test_flags(name: str, data: st.DataObject) -> None:
     """Settings -> flags -> settings: the same, and the rest keeps its default."""
@@ -132,7 +132,7 @@ def test_flags(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", MODULES)
-@settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=15, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
 def test_file(name: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Settings -> config file -> settings."""

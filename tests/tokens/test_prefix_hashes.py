@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from array import array
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.core.wire.hashes import block_hashes, block_seed, seeded_prompt_hashes, sequence_hashes
@@ -15,6 +14,7 @@ from kvrouter.tokens.prefix_hashes import ENTRY_BYTES, LEAST_TOKENS, MOST_STEPS,
 from kvrouter.tokens.prefix_tokens import Beginnings, CacheSettings, Encoded, PrefixStore, PrefixTokens
 from kvrouter.tokens.splits import find_splits
 from kvrouter.tokens.tokenizer import Tokenizer
+from tests.long import examples
 from tests.tokens.kinds import CORPUS, build
 
 SEED = block_seed()
@@ -87,7 +87,7 @@ bounds = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=3000 if os.environ.get("KVROUTER_TEST_LONG") else 150)
+@examples(3000, 150)
 @given(st.lists(requests, min_size=1, max_size=12), bounds, st.integers(1, 12), st.sampled_from([5, 1000]))
 def test_exact(history: list[Any], limits: dict[str, int], part_characters: int, most_parts: int) -> None:
     """After any history of texts, evictions and seeds, hashes equal a fresh computation."""

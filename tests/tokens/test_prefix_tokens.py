@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 from array import array
@@ -11,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Model
 
@@ -19,6 +18,7 @@ from kvrouter.errors import BadRequestError
 from kvrouter.tokens.prefix_tokens import ENTRY_BYTES, CacheSettings, PrefixStore, PrefixTokens
 from kvrouter.tokens.splits import Splits, find_splits
 from kvrouter.tokens.tokenizer import Tokenizer
+from tests.long import examples
 from tests.tokens.kinds import AFTER_TOKENS, AFTER_WORDS, CORPUS, build
 
 TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -53,7 +53,7 @@ def chain(*names: str) -> list[tuple[bytes, array[int]]]:
     return [(name.encode(), part(7)) for name in names]
 
 
-@settings(deadline=None, max_examples=5000 if os.environ.get("KVROUTER_TEST_LONG") else 100)
+@examples(5000, 100)
 @given(st.sampled_from(KINDS), st.lists(texts, min_size=1, max_size=6), st.integers(1, 20), st.booleans())
 def test_exact(name: str, texts: list[str], part_characters: int, add: bool) -> None:
     """Each text, and each continued from others, has the ids of a full tokenization, cold and warm."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 
 import pytest
@@ -10,9 +9,10 @@ from tokenizers import Tokenizer
 
 from kvrouter.tokens.prefix_tokens import trial_fault
 from kvrouter.tokens.splits import Splits, find_splits
+from tests.long import IS_LONG
 from tests.tokens.kinds import AFTER_TOKENS, AFTER_WORDS, NOWHERE, QWEN2, bpe, build, raw, words
 
-TRIALS = 20_000 if os.environ.get("KVROUTER_TEST_LONG") else 400
+TRIALS = 20_000 if IS_LONG else 400
 
 
 @pytest.mark.parametrize("name", AFTER_WORDS)

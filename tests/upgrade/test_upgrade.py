@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 import time
@@ -31,6 +30,7 @@ from scripts.kit.load import SteadyLoad
 from scripts.kit.ports import free_ports
 from scripts.kit.replicas import settled
 from scripts.kit.workload import MODEL, load_requests
+from tests.long import needs_long
 
 ROOT = Path(__file__).resolve().parents[2]
 PREVIOUS = Path(__file__).with_name("PREVIOUS").read_text().strip()
@@ -119,7 +119,7 @@ async def replace(
     await until_equal(deployed)
 
 
-@pytest.mark.skipif(not os.environ.get("KVROUTER_TEST_LONG"), reason="a minute: KVROUTER_TEST_LONG=1")
+@needs_long("a minute")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("first", ["frontend", "agent"])
 async def test_upgrade_and_rollback(previous: Path, tmp_path: Path, first: str) -> None:

@@ -7,7 +7,6 @@ and later good batches are applied.
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -28,12 +27,13 @@ from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.rank import EngineRank
 from kvrouter.worker.zmq.ordering import Action, EngineStream, Numbered, Restarted, Step
 from kvrouter.worker.zmq.sockets import EngineEvents, EventEndpoints
+from tests.long import IS_LONG
 from tests.worker.closed_sets import ClosedSets
 from tests.worker.connecting_engine import Connecting
 from tests.worker.fakes import FakeBus
 from tests.worker.mutations import Message, mutate, pervert
 
-EXAMPLES = 300 if os.environ.get("KVROUTER_TEST_LONG") else 40
+EXAMPLES = 300 if IS_LONG else 40
 DATA = Path(__file__).parents[1] / "data"
 CAPTURES = ["vllm_capture.msgpack", "vllm_capture_array_0.23.msgpack"]
 BLOCKS = 100
@@ -131,7 +131,7 @@ def hashes(name: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", CAPTURES)
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 60), share=st.sampled_from([0.0, 0.02, 0.3]))
 def test_damage_then_good_batches(name: str, seed: int, count: int, share: float) -> None:
     """After any damage the engine's next life is read without an error."""
@@ -146,7 +146,7 @@ def test_damage_then_good_batches(name: str, seed: int, count: int, share: float
     assert not way.rank.is_partial
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(payloads=st.lists(st.binary(max_size=200), max_size=10))
 def test_any_bytes(payloads: list[bytes]) -> None:
     """Arbitrary payloads cause lost history at most."""
@@ -167,7 +167,7 @@ def is_readable(payload: bytes) -> bool:
     return True
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(seed=st.integers(0, 2**32))
 def test_damaged_replays(seed: int) -> None:
     """Replays may fail, end early or be damaged: in the end live batches are applied."""

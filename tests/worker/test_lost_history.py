@@ -8,7 +8,6 @@ blocks are the cache.
 
 from __future__ import annotations
 
-import os
 from array import array
 from collections import deque
 from itertools import count, takewhile
@@ -32,10 +31,11 @@ from kvrouter.worker.engines.vllm import VllmAdapter
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.rank import EngineRank
 from kvrouter.worker.zmq.ordering import Continued, EngineStream, Numbered, Step
+from tests.long import IS_LONG
 from tests.worker.closed_sets import ClosedSets
 from tests.worker.fakes import FakeBus
 
-EXAMPLES = 300 if os.environ.get("KVROUTER_TEST_LONG") else 40
+EXAMPLES = 300 if IS_LONG else 40
 SIZE = 2
 NUM_BLOCKS = 9
 CONFIG = EngineConfig(num_blocks=NUM_BLOCKS, block_size=SIZE, max_num_seqs=3, max_model_len=16)
@@ -251,7 +251,7 @@ def histories(draw: st.DrawFn, away: list[str], ends: list[str]) -> list[tuple[s
     return [*history, ("start", []), *draw(ops(["serve", "missed"], 8))]
 
 
-@settings(max_examples=3 * EXAMPLES, deadline=None)
+@settings(max_examples=3 * EXAMPLES)
 @given(
     histories(["serve"] * 6 + ["reset", "restart engine"], ["kill", "stop", "stop", "forget"]),
     st.sampled_from([1, 3, 8, 1000]),
@@ -265,7 +265,7 @@ def test_never_overcounts(history: list[tuple[str, list[int]]], buffer_batches: 
         world.step(*step)
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(histories(["serve", "serve", "reset"], ["kill", "stop"]))
 def test_exact_where_continuity_is_proven(history: list[tuple[str, list[int]]]) -> None:
     """With a saved state and a buffer that reaches back to it, the next agent holds exactly the cache."""

@@ -8,6 +8,7 @@ engines': here stand the fields that routing reads.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -263,8 +264,7 @@ def document(routes: Iterable[tuple[str, str]], *, is_keyed: bool = False, root_
     """
     found = {key: _ROUTES[key] for key in sorted(routes, key=lambda key: (key[1], key[0]))}
     kinds = [kind for one in found.values() for kind in (one.body, one.answer) if isinstance(kind, type)]
-    schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
-    by_kind = dict(zip(kinds, schemas, strict=True))
+    by_kind, components = _schemas(tuple(kinds))
     paths: dict[str, Schema] = {}
     for (method, path), one in found.items():
         operation = _operation(one, by_kind, is_keyed=is_keyed and one.tag == "operators")
@@ -279,6 +279,13 @@ def document(routes: Iterable[tuple[str, str]], *, is_keyed: bool = False, root_
             "securitySchemes": {_KEY: {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+@functools.cache
+def _schemas(kinds: tuple[type[Struct], ...]) -> tuple[dict[type[Struct], Schema], Schema]:
+    """The schemas of bodies, and those that they refer to: the same for each port, and slow to make."""
+    schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    return dict(zip(kinds, schemas, strict=True)), components
 
 
 def _operation(one: Described, by_kind: dict[type[Struct], Schema], *, is_keyed: bool) -> Schema:

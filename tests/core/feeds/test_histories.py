@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.core.wire.ops import Op
 from tests.core.links import Link, malformed
+from tests.long import examples
 
 nodes = st.integers(0, 47)
 changes = st.one_of(
@@ -106,7 +107,7 @@ class LossyLink(Link):
         self.settle(seconds=60.0)
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(st.integers(0, 2**32), st.integers(1, 3), st.sampled_from([1, 3, 4096]), steps)
 def test_any_loss_is_repaired(seed: int, tier_sets: int, ring_frames: int, plan: list[Any]) -> None:
     """Index and owner agree in every tier, frames are applied again, and a Check confirms it."""
@@ -123,7 +124,7 @@ def test_any_loss_is_repaired(seed: int, tier_sets: int, ring_frames: int, plan:
     assert 0 == link.reader.lag
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.integers(0, 2**32), steps)
 def test_clean_link_needs_no_question(seed: int, plan: list[Any]) -> None:
     """On a clean link no Check ever differs, and the reader asks nothing after the first question."""

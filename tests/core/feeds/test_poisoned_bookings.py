@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.core.feeds.reader import FeedReader
@@ -19,6 +19,7 @@ from kvrouter.core.wire.ops import AddRequest, Check, Free, Op, SnapshotChunk, d
 from kvrouter.core.wire.values import MOST_NUMBER
 from scripts.kit.fuzz.mutate import Mutator
 from tests.core.links import frame_of
+from tests.long import examples
 
 pytestmark = pytest.mark.usefixtures("core")
 
@@ -165,7 +166,7 @@ def test_forged_snapshot_then_another_version(feed: PeerFeed, as_of_seq: int) ->
     assert feed.heal() <= 10.0
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(st.integers(0, 2**32))
 def test_mutants_then_honest_traffic(core: str, seed: int) -> None:
     """Mutated frames, answers and heartbeats raise nothing; honest traffic afterwards repairs the copy."""

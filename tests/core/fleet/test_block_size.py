@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import permutations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.core.fleet.pool import Pool
@@ -36,6 +36,7 @@ from tests.core.worlds import (
     request,
     worker_beat,
 )
+from tests.long import examples
 from tests.policies.tables import moment
 
 pytestmark = pytest.mark.usefixtures("core")
@@ -409,7 +410,7 @@ def roll(space: Namespace, order: Sequence[str], *, away: int, pause: int, joins
         yield
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     order=st.integers(3, 4).flatmap(lambda count: st.permutations([f"w{n}" for n in range(count)])),
     away=st.integers(1, 8),
@@ -438,7 +439,7 @@ def test_rolling_change_of_all_engines(
         assert "" == replica.router(POOL).pool.sizes_note()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     sizes=st.lists(st.sampled_from((16, 32, 64)), min_size=1, max_size=5),
     later=st.lists(st.tuples(st.integers(0, 4), st.sampled_from((16, 32, 64))), max_size=6),

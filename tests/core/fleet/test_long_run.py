@@ -10,7 +10,6 @@ Only calls of the core are measured, including the peer's and the timers', in by
 from __future__ import annotations
 
 import heapq
-import os
 import random
 from array import array
 from collections import OrderedDict, deque
@@ -35,6 +34,7 @@ from kvrouter.core.wire.ids import BookingKey, PoolId, RouterId, Target, WorkerI
 from kvrouter.core.wire.ops import VERSION, decode_frame
 from kvrouter.policies import POLICIES, PolicySettings, new_policy
 from scripts.kit.bench.meter import instructions
+from tests.long import IS_LONG
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -308,7 +308,7 @@ def all_cases() -> list[tuple[str, str]]:
 
 
 CASES = all_cases()
-if not os.environ.get("KVROUTER_TEST_LONG"):  # every mode once, every index once
+if not IS_LONG:  # every mode once, every index once
     CASES = [case for case in CASES if case[0] == "kv" or not case[1].startswith("assumed")]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.client.membership import replica_with
@@ -20,6 +20,7 @@ from kvrouter.frontend import run as serve
 from kvrouter.frontend.settings import parse_options
 from kvrouter.policies.baseline import Random
 from tests.core.aimed import AT_ONE_END, SECRET, aimed, counted_together, native_table
+from tests.long import examples
 
 pytestmark = pytest.mark.skipif(bool(versions.why_not_built), reason=f"not built: {versions.why_not_built}")
 
@@ -48,7 +49,7 @@ def test_search_ends_where_rows_passed_every_bucket() -> None:
         assert 6 == len(table)
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(st.integers(0, 2**32), st.sampled_from([6, 12, 30]))
 def test_all_rows_in_one_shard(seed: int, most: int) -> None:
     """Rows come and go in two crowded buckets: both versions hold and find the same."""
@@ -68,7 +69,7 @@ def test_all_rows_in_one_shard(seed: int, most: int) -> None:
         table.check()
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(st.integers(0, 2**32))
 def test_counted_hashes_at_one_place(seed: int) -> None:
     """Both versions count references alike, also if all hashes share a place."""

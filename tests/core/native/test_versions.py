@@ -11,7 +11,6 @@ from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
@@ -22,6 +21,7 @@ from kvrouter.core.wire.hashes import block_hashes, pack_hashes, prompt_hashes, 
 from kvrouter.errors import ConfigError
 from tests.core.aimed import SECRET, aimed
 from tests.core.forest import Forest
+from tests.long import examples
 
 SIZE, SLOTS = 40, 70  # more slots than a machine word has bits
 BLOCKED = "import sys; sys.modules['kvrouter.core.native.table'] = None; "
@@ -332,5 +332,4 @@ class TwinHistory(RuleBasedStateMachine):
 @needs_native
 def test_any_history_gives_the_same_answers() -> None:
     """After any history both versions give the same answers."""
-    examples = settings(max_examples=40, stateful_step_count=25, deadline=None)
-    run_state_machine_as_test(TwinHistory, settings=examples)
+    run_state_machine_as_test(TwinHistory, settings=examples(40, stateful_step_count=25))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -34,7 +34,6 @@ def filled_pool(cached: Sequence[int], booked: Sequence[int], host: int) -> Pool
     return pool
 
 
-@settings(deadline=None)
 @given(st.tuples(depths, depths, depths), st.tuples(depths, depths, depths), depths, st.integers(0, 9))
 def test_amounts_are_those_of_the_design(
     cached: tuple[int, ...], booked: tuple[int, ...], host: int, weight: int

@@ -8,7 +8,7 @@ from array import array
 from collections import Counter
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvrouter.core.native import versions
@@ -186,7 +186,6 @@ def test_native_columns_are_checked() -> None:
         call(nothing, nothing, nothing, nothing, none, nothing)
 
 
-@settings(deadline=None)
 @given(costs, chances)
 def test_lowest_is_lowest(values: list[float], chance: float) -> None:
     """What is picked costs no more than the least, within a billionth."""
@@ -210,7 +209,6 @@ def test_nearly_equal_is_not_equal() -> None:
     assert 1 == lowest([1e-6, 0.0], 0.0)
 
 
-@settings(deadline=None)
 @given(costs, st.floats(0.01, 10), chances)
 def test_sample_is_a_candidate(values: list[float], temperature: float, chance: float) -> None:
     """Any costs give a candidate."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.core.routing.overlap import Overlap, find_overlap, uncached_tokens
@@ -61,7 +61,6 @@ def test_the_last_token_caps_all_tiers() -> None:
     assert Overlap(2, 2 + 0.75 * 7, 9) == find_overlap(160, 16, [2, 10, 10], 0)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 500), st.integers(1, 32), st.lists(st.integers(0, 40), max_size=3), st.integers(0, 40))
 def test_overlap_stays_in_bounds(isl: int, block_size: int, depths: list[int], in_flight: int) -> None:
     """Device ≤ credit ≤ widest, all below the last token, and at least one token is computed."""

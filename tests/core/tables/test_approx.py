@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.core.tables.approx import DEFAULT_TTL_S, ApproxIndex
@@ -15,6 +15,7 @@ from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.core.wire.ids import Target, WorkerId
 from scripts.kit.bench.meter import instructions
 from tests.core.forest import Forest
+from tests.long import examples
 
 pytestmark = pytest.mark.usefixtures("core")
 
@@ -169,7 +170,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.integers(0, 2**32), steps)
 def test_any_history_is_prefix_closed(
     seed: int, history: list[tuple[float, tuple[Target, int, float] | None]]
@@ -358,7 +359,7 @@ uses = st.tuples(prompts, st.sampled_from([None, None, None, 0.5, 3.0]), st.bool
 
 
 @pytest.mark.parametrize("ttl_s", [10.0, 0.0], ids=["by time", "by capacity"])
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     seed=st.integers(0, 2**32),
     history=st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0, 4.0]), uses), min_size=5, max_size=40),
@@ -395,7 +396,7 @@ def test_any_history_is_as_specified(
 odd_chains = st.lists(st.integers(0, 9), min_size=1, max_size=9)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     st.lists(
         st.tuples(odd_chains, st.sampled_from([0.0, 0.5, 2.0]), st.sampled_from([None, 0.5])), min_size=5

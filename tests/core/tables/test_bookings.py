@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgpack
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from xxhash import xxh3_64_intdigest
@@ -13,6 +12,7 @@ from kvrouter.core.tables.bookings import Booking, BookingTable
 from kvrouter.core.wire.hashes import pack_hashes
 from kvrouter.core.wire.ids import BookingKey, RouterId, Target, WorkerId
 from tests.core.forest import Forest, walk
+from tests.long import examples
 
 pytestmark = pytest.mark.usefixtures("core")
 
@@ -407,5 +407,4 @@ class ActiveHistory(RuleBasedStateMachine):
 
 def test_any_history() -> None:
     """After any bookings, marks, frees and drops in any order, the table equals the bookings in flight."""
-    examples = settings(max_examples=60, stateful_step_count=30, deadline=None)
-    run_state_machine_as_test(ActiveHistory, settings=examples)
+    run_state_machine_as_test(ActiveHistory, settings=examples(60, stateful_step_count=30))

@@ -11,6 +11,7 @@ from kvrouter.core.feeds.trust import FeedState
 from kvrouter.core.tables.block_index import BlockIndex, IndexBounds
 from kvrouter.core.wire.ids import Target, WorkerId
 from tests.core.links import Link
+from tests.long import IS_LONG
 
 pytestmark = pytest.mark.usefixtures("core")
 
@@ -181,7 +182,7 @@ def test_counters() -> None:
 
 @pytest.mark.parametrize("tier_sets", [1, 2])
 @pytest.mark.parametrize(
-    ("seed", "full"), [*((seed, "refuse") for seed in range(6)), *((seed, "lru") for seed in range(2))]
+    ("seed", "full"), [(seed, full) for full in ("refuse", "lru") for seed in range(6 if IS_LONG else 1)]
 )
 def test_bounded_feeds(seed: int, tier_sets: int, full: Literal["refuse", "lru"]) -> None:
     """Three targets and a bounded index: its blocks are theirs and prefix-closed, and no feed is flagged.

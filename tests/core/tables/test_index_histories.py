@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -19,6 +18,7 @@ from kvrouter.core.wire.hashes import pack_hashes
 from kvrouter.core.wire.ids import Target, WorkerId
 from kvrouter.core.wire.ops import TIERS
 from tests.core.forest import Forest, NaiveIndex, add_to, digest_of
+from tests.long import examples
 
 pytestmark = pytest.mark.usefixtures("core")
 
@@ -170,5 +170,4 @@ class IndexHistory(RuleBasedStateMachine):
 
 def test_any_history() -> None:
     """After any ops in any order the index equals a dict of sets."""
-    examples = settings(max_examples=60, stateful_step_count=30, deadline=None)
-    run_state_machine_as_test(IndexHistory, settings=examples)
+    run_state_machine_as_test(IndexHistory, settings=examples(60, stateful_step_count=30))

@@ -6,7 +6,7 @@ import random
 from array import array
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.core.native import versions
@@ -95,7 +95,6 @@ def test_slots_do_not_see_each_other(table: FlatTable) -> None:
     table.check()
 
 
-@settings(deadline=None)
 @given(chains, st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(0, 2**12 - 1))
 def test_depths_are_those_of_a_walk(chain: list[int], wanted: list[int], asked: int) -> None:
     """Bisection finds how much of the chain each labelled slot holds."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.core.tables import text_index
@@ -301,7 +301,6 @@ def test_texts_that_went_leave_no_trace(index: TextIndex) -> None:
     index.check()
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from("ire"), st.sampled_from(ALL), st.text("ab", max_size=8)), max_size=40)
 )

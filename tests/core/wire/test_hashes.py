@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
@@ -84,7 +84,6 @@ def test_known_chain() -> None:
     assert [salted[0], 1220162084052436955] == chain[:2]
 
 
-@settings(deadline=None)
 @given(tokens, st.integers(1, 20), names, names)
 def test_block_hashes_follow_the_design(
     ids: list[int], block_size: int, lora: str | None, salt: str | None
@@ -98,14 +97,12 @@ def test_block_hashes_follow_the_design(
     assert [expected_block(block, [], seed) for block in full] == computed
 
 
-@settings(deadline=None)
 @given(hashes)
 def test_chain_follows_the_design(blocks: list[int]) -> None:
     """Each sequence hash is made of the one before and the block's hash."""
     assert expected_chain(blocks) == sequence_hashes([BlockHash(block) for block in blocks])
 
 
-@settings(deadline=None)
 @given(hashes, st.integers(0, 20))
 def test_chain_may_be_continued(blocks: list[int], cut: int) -> None:
     """A chain computed in two parts is the chain computed at once."""
@@ -117,7 +114,6 @@ def test_chain_may_be_continued(blocks: list[int], cut: int) -> None:
     assert sequence_hashes(named) == head + tail
 
 
-@settings(deadline=None)
 @given(tokens, st.integers(1, 20), st.integers(0, 70), names, st.sampled_from([list, partial(array, "I")]))
 def test_prompts_continue_from_known_hashes(
     ids: list[int], block_size: int, known: int, salt: str | None, form: Callable[[list[int]], Sequence[int]]
@@ -227,7 +223,6 @@ def test_block_size_is_at_least_one(block_size: int) -> None:
         seeded_prompt_hashes(TOKENS, block_size, 1337)
 
 
-@settings(deadline=None)
 @given(hashes)
 def test_packed_hashes_come_back(values: list[int]) -> None:
     """Packed hashes are little-endian u64 and unpack to the same numbers."""

@@ -8,7 +8,7 @@ from functools import partial
 import msgpack
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.core.wire.heartbeats import (
@@ -23,6 +23,7 @@ from kvrouter.core.wire.heartbeats import (
 from kvrouter.core.wire.ops import VERSION
 from kvrouter.errors import MalformedFrameError, RefusedCardError
 from tests.core.worlds import W1, card, worker_beat
+from tests.long import examples
 
 WORKER = worker_beat(
     card("w1", tiers={"device": 100}, labels={"zone": "a"}, lora_names=("adapterA",)),
@@ -227,14 +228,14 @@ def survives(data: bytes) -> None:
             decode(data)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.binary(max_size=100))
 def test_any_bytes(data: bytes) -> None:
     """Random bytes raise nothing but MalformedFrameError."""
     survives(data)
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(
     st.sampled_from([encode(WORKER), encode(ROUTER)]), st.integers(0, 500), st.binary(min_size=1, max_size=3)
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvrouter.core.wire.hashes import pack_hashes, unpack_hashes
@@ -45,6 +45,7 @@ from kvrouter.core.wire.ops import (
     encode,
 )
 from kvrouter.errors import MalformedFrameError
+from tests.long import examples
 
 HASHES = pack_hashes([1, 2**64 - 1])
 PROMPT = bytes(range(16))
@@ -113,7 +114,6 @@ def frame_of(*raw_ops: Any, version: int = VERSION) -> bytes:  # anything a peer
     return data
 
 
-@settings(deadline=None)
 @given(st.integers(1, 2**60), st.integers(1, 2**60), st.lists(ops, max_size=6))
 def test_frames_come_back(incarnation: int, seq: int, sent: list[Op]) -> None:
     """Every op of every kind is read as it was written."""
@@ -273,7 +273,7 @@ def survives(data: bytes) -> None:
             decode(data)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.binary(max_size=200))
 @example(b"\x95\x01\x01\x01\x90" + b"\x91" * 5000 + b"\x90")
 @example(b"\x97\x01\x01\x01\x01\x01\x01" + b"\x91" * 5000 + b"\x90")
@@ -283,7 +283,7 @@ def test_any_bytes(data: bytes) -> None:
     survives(data)
 
 
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(st.sampled_from(REAL), st.integers(0, 500), st.binary(min_size=1, max_size=3), st.integers(0, 500))
 def test_mutated_frames(data: bytes, at: int, patch: bytes, cut: int) -> None:
     """Real frames with changed or missing bytes raise nothing but MalformedFrameError."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.errors import ConfigError
@@ -16,6 +15,7 @@ from kvrouter.lab.simulate.engines import Arrival
 from kvrouter.lab.simulate.reference_engine import ReferenceEngine
 from kvrouter.lab.simulate.step_model import LARGE_STEPS, ORDERS, REFERENCE, StepModel
 from tests.lab.simulate.naive_engine import NaiveEngine, Times
+from tests.long import examples
 
 BLOCK = 8
 
@@ -92,7 +92,7 @@ def arrivals(draw: st.DrawFn) -> list[Arrival]:
     return made
 
 
-@settings(max_examples=1000 if os.environ.get("KVROUTER_TEST_LONG") else 100, deadline=None)
+@examples(1000, 100)
 @given(
     arrivals(),
     st.sampled_from([12, 16, 40]),

@@ -30,6 +30,7 @@ from kvrouter.lab.tune.search import (
 )
 from kvrouter.policies.endpoint_picker import load_endpoint_picker
 from kvrouter.settings.read import load
+from tests.long import IS_LONG
 
 CELL = Cell(trace(read_trace(CONVERSATION_EXCERPT, 200)), 0.5, load=0.7, workers=4)
 
@@ -37,7 +38,7 @@ CELL = Cell(trace(read_trace(CONVERSATION_EXCERPT, 200)), 0.5, load=0.7, workers
 @pytest.mark.parametrize("mode", MODES)
 def test_every_choice_can_be_served(mode: str) -> None:
     """The flags are those of a frontend, and mean what was simulated; so does the file of mode scored."""
-    for number in range(8):
+    for number in range(8 if IS_LONG else 2):
         drawn_from = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=number))
         drawn_from.enqueue_trial({"mode": mode})
         choice = drawn(drawn_from.ask(), with_sessions=True)
@@ -54,7 +55,7 @@ def test_every_choice_can_be_served(mode: str) -> None:
 
 def test_winner_is_tested_on_what_the_search_has_not_seen() -> None:
     """Trials have the first 70 % of the requests, the test the others; engines are the same."""
-    search = Search(CELL, "ttft", trials=4, seeds=2, jobs=1, seed=3)
+    search = Search(CELL, "ttft", trials=3, seeds=2, jobs=1, seed=3)
     first, whole = search._cells()
 
     assert 140 == len(first.workload.draw(0)) == whole.workload.warm_up
@@ -64,7 +65,7 @@ def test_winner_is_tested_on_what_the_search_has_not_seen() -> None:
     found = search.run()
 
     assert [DEFAULT, PUBLISHED] == [one.choice for one in found.tested[:2]]
-    assert 4 == len(found.tried)
+    assert 3 == len(found.tried)
     assert found.gain.is_better <= (found.winner != DEFAULT)
     assert found == search.run(), "the same seed gives the same result"
 

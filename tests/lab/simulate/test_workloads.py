@@ -23,11 +23,12 @@ def test_same_seed_same_requests(name: str) -> None:
     """A seed gives the same arrivals, in order; another seed gives others."""
     workload = generated.named(name, REQUESTS)
 
-    assert workload.draw(1) == workload.draw(1) != workload.draw(2)
-    begins = [one for one in workload.draw(1) if not one.after]
+    drawn = workload.draw(1)
+    assert drawn == workload.draw(1) != workload.draw(2)
+    begins = [one for one in drawn if not one.after]
     assert all(one.at <= other.at for one, other in pairwise(begins))
-    assert all(max(one.after, default=-1) < number for number, one in enumerate(workload.draw(1)))
-    assert all(len(one.hashes) == one.prompt_tokens // 512 for one in workload.draw(1))
+    assert all(max(one.after, default=-1) < number for number, one in enumerate(drawn))
+    assert all(len(one.hashes) == one.prompt_tokens // 512 for one in drawn)
 
 
 @pytest.mark.parametrize("name", ["trace", "docs", "zero"])

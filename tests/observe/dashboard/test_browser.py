@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import statistics
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -18,10 +17,11 @@ from aiohttp import web
 from kvrouter.observe.dashboard.stream import event
 from scripts.kit.screenshots import VIEWS, Running, has_browser, open_page, small_fleet
 from tests.frontend.fleet import Fleet, FleetOf
+from tests.long import needs_long
 from tests.observe.test_document import view_of
 
 pytestmark = [
-    pytest.mark.skipif("KVROUTER_TEST_LONG" not in os.environ, reason="takes a minute: KVROUTER_TEST_LONG=1"),
+    needs_long("a minute"),
     pytest.mark.skipif(not has_browser(), reason="needs Playwright and chromium"),
 ]
 ENGINES = 3

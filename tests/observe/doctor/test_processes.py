@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
 
 from kvrouter.tokens.tiny import build_tiny_model
 from scripts.kit.ports import free_ports
 from tests.e2e.engine_process import EngineProcess
+from tests.long import needs_long
 from tests.serve.serving import command_of, serving
 
 Groups = dict[str, list[str]]
@@ -32,7 +32,7 @@ async def doctor(*flags: str) -> tuple[int, Groups]:
     }
 
 
-@pytest.mark.skipif(not os.environ.get("KVROUTER_TEST_LONG"), reason="half a minute: KVROUTER_TEST_LONG=1")
+@needs_long("half a minute")
 async def test_processes(tmp_path: Path) -> None:
     """A killed engine, a stopped agent and a stopped replica are found; before, nothing is."""
     build_tiny_model(tmp_path / "tiny")

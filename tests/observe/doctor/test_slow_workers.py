@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import uuid
 from typing import Any
 
@@ -15,6 +14,7 @@ from kvrouter.observe.doctor.replicas import Examined
 from kvrouter.observe.doctor.slow_workers import LEAST_ANSWERS, check_slow_workers
 from kvrouter.observe.document import Fleet, TargetRow
 from tests.e2e.fleet import running_fleet
+from tests.long import needs_long
 from tests.observe.doctor.sick import answering, codes, examination, replica, seen, sick_namespace
 from tests.observe.fleets import fleet, target
 
@@ -117,7 +117,7 @@ async def test_in_the_report(nats_url: str) -> None:
     assert "while looking" in seen(report, "engine.slow")
 
 
-@pytest.mark.skipif("KVROUTER_TEST_LONG" not in os.environ, reason="takes 12 seconds: KVROUTER_TEST_LONG=1")
+@needs_long("12 seconds")
 async def test_a_slowed_mocker(nats_url: str) -> None:
     """One of three mockers, slowed 5 times, is named; before, and with the same load, none is."""
     namespace = uuid.uuid4().hex

@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.core.wire.hashes import block_hashes, pack_hashes, sequence_hashes, unpack_hashes
 from kvrouter.core.wire.ops import DEVICE, DISK, HOST, MAX_FRAME_HASHES, TIERS, Cleared, Op, Removed, Stored
 from kvrouter.worker.blocks.engine_blocks import EngineBlocks
+from tests.long import examples
 from tests.worker.closed_sets import ClosedSets
 
 SIZE = 2
@@ -93,7 +94,7 @@ def steps(engines: int) -> st.SearchStrategy[list[tuple[str, int, int, int, int]
     return st.lists(step, max_size=40)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(steps(engines=1))
 def test_publishes_exactly_the_closure(history: list[tuple[str, int, int, int, int]]) -> None:
     """After every event each tier set is the closure of the referenced blocks; no set ever has a hole."""
@@ -106,7 +107,7 @@ def test_publishes_exactly_the_closure(history: list[tuple[str, int, int, int, i
         assert ClosedSets().apply(run.table.state_ops()).tiers == run.reader.tiers
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(steps(engines=3))
 def test_never_publishes_more_than_the_closure(history: list[tuple[str, int, int, int, int]]) -> None:
     """If several engine hashes mean one block, the published sets stay closed and held."""

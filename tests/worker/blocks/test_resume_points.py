@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.core.wire.hashes import block_hashes, pack_hashes, sequence_hashes
 from kvrouter.core.wire.ops import CheckResumable, Cleared, NotResumable, Op, Resumable
 from kvrouter.worker.blocks.engine_blocks import EngineBlocks
 from kvrouter.worker.blocks.resume_points import ALL
+from tests.long import examples
 from tests.worker.closed_sets import ClosedSets
 
 SIZE = 2
@@ -115,7 +116,7 @@ steps = st.lists(
 groups = st.lists(st.sampled_from([ALL, 1, 2, 3]), min_size=1, max_size=2)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(groups, steps)
 def test_overlap_is_what_is_reused(needed: list[int], history: list[tuple[str, int, int, int]]) -> None:
     """After every event each prompt's overlap is what the engine would reuse, also for who joins then."""

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.core.wire.hashes import block_hashes, block_seed, seeded_block_hashes, sequence_hashes
@@ -16,6 +16,7 @@ from kvrouter.errors import MalformedFrameError
 from kvrouter.worker.engines.http import EngineError
 from kvrouter.worker.engines.tensorrt import WINDOWS, TensorrtAdapter, read_answer
 from kvrouter.worker.publisher import KvPublisher
+from tests.long import examples
 from tests.worker.closed_sets import ClosedSets
 from tests.worker.fakes import FakeBus
 
@@ -208,7 +209,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     st.sampled_from([ALL, moved(1, 0, 1), removed(1)]), st.sampled_from(FIELDS), VALUES, st.integers(0, 200)
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.worker.zmq import ordering as engine_stream
@@ -19,6 +19,7 @@ from kvrouter.worker.zmq.ordering import (
     Step,
     digest_of,
 )
+from tests.long import examples
 
 
 def batch(seq: int, life: str = "a") -> Numbered:
@@ -371,7 +372,7 @@ class Engine:
             self.answer()
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     st.lists(st.sampled_from(["received", "received", "missed", "answer", "verify", "restart"]), max_size=40)
 )
