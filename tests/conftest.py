@@ -27,7 +27,12 @@ from tests.long import IS_LONG
 _START_TIMEOUT_S = 10.0
 
 # No test is timed: a shared machine may take any time for an example.
-hypothesis.settings.register_profile("untimed", deadline=None, max_examples=100 if IS_LONG else 25)
+hypothesis.settings.register_profile(
+    "untimed",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    max_examples=100 if IS_LONG else 25,
+)
 hypothesis.settings.load_profile("untimed")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import uuid
 from collections.abc import AsyncIterator
@@ -103,7 +102,7 @@ async def test_outside_simulator() -> None:
     example = (DOCS / "examples/outside_simulator.py").read_text()
     fewer = example.replace("QUESTION_TOKENS = 1000,", "QUESTION_TOKENS = 300,")
     assert fewer != example
-    first, second = await asyncio.gather(output_of(fewer), output_of(fewer))
+    first, second = [await output_of(fewer) for _ in range(2)]
 
     auto, one = ([float(number) for number in re.findall(r"(?<= )[\d.]+(?=[ %])", line)] for line in first)
     assert first == second

@@ -12,13 +12,13 @@ from typing import Any
 import aiohttp
 
 from kvrouter.frontend.run import RunningFrontend, running_frontend
-from kvrouter.frontend.settings import parse_options
 from kvrouter.lab.mocker.config import MockerConfig
 from kvrouter.lab.mocker.engine import EngineConfig
 from kvrouter.lab.mocker.server import Mocker, running_mocker
 from kvrouter.worker.agent import serve as serve_agent
 from kvrouter.worker.options import AgentOptions, worker_id_of
 from kvrouter.worker.zmq.sockets import EventEndpoints
+from tests.frontend.fleet import settings_of
 
 PATIENCE_S = 20.0
 
@@ -84,10 +84,9 @@ async def running_fleet(
         engines = [await stack.enter_async_context(running_mocker(config)) for _ in range(mockers)]
         for mocker in engines:
             await stack.enter_async_context(running_agent(mocker, nats_url, namespace))
+        own = tuple(frontend_flags(nats_url, "default", model_path, flags))
         replicas = [
-            await stack.enter_async_context(
-                running_frontend(parse_options(frontend_flags(nats_url, namespace, model_path, flags)))
-            )
+            await stack.enter_async_context(running_frontend(settings_of(namespace, own).settings))
             for _ in range(frontends)
         ]
         http = await stack.enter_async_context(aiohttp.ClientSession())

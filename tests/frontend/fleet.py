@@ -41,7 +41,7 @@ FOR_OPERATORS = (
 """Paths that `get` requests from the admin listener."""
 
 
-def _loaded(namespace: str, flags: tuple[str, ...]) -> Loaded[FrontendOptions]:
+def settings_of(namespace: str, flags: tuple[str, ...]) -> Loaded[FrontendOptions]:
     """The settings of a frontend in this namespace."""
     loaded = load(COMMAND, flags, {}) if _reads_a_file(flags) else _load_once(flags)
     return replace(
@@ -53,7 +53,8 @@ def _loaded(namespace: str, flags: tuple[str, ...]) -> Loaded[FrontendOptions]:
 
 
 def _reads_a_file(flags: Sequence[str]) -> bool:
-    return any("/" in flag and not flag.startswith("nats:") for flag in flags)
+    pairs = zip(("", *flags), flags, strict=False)
+    return any("/" in flag and before not in {"--nats", "--model-path"} for before, flag in pairs)
 
 
 @cache
@@ -108,7 +109,7 @@ class Fleet:
 
     def new_frontend(self) -> contextlib.AbstractAsyncContextManager[RunningFrontend]:
         """One more, in the same namespace."""
-        loaded = _loaded(self.subjects.namespace, tuple(self.flags))
+        loaded = settings_of(self.subjects.namespace, tuple(self.flags))
         return running_frontend(loaded.settings, loaded=loaded)
 
     @property

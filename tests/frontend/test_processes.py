@@ -168,32 +168,47 @@ async def test_two_on_one_port(nats_url: str) -> None:
     )
 
 
-async def test_killed_while_connections_queue(nats_url: str) -> None:
+async def test_processes_that_die(nats_url: str) -> None:
+    """One after the other; then the parent is killed, and leaves no process behind."""
+
+    async def script(received: Received, wire: Wire) -> None:
+        await (says_and_stalls(ONE) if b'"stream": true' in received.body else OK)(received, wire)
+
+    async with running(nats_url, script) as parent:
+        await killed_while_connections_queue(parent)
+        await killed_under_load(parent)
+        await one_is_restarted(parent)
+        pids = parent.children()
+        parent.process.kill()
+
+        await until(lambda: not any(is_alive(pid) for pid in pids), "all are gone")
+
+
+async def killed_while_connections_queue(parent: Parent) -> None:
     """If a process is killed while connections wait to be accepted, the other one answers them all.
 
     The restarted process accepts none before it is ready, and then its share.
     """
-    async with running(nats_url, OK) as parent:
-        first, second = parent.children()
-        for pid in (first, second):
-            os.kill(pid, signal.SIGSTOP)
-        async with contextlib.AsyncExitStack() as stack:
-            clients = [await stack.enter_async_context(connected(parent.url)) for _ in range(40)]
-            for client in clients:
-                client.send(BODY)
-            os.kill(first, signal.SIGKILL)
-            os.kill(second, signal.SIGCONT)
-            queued = routers([await client.response() for client in clients])
-        survivor = (await get(parent.admin_urls[1], "/workers")).json["router_id"]
-        await until(lambda: len(set(parent.children()) - {first}) == 2, "another one is started", START_S)
-        while (starting := await answer_of(parent.admin_urls[0], "/ready")) is None:
+    first, second = parent.children()
+    for pid in (first, second):
+        os.kill(pid, signal.SIGSTOP)
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(connected(parent.url)) for _ in range(40)]
+        for client in clients:
+            client.send(BODY)
+        os.kill(first, signal.SIGKILL)
+        os.kill(second, signal.SIGCONT)
+        queued = routers([await client.response() for client in clients])
+    survivor = (await get(parent.admin_urls[1], "/workers")).json["router_id"]
+    await until(lambda: len(set(parent.children()) - {first}) == 2, "another one is started", START_S)
+    while (starting := await answer_of(parent.admin_urls[0], "/ready")) is None:
+        pass
+    meanwhile = routers([answer for _ in range(5) for answer in await many(parent.url, 10)])
+    await parent.until_ready(*parent.admin_urls)
+    async with asyncio.timeout(START_S):
+        while len(routers(await many(parent.url, 20))) < 2:
             pass
-        meanwhile = routers([answer for _ in range(5) for answer in await many(parent.url, 10)])
-        await parent.until_ready(*parent.admin_urls)
-        async with asyncio.timeout(START_S):
-            while len(routers(await many(parent.url, 20))) < 2:
-                pass
-        report = await compare(parent.admin_urls, timeout_s=10.0)
+    report = await compare(parent.admin_urls, timeout_s=10.0)
 
     assert {survivor: 40} == queued
     assert 503 == starting.status
@@ -210,26 +225,26 @@ async def answer_of(url: str, path: str) -> Response | None:
         return None
 
 
-async def test_killed_under_load(nats_url: str) -> None:
+async def killed_under_load(parent: Parent) -> None:
     """Under load the only lost connections are those of the killed process."""
-    async with running(nats_url, OK) as parent:
-        broken: list[Exception] = []
-        ended = asyncio.Event()
+    broken: list[Exception] = []
+    ended = asyncio.Event()
 
-        async def load() -> None:
-            while not ended.is_set():
-                try:
-                    assert 200 == (await ask(parent.url, BODY)).status
-                except (OSError, EOFError) as error:
-                    broken.append(error)
+    async def load() -> None:
+        while not ended.is_set():
+            try:
+                assert 200 == (await ask(parent.url, BODY)).status
+            except (OSError, EOFError) as error:
+                broken.append(error)
 
-        at_once = 16
-        tasks = [asyncio.create_task(load()) for _ in range(at_once)]
-        await until(lambda: len(parent.worker.requests) > 200, "load")
-        os.kill(parent.children()[0], signal.SIGKILL)
-        await parent.until_ready(parent.admin_urls[0])
-        ended.set()
-        await asyncio.gather(*tasks)
+    at_once = 16
+    tasks = [asyncio.create_task(load()) for _ in range(at_once)]
+    before = len(parent.worker.requests)
+    await until(lambda: len(parent.worker.requests) > before + 200, "load")
+    os.kill(parent.children()[0], signal.SIGKILL)
+    await parent.until_ready(parent.admin_urls[0])
+    ended.set()
+    await asyncio.gather(*tasks)
 
     assert len(broken) <= at_once
     assert not [error for error in broken if isinstance(error, ConnectionRefusedError)]
@@ -302,53 +317,41 @@ async def test_second_signal(nats_url: str) -> None:
     assert all(b"ServiceUnavailableError" in rest for rest in rests)
 
 
-async def test_signals_without_use(nats_url: str) -> None:
-    """SIGUSR1, SIGUSR2 and SIGALRM end neither the parent nor a process; SIGUSR1 drains a process."""
-    async with running(nats_url, OK) as parent:
+async def test_signals(nats_url: str, tmp_path: Path) -> None:
+    """SIGUSR1, SIGUSR2 and SIGALRM end neither the parent nor a process; SIGUSR1 drains a process.
+
+    SIGHUP to the parent reaches all processes; with a wrong file it reaches none. Ctrl-C has no grace: with
+    no request in flight all end at once.
+    """
+    file = tmp_path / "kvrouter.toml"
+    file.write_text("[frontend]\nretries = 1\n")
+    async with running(nats_url, OK, f"--config={file}", "--drain-grace-s", "60") as parent:
+        assert parent.process.stderr is not None
+        file.write_text("[frontend]\nretries = many\n")
+        parent.process.send_signal(signal.SIGHUP)
+        lines = await read_until(parent.process.stderr, ["settings.not_reloaded"])
+        file.write_text('[frontend]\nretries = 3\nlog-level = "debug"\n')
+        parent.process.send_signal(signal.SIGHUP)
+        each = ["parent ", "process-1 ", "process-2 "]
+        lines += await read_until(parent.process.stderr, [f"{name}.*retries: 1 → 3" for name in each])
+
         before = parent.children()
         for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
             parent.process.send_signal(number)
             os.kill(before[0], number)
-        served = routers(await many(parent.url, 20))
-
+        assert routers(await many(parent.url, 20))
         assert before == parent.children()
-        parent.process.send_signal(signal.SIGTERM)
-        code, said = await parent.ended()
 
-    assert served
-    assert 0 == code
-    # by process: under load uvloop (0.23) may call a handler twice for one signal
-    assert 2 == len({line.split()[0] for line in said.splitlines() if "signal=SIGUSR2" in line})
-
-
-async def test_interrupt(nats_url: str) -> None:
-    """Ctrl-C has no grace: with no request in flight all end at once."""
-    async with running(nats_url, OK, "--drain-grace-s", "60") as parent:
         parent.process.send_signal(signal.SIGINT)
         code, said = await parent.ended()
 
+    lines += said.splitlines()
     assert 0 == code
+    assert 1 == sum("not_reloaded" in line for line in lines)
+    # by process: under load uvloop (0.23) may call a handler twice for one signal
+    assert 2 == len({line.split()[0] for line in lines if "signal=SIGUSR2" in line})
     assert re.search(r"parent .*frontend\.draining +processes=2 grace_s=0\.0", said)
     assert 3 == said.count("frontend.stopped")
-
-
-async def test_reload(nats_url: str, tmp_path: Path) -> None:
-    """SIGHUP to the parent reaches all processes; with a wrong file it reaches none."""
-    file = tmp_path / "kvrouter.toml"
-    file.write_text("[frontend]\nretries = 1\n")
-    async with running(nats_url, OK, f"--config={file}") as parent:
-        file.write_text("[frontend]\nretries = many\n")
-        parent.process.send_signal(signal.SIGHUP)
-        assert parent.process.stderr is not None
-        said = await read_until(parent.process.stderr, ["settings.not_reloaded"])
-        file.write_text('[frontend]\nretries = 3\nlog-level = "debug"\n')
-        parent.process.send_signal(signal.SIGHUP)
-        each = ["parent ", "process-1 ", "process-2 "]
-        said += await read_until(parent.process.stderr, [f"{name}.*retries: 1 → 3" for name in each])
-        served = (await ask(parent.url, BODY)).status
-
-    assert 1 == sum("not_reloaded" in line for line in said)
-    assert 200 == served
 
 
 async def read_until(stream: asyncio.StreamReader, patterns: list[str]) -> list[str]:
@@ -360,45 +363,22 @@ async def read_until(stream: asyncio.StreamReader, patterns: list[str]) -> list[
     return lines
 
 
-async def test_one_is_restarted(nats_url: str) -> None:
+async def one_is_restarted(parent: Parent) -> None:
     """A process that gets SIGTERM finishes its requests, accepts no more, and is replaced."""
-    async with running(nats_url, says_and_stalls(ONE)) as parent:
-        first, second = parent.children()
-        async with streaming(parent.admin_urls[0]) as (client,):
-            os.kill(first, signal.SIGTERM)
-            while (await get(parent.admin_urls[0], "/ready")).status == 200:
-                pass
-            for _ in range(10):  # its loop runs, and it has stopped accepting
-                assert 503 == (await get(parent.admin_urls[0], "/ready")).status
-            for _ in range(20):
-                assert 200 == (await get(parent.url, "/ready")).status
-            client.leave()
-        await until(lambda: first not in parent.children() and len(parent.children()) == 2, "a new one", 20)
-        await parent.until_ready(parent.admin_urls[0])
+    first, second = parent.children()
+    async with streaming(parent.admin_urls[0]) as (client,):
+        os.kill(first, signal.SIGTERM)
+        while (await get(parent.admin_urls[0], "/ready")).status == 200:
+            pass
+        for _ in range(10):  # its loop runs, and it has stopped accepting
+            assert 503 == (await get(parent.admin_urls[0], "/ready")).status
+        for _ in range(20):
+            assert 200 == (await get(parent.url, "/ready")).status
+        client.leave()
+    await until(lambda: first not in parent.children() and len(parent.children()) == 2, "a new one", 20)
+    await parent.until_ready(parent.admin_urls[0])
 
-        assert second in parent.children()
-
-
-async def test_parent_killed(nats_url: str) -> None:
-    """A parent that is killed leaves no process behind."""
-    async with running(nats_url, OK) as parent:
-        pids = parent.children()
-        parent.process.kill()
-
-        await until(lambda: not any(is_alive(pid) for pid in pids), "all are gone")
-
-
-async def test_cannot_start(nats_url: str, tmp_path: Path) -> None:
-    """Flags that no process can start with end all, with a message and code 2."""
-    flags = ("--nats", nats_url, "--drain-grace-s", "60", "--model-path", str(tmp_path))
-    port, admin_port, *_ = free_ports(4)
-    process = await start(port, admin_port, *flags)
-    async with asyncio.timeout(START_S):
-        _, said = await process.communicate()
-
-    assert 2 == process.returncode
-    assert "tokenizer.json" in said.decode()
-    assert re.search(r"process-[12] \| kvrouter frontend: ", said.decode())  # the first one ends all
+    assert second in parent.children()
 
 
 async def test_admin_port_taken(nats_url: str) -> None:
@@ -406,7 +386,7 @@ async def test_admin_port_taken(nats_url: str) -> None:
     port, admin_port, *_ = free_ports(4)
     with bound(admin_port + 2) as taken:
         taken.listen()
-        process = await start(port, admin_port, "--nats", nats_url)
+        process = await start(port, admin_port, "--nats", nats_url, "--drain-grace-s", "60")
         async with asyncio.timeout(START_S):
             _, said = await process.communicate()
 

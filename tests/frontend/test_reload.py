@@ -73,56 +73,87 @@ async def reloading(
                 await process.process.communicate()
 
 
-async def test_weights_and_log_level(nats_url: str, tmp_path: Path) -> None:
-    """SIGHUP and POST apply what can change, and name the rest. A wrong file changes nothing."""
+async def test_while_it_runs(nats_url: str, tmp_path: Path) -> None:
+    """One frontend through all changes, the last of which are in its log."""
     async with reloading(nats_url, tmp_path) as frontend:
-        before = await frontend.cost()
-        frontend.file.write_text("[frontend]\nkv-overlap-score-weight = 3\n")
-        await frontend.hang_up(cost=16.0)
-
-        frontend.file.write_text(
-            '[frontend]\nkv-overlap-score-weight = 1\nlease-s = 9\nlog-level = "error"\n'
-        )
-        posted = await frontend.reload()
-        after = await frontend.cost()
-
-        frontend.file.write_text("[frontend]\nkv-overlap-score-weight = -1\n")
-        status, wrong = await frontend.reload()
-        after_wrong = await frontend.cost()
+        await at_once_and_often(frontend)
+        await thresholds(frontend)
+        await rotated_key(frontend)
+        await weights_and_log_level(frontend)
         frontend.process.process.send_signal(signal.SIGINT)
         code, said = await frontend.process.ended(PATIENCE_S)
 
-    assert (8.0, 8.0, 8.0) == (before, after, after_wrong)
-    changed = {"kv-overlap-score-weight": "3 → 1", "log-level": "info → error"}
-    assert (200, {"changed": changed, "needs_restart": {"lease-s": "5 → 9"}}) == posted
-    assert 400 == status
-    assert "nothing was changed" in wrong["error"]["message"]
-    assert "kv-overlap-score-weight" in wrong["error"]["message"], wrong
     assert 0 == code
     assert "kv-overlap-score-weight: 1 → 3" in said
     assert "settings.needs_restart" in said
+    assert "settings.not_reloaded" in said
+    assert "second" not in said
     assert "frontend.draining" not in said  # an info
 
 
-async def test_rotated_key(nats_url: str, tmp_path: Path) -> None:
+async def at_once_and_often(frontend: Reloading) -> None:
+    """Requests that come while settings change are all served, and the last file counts."""
+    async with connected(frontend.process.url) as client:
+        for weight in range(1, 6):
+            frontend.file.write_text(f"[frontend]\nkv-overlap-score-weight = {weight}\n")
+            frontend.process.process.send_signal(signal.SIGHUP)
+            assert 200 == (await client.ask(BODY)).status
+        await frontend.hang_up(cost=24.0)
+
+
+async def thresholds(frontend: Reloading) -> None:
+    """Thresholds of the file replace those that were set at run time, but only if they differ."""
+    async with connected(frontend.admin_url) as client:
+        wanted = {"model": "m", "active_prefill_tokens_threshold": 5}
+        await client.ask(wanted, path="/busy_threshold")
+        frontend.file.write_text("[frontend]\nretries = 1\n")
+        await frontend.reload()
+        kept = (await client.get("/busy_threshold")).json["thresholds"][0]
+        frontend.file.write_text("[frontend]\nactive-prefill-tokens-threshold = 7\n")
+        await frontend.reload()
+        replaced = (await client.get("/busy_threshold")).json["thresholds"][0]
+
+    assert (5, 7) == tuple(one["active_prefill_tokens_threshold"] for one in (kept, replaced))
+
+
+async def rotated_key(frontend: Reloading) -> None:
     """A new admin key opens the clients' port, and the former one does not; neither is logged."""
-    async with reloading(nats_url, tmp_path) as frontend:
-        clients = frontend.process.url
-        frontend.key.write_text("second")
-        changed = await frontend.reload(clients, "first")
-        statuses = [(await frontend.reload(clients, key))[0] for key in ("first", "second")]
-        frontend.key.write_text("")
-        empty = await frontend.reload()
-        still = await frontend.reload(clients, "second")
-        frontend.process.process.send_signal(signal.SIGINT)
-        _, said = await frontend.process.ended(PATIENCE_S)
+    clients = frontend.process.url
+    frontend.key.write_text("second")
+    changed = await frontend.reload(clients, "first")
+    statuses = [(await frontend.reload(clients, key))[0] for key in ("first", "second")]
+    frontend.key.write_text("")
+    empty = await frontend.reload()
+    still = await frontend.reload(clients, "second")
+    frontend.key.write_text("second")
 
     assert (200, {"admin-key-file": "changed"}) == (changed[0], changed[1]["changed"])
     assert [401, 200] == statuses
     assert (400, 400) == (empty[0], still[0])
     assert "it is empty" in empty[1]["error"]["message"]
-    assert "settings.not_reloaded" in said
-    assert "second" not in said
+
+
+async def weights_and_log_level(frontend: Reloading) -> None:
+    """SIGHUP and POST apply what can change, and name the rest. A wrong file changes nothing."""
+    frontend.file.write_text("[frontend]\nkv-overlap-score-weight = 1\n")
+    await frontend.hang_up(cost=8.0)
+    frontend.file.write_text("[frontend]\nkv-overlap-score-weight = 3\n")
+    await frontend.hang_up(cost=16.0)
+
+    frontend.file.write_text('[frontend]\nkv-overlap-score-weight = 1\nlease-s = 9\nlog-level = "error"\n')
+    posted = await frontend.reload()
+    after = await frontend.cost()
+
+    frontend.file.write_text("[frontend]\nkv-overlap-score-weight = -1\n")
+    status, wrong = await frontend.reload()
+    after_wrong = await frontend.cost()
+
+    assert (8.0, 8.0) == (after, after_wrong)
+    changed = {"kv-overlap-score-weight": "3 → 1", "log-level": "info → error"}
+    assert (200, {"changed": changed, "needs_restart": {"lease-s": "5 → 9"}}) == posted
+    assert 400 == status
+    assert "nothing was changed" in wrong["error"]["message"]
+    assert "kv-overlap-score-weight" in wrong["error"]["message"], wrong
 
 
 async def test_rotated_certificate(nats_url: str, tmp_path: Path) -> None:
@@ -143,28 +174,3 @@ async def test_rotated_certificate(nats_url: str, tmp_path: Path) -> None:
 
     assert {"tls-cert": "changed"} == changed["changed"]
     assert (8.0, 400, 8.0) == (cost, wrong, still)
-
-
-async def test_thresholds(nats_url: str, tmp_path: Path) -> None:
-    """Thresholds of the file replace those that were set at run time, but only if they differ."""
-    async with reloading(nats_url, tmp_path) as frontend, connected(frontend.admin_url) as client:
-        wanted = {"model": "m", "active_prefill_tokens_threshold": 5}
-        await client.ask(wanted, path="/busy_threshold")
-        frontend.file.write_text("[frontend]\nretries = 1\n")
-        await frontend.reload()
-        kept = (await client.get("/busy_threshold")).json["thresholds"][0]
-        frontend.file.write_text("[frontend]\nactive-prefill-tokens-threshold = 7\n")
-        await frontend.reload()
-        replaced = (await client.get("/busy_threshold")).json["thresholds"][0]
-
-    assert (5, 7) == tuple(one["active_prefill_tokens_threshold"] for one in (kept, replaced))
-
-
-async def test_at_once_and_often(nats_url: str, tmp_path: Path) -> None:
-    """Requests that come while settings change are all served, and the last file counts."""
-    async with reloading(nats_url, tmp_path) as frontend, connected(frontend.process.url) as client:
-        for weight in range(1, 6):
-            frontend.file.write_text(f"[frontend]\nkv-overlap-score-weight = {weight}\n")
-            frontend.process.process.send_signal(signal.SIGHUP)
-            assert 200 == (await client.ask(BODY)).status
-        await frontend.hang_up(cost=24.0)

@@ -153,8 +153,9 @@ CHUNKED = (  # not plain
 )
 
 
-@pytest.mark.parametrize("request_", [SIZED, CHUNKED], ids=["plain", "chunked"])
-@pytest.mark.parametrize("is_tls", [False, True], ids=["http", "https"])
+@pytest.mark.parametrize(
+    ("request_", "is_tls"), [(SIZED, True), (CHUNKED, False)], ids=["plain, https", "chunked, http"]
+)
 async def test_drain_waits_for_readers(
     nats_url: str, free_port: Callable[[], int], tmp_path: Path, is_tls: bool, request_: bytes
 ) -> None:
@@ -247,30 +248,27 @@ async def test_drain_timeout(nats_url: str, free_port: Callable[[], int]) -> Non
     assert "error" not in [line.split()[2].strip("[]") for line in said.splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("begun", "is_whole"),
-    [
-        (b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n" + event("a"), False),
-        (ONE + b"ff\r\ndata: half", False),
-        (ONE + chunk(event("b")), True),
-    ],
-    ids=["no chunks", "amid a chunk", "chunks"],
-)
-async def test_cut_off_without_an_error_event(
-    nats_url: str, free_port: Callable[[], int], begun: bytes, is_whole: bool
-) -> None:
+async def test_cut_off_without_an_error_event(nats_url: str, free_port: Callable[[], int]) -> None:
     """If an error event does not fit an answer's framing, the client sees that it is incomplete."""
-    script = says_and_stalls(begun)
-    async with running(nats_url, free_port(), script, *CUT_OFF_FLAGS) as frontend:
-        async with connected(frontend.url) as client:
+    no_chunks = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n" + event("a")
+    cases = [(no_chunks, False), (ONE + b"ff\r\ndata: half", False), (ONE + chunk(event("b")), True)]
+    script = in_turn(*(says_and_stalls(begun) for begun, _ in cases))
+    async with (
+        running(nats_url, free_port(), script, *CUT_OFF_FLAGS) as frontend,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        clients = [await stack.enter_async_context(connected(frontend.url)) for _ in cases]
+        for client in clients:
             client.send(STREAM)
             await client.read_until(b"\r\n\r\n")
-            frontend.stop()
-            rest, is_torn = await read_all(client)
+        frontend.stop()
+        ends = [await read_all(client) for client in clients]
         code, _ = await frontend.ended()
 
-    assert (0, is_whole) == (code, not is_torn)
-    assert is_whole == rest.endswith(b"}}\n\n\r\n" + LAST_CHUNK)
+    assert 0 == code
+    assert [is_whole for _, is_whole in cases] == [not is_torn for _, is_torn in ends]
+    for (_, is_whole), (rest, _) in zip(cases, ends, strict=True):
+        assert is_whole == rest.endswith(b"}}\n\n\r\n" + LAST_CHUNK)
 
 
 async def read_all(client: Client) -> tuple[bytes, bool]:
@@ -285,12 +283,11 @@ async def read_all(client: Client) -> tuple[bytes, bool]:
     return rest, False
 
 
-@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
-async def test_second_signal(nats_url: str, free_port: Callable[[], int], first: signal.Signals) -> None:
+async def test_second_signal(nats_url: str, free_port: Callable[[], int]) -> None:
     """A second signal ends the drain at once."""
     script, flags = says_and_stalls(ONE), ("--drain-grace-s", "60")
     async with running(nats_url, free_port(), script, *flags) as frontend, streaming(frontend) as client:
-        frontend.process.send_signal(first)
+        frontend.stop()
         while await is_ready(frontend.url):
             pass
         frontend.stop()
@@ -369,15 +366,6 @@ async def until_live(url: str) -> None:
             assert 200 == (await get(url, "/live")).status
             return
         await asyncio.sleep(0.01)
-
-
-async def test_wrong_flag() -> None:
-    """A wrong flag: code 2, and a message that names it."""
-    process = await start("--retries", "many")
-    _, said = await process.communicate()
-
-    assert 2 == process.returncode
-    assert b"kvrouter frontend: --retries 'many': must be a whole number of at least 0" in said
 
 
 def test_port_taken(capsys: pytest.CaptureFixture[str], quiet_logs: None) -> None:

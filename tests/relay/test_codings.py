@@ -70,7 +70,7 @@ def test_bomb_in_a_bomb() -> None:
 @pytest.mark.parametrize("name", PACKINGS)
 def test_bomb(name: str) -> None:
     """A body that would unpack to more than is allowed is unpacked no further."""
-    bomb = PACKINGS[name](bytes(100_000_000))
+    bomb = PACKINGS[name](bytes(100 * MOST))
 
     with pytest.raises(RequestTooLargeError, match=f"{MOST} bytes are allowed"):
         unpack(bomb, [CODINGS.get(name, name)], MOST)

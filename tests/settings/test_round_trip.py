@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvrouter.settings import read
 from kvrouter.settings.commands import MODULES, command_named
 from kvrouter.settings.declare import Declared
+from tests.long import IS_LONG
 
 # No newline and no surrogate: neither is in a flag that a person writes, nor in a text of TOML.
 TEXTS = st.text(st.characters(min_codepoint=32, max_codepoint=0x2FFF, exclude_characters="\x7f"), max_size=12)
@@ -112,7 +113,7 @@ def reread(name: str, words: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", MODULES)
-@settings(max_examples=15, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=15 if IS_LONG else 4, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
 def test_flags(name: str, data: st.DataObject) -> None:
     """Settings -> flags -> settings: the same, and the rest keeps its default."""
@@ -132,7 +133,7 @@ def test_flags(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", MODULES)
-@settings(max_examples=15, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=15 if IS_LONG else 4, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
 def test_file(name: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Settings -> config file -> settings."""

@@ -87,7 +87,7 @@ bounds = st.fixed_dictionaries(
 )
 
 
-@examples(3000, 150)
+@examples(3000, 50)
 @given(st.lists(requests, min_size=1, max_size=12), bounds, st.integers(1, 12), st.sampled_from([5, 1000]))
 def test_exact(history: list[Any], limits: dict[str, int], part_characters: int, most_parts: int) -> None:
     """After any history of texts, evictions and seeds, hashes equal a fresh computation."""

@@ -53,7 +53,7 @@ def chain(*names: str) -> list[tuple[bytes, array[int]]]:
     return [(name.encode(), part(7)) for name in names]
 
 
-@examples(5000, 100)
+@examples(5000, 40)
 @given(st.sampled_from(KINDS), st.lists(texts, min_size=1, max_size=6), st.integers(1, 20), st.booleans())
 def test_exact(name: str, texts: list[str], part_characters: int, add: bool) -> None:
     """Each text, and each continued from others, has the ids of a full tokenization, cold and warm."""

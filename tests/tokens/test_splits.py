@@ -12,7 +12,7 @@ from kvrouter.tokens.splits import Splits, find_splits
 from tests.long import IS_LONG
 from tests.tokens.kinds import AFTER_TOKENS, AFTER_WORDS, NOWHERE, QWEN2, bpe, build, raw, words
 
-TRIALS = 20_000 if IS_LONG else 400
+TRIALS = 20_000 if IS_LONG else 100
 
 
 @pytest.mark.parametrize("name", AFTER_WORDS)

@@ -33,7 +33,7 @@ from tests.worker.connecting_engine import Connecting
 from tests.worker.fakes import FakeBus
 from tests.worker.mutations import Message, mutate, pervert
 
-EXAMPLES = 300 if IS_LONG else 40
+EXAMPLES = 300 if IS_LONG else 15
 DATA = Path(__file__).parents[1] / "data"
 CAPTURES = ["vllm_capture.msgpack", "vllm_capture_array_0.23.msgpack"]
 BLOCKS = 100

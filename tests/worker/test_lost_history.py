@@ -35,7 +35,7 @@ from tests.long import IS_LONG
 from tests.worker.closed_sets import ClosedSets
 from tests.worker.fakes import FakeBus
 
-EXAMPLES = 300 if IS_LONG else 40
+EXAMPLES = 300 if IS_LONG else 15
 SIZE = 2
 NUM_BLOCKS = 9
 CONFIG = EngineConfig(num_blocks=NUM_BLOCKS, block_size=SIZE, max_num_seqs=3, max_model_len=16)

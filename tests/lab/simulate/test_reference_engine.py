@@ -92,7 +92,7 @@ def arrivals(draw: st.DrawFn) -> list[Arrival]:
     return made
 
 
-@examples(1000, 100)
+@examples(1000, 30)
 @given(
     arrivals(),
     st.sampled_from([12, 16, 40]),
