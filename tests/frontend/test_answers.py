@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from kvrouter.core.tables import deadly_prompts
+from kvrouter.frontend.requests import lost_requests
 from kvrouter.relay.events import EventKind, EventReader
 from tests.frontend.fleet import BODY, STREAM, FleetOf
 from tests.frontend.workers import (
@@ -33,6 +35,13 @@ from tests.relay.answers import APIS, DONE, QUIET, ApiStream, sse, typed
 
 UNTIL_CLOSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
 by_api = pytest.mark.parametrize("api", APIS, ids=lambda api: api.path.rpartition("/")[2])
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses are judged at once: each retry behind a broken connection would take half a second."""
+    for module in (deadly_prompts, lost_requests):
+        monkeypatch.setattr(module, "SETTLE_S", 0.01)
 
 
 def told(body: bytes) -> list[bytes]:

@@ -162,8 +162,9 @@ def test_bad_roles(flag: str, said: str) -> None:
         read(flag)
 
 
-@pytest.mark.parametrize("flag", ["--engine-url", "--advertise-url"])
-@pytest.mark.parametrize("scheme", ["http", "https", "ftp"])
+@pytest.mark.parametrize(
+    ("flag", "scheme"), [("--engine-url", "http"), ("--advertise-url", "https"), ("--engine-url", "ftp")]
+)
 @pytest.mark.parametrize("user", ["u:secret", "secret", "u:se/cret"])
 @pytest.mark.parametrize("rest", ["h", "h:1/a", "h:99999", "h:port", "[::1", "[::1]:x/a?b#c"])
 def test_password_in_a_url(flag: str, scheme: str, user: str, rest: str) -> None:
