@@ -29,7 +29,8 @@ KV = ("--router-mode", "kv", "--router-queue-threshold", "0.5")
 SYNCED = ("--router-replica-sync", *KV)
 STEP: dict[str, Any] = {"max_batched_tokens": 64}
 """A worker with one prompt of 64 tokens to compute is full."""
-SOON_S = 0.5
+SOON_S = 5.0
+"""Long before --router-queue-timeout-s."""
 
 
 async def metric(fleet: Fleet, line: str) -> float:

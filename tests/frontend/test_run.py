@@ -40,7 +40,7 @@ from tests.frontend.workers import (
 )
 
 ONE = SSE_HEAD + chunk(event("a"))
-SOON_S = 3.0
+SOON_S = 20.0
 
 
 @dataclass

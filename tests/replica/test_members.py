@@ -176,7 +176,7 @@ def test_lines_are_bounded(logs: list[dict[str, Any]], monkeypatch: pytest.Monke
 
 async def test_lost_worker_of_a_fleet(fleet_of: FleetOf) -> None:
     """One of two agents is lost: requests still succeed, but the log and the metrics report it."""
-    flags = ("--lease-s", "0.2", "--heartbeat-s", "0.05")
+    flags = ("--lease-s", "1", "--heartbeat-s", "0.2")
     async with fleet_of(*flags, scripts=()) as fleet:
         fleet.announce(FakeWorker("b", OK, "http://127.0.0.1:1"))
 
