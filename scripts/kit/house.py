@@ -31,7 +31,7 @@ LARGER = {
 TWICE = {"ApproxKvIndexer", "Collected", "KvIndexer"}
 FILES = 25
 # 2,160 of them for prefill and decode apart, 530 of these in the mocker, 150 its problems.
-LINES = 70_120
+LINES = 70_140
 COMMENTS = 28.8
 # Of docs/, as `wc -w` counts them, without docs/changes; 1,520 for prefill and decode apart.
 DOC_WORDS = 61_220
