@@ -213,7 +213,7 @@ class Completions:
                 await asyncio.sleep(RETRY_DELAY_S * 2**tries * random.random())
             is_watched = prompts.suspected or prompts.condemned
             case = case or (await self.lost.case(work) if is_watched else None)
-            place = partial(self._place, record, work, failed, fallbacks, is_last=tries == limits.retries)
+            place = partial(self._place, record, work, failed, fallbacks, tries == limits.retries)
             try:
                 running = place() if case is None else await self.lost.place(case, place)
             except NoWorkersError:
@@ -243,15 +243,14 @@ class Completions:
                 await self.lost.settle(case, leg, reason, limits.retries_after_death)
         return outcome
 
-    def _place(
+    def _place(  # noqa: PLR0917  (a partial with keywords takes 1 % of a request)
         self,
         record: Record,
         work: Work,
         failed: frozenset[Target],
         fallbacks: tuple[Target, ...],
-        avoided: frozenset[Target] = frozenset(),
-        *,
         is_last: bool,
+        avoided: frozenset[Target] = frozenset(),
     ) -> AttemptRecord:
         """Choose and book: an attempt begins. The AddRequest goes to the peers at the end of this turn.
 
