@@ -169,6 +169,7 @@ class Agent:
         self._pool_model = pool_name(options, facts)
         self._ranks = [self._rank(number, former) for number in range(len(events))]
         self._is_answering = asyncio.Event()
+        self._is_another = False  # the engine has restarted, and was not learnt again
         self._is_down = False
         # Why the engine is down; empty while it is up.
         self._trouble = ""
@@ -387,21 +388,30 @@ class Agent:
 
         Returns why it is not up yet. Raises EngineError if the agent must start again.
         """
-        try:
-            facts = await learn_with_events(self._engine, self._options)
-        except EngineError as error:
+        if error := await self._learn_again():
             return error  # it answers probes, but is still starting: the next probe tries again
-        self._check_model(facts.models)
-        self._check_ranks(facts)
         log.info("engine.up", url=self._options.engine_url)
-        self._note(facts)
-        self._log_lacks()
         # not those that have seen the new process begin: some events can be read only once
         self._restart_events([rank for rank in self._ranks if not rank.is_settled])
         self._trouble = ""
         self._announcer.update(self._card())
         self._is_down = False
         self._announce_state()
+        return None
+
+    async def _learn_again(self) -> EngineError | None:
+        """Learn what the engine is now; returns why it cannot be asked.
+
+        Raises EngineError if the agent must start again.
+        """
+        try:
+            facts = await learn_with_events(self._engine, self._options)
+        except EngineError as error:
+            return error
+        self._check_model(facts.models)
+        self._check_ranks(facts)
+        self._note(facts)
+        self._log_lacks()
         return None
 
     async def _watch_models(self) -> None:
@@ -456,28 +466,25 @@ class Agent:
             self._announcer.update(self._card())  # events may have shown a block size or a tier
 
     async def _learn_by(self, scrape: Scrape) -> None:
-        """Learn an engine again that had no metrics and has them now: they show ranks, too.
+        """Learn an engine again that has restarted, or had no metrics and has them now: they show ranks, too.
 
         Raises EngineError if this agent must be started again for them.
         """
-        if self._facts.has_metrics or not (scrape.loads or scrape.block_size):
-            return
-        try:
-            facts = await learn_with_events(self._engine, self._options)
-        except EngineError:
+        has_metrics = not self._facts.has_metrics and bool(scrape.loads or scrape.block_size)
+        if not (has_metrics or self._is_another) or await self._learn_again():
             return  # the next scrape tries again
-        self._check_ranks(facts)
-        log.info("engine.has_metrics", url=self._options.engine_url)
-        self._note(facts)
-        self._log_lacks()
+        self._is_another = False
+        if has_metrics:
+            log.info("engine.has_metrics", url=self._options.engine_url)
 
     def _note_scrape(self, scrape: Scrape) -> None:
         self._loads = scrape.loads
         was_asleep = self._facts.scrape.is_asleep
-        # 0: unknown, in an answer that is not the engine's own for example
-        if scrape.started_s and scrape.started_s != self._facts.scrape.started_s:
+        # 0: unknown, in an answer that is not the engine's own for example; less: another of its processes
+        if scrape.started_s > self._facts.scrape.started_s:
             before, now = self._facts.scrape.device_blocks, scrape.device_blocks
             log.info("engine.restarted", url=self._options.engine_url, blocks_before=before, blocks=now)
+            self._is_another = True
             # between two probes; a table with batches of the new process only stays
             self._restart_events([rank for rank in self._ranks if rank.is_older_than(scrape.started_s)])
         self._note(self._facts.with_scrape(scrape))

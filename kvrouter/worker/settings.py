@@ -64,8 +64,17 @@ class EngineSettings(Settings):
         read=read_connector,
         default_text="as the engine says",
     )
-    bootstrap_port: int = setting(0, "port of its connector", metavar="PORT", least=0, most=65535)
-    kv_address: str | None = setting(None, "address of its connector", metavar="HOST:PORT", read=read_address)
+    bootstrap_port: int = setting(
+        0,
+        "port of a prefill engine's Mooncake bootstrap server",
+        metavar="PORT",
+        least=0,
+        most=65535,
+        default_text="8998",
+    )
+    kv_address: str | None = setting(
+        None, "that server, as decode engines reach it", metavar="HOST:PORT", read=read_address
+    )
     kv_hash: str = setting("", "hands over only to engines with the same text", metavar="TEXT")
     whole: bool | None = setting(
         None,

@@ -89,6 +89,7 @@ class EngineServer:
         self.status = 200
         self.asked: list[str] = []
         self.model = "tiny"
+        self.version = "0.32.0"
         self.adapters = ["adapter"]
         self.sources: dict[str, object] | None = None
         self.scrapes = 0
@@ -138,7 +139,7 @@ class EngineServer:
             case "/kv_event_sources":
                 return web.json_response(self.sources, status=200 if self.sources is not None else 404)
             case "/version":
-                return web.json_response({"version": "0.32.0"})
+                return web.json_response({"version": self.version})
             case _:
                 return web.Response(status=200 if self.is_healthy else 503)
 

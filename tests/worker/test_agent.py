@@ -385,6 +385,17 @@ async def test_engine_restarted_between_probes(scene: Scene) -> None:
         await scene.listener.until_held(set())
 
 
+async def test_another_engine_between_probes(scene: Scene) -> None:
+    """An engine that restarts too fast to be down is learnt again: its card is of the new process."""
+    async with scene.agent():
+        await scene.listener.beat(lambda beat: beat.card is not None and beat.card.engine_version == "0.32.0")
+        scene.events.restart()
+        scene.engine.version = "0.33.0"
+        scene.engine.metrics = scene.engine.metrics.replace("seconds 10.0", "seconds 150.0")
+
+        await scene.listener.beat(lambda beat: beat.card is not None and beat.card.engine_version == "0.33.0")
+
+
 METRICS_4 = (
     'vllm:cache_config_info{block_size="4",engine="0",num_gpu_blocks="50"} 1.0\n'
     "process_start_time_seconds 150.0\n"

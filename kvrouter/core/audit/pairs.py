@@ -32,6 +32,12 @@ _REMEDIES = {
 }
 
 
+_SAME_ENGINE = (
+    "names the same engine for hand-overs as {first}, so those of one fail: give each agent the bootstrap "
+    "server of its own engine (--bootstrap-port, --kv-address)"
+)
+
+
 def problems_of_pairs(pool: Pool, transfers: Transfers, now: float) -> Iterator[tuple[WorkerId, Problem]]:
     """Of each worker whose role is not `both`; nothing in a pool without roles."""
     if pool.split.whole is None:
@@ -40,6 +46,7 @@ def problems_of_pairs(pool: Pool, transfers: Transfers, now: float) -> Iterator[
     paired = {targets[at].worker_id for one in pool.split.islands for at in (*one.prefill, *one.decode)}
     workers = {target.worker_id: worker for target, worker in pool.targets.items()}
     found: dict[object, Problem] = {}  # workers that are alike have one text
+    named: dict[str, WorkerId] = {}
     for worker_id, worker in workers.items():
         role = worker.card.role
         if role not in {BOTH, PREFILL, DECODE}:
@@ -49,6 +56,10 @@ def problems_of_pairs(pool: Pool, transfers: Transfers, now: float) -> Iterator[
             if key not in found:
                 found[key] = Problem("partner", _why_alone(pool, worker.card, workers))
             yield worker_id, found[key]
+        for engine_id in worker.card.kv_engine_ids:
+            if (first := named.setdefault(engine_id, worker_id)) != worker_id:
+                yield worker_id, Problem("partner", _SAME_ENGINE.format(first=first))
+                break
     yield from _resting(transfers, now)
 
 

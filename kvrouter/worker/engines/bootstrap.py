@@ -11,7 +11,7 @@ from msgspec import Struct
 from kvrouter.connectors.source import address_of
 from kvrouter.core.wire.ops import UNREADABLE
 from kvrouter.core.wire.values import Text
-from kvrouter.worker.engines.http import EngineError, EngineHttp
+from kvrouter.worker.engines.http import EngineError, EngineHttp, EngineStatusError
 from kvrouter.worker.options import AgentOptions
 
 # VLLM_MOONCAKE_BOOTSTRAP_PORT of vLLM 0.33.
@@ -30,7 +30,10 @@ async def learn_engine_ids(options: AgentOptions) -> tuple[str, ...]:
     address = options.kv_address or address_of(options.engine_url, options.bootstrap_port or PORT)
     try:
         async with EngineHttp.open(f"http://{address}") as server:
-            found = _decode(await server.find("query") or b"{}")
+            body = await server.find("query")
+            if body is None:
+                raise EngineStatusError("query", 404)
+            found = _decode(body)
     except (EngineError, *UNREADABLE) as error:
         raise EngineError(
             f"no Mooncake bootstrap server of this prefill engine at http://{address}, {error}: give "

@@ -112,6 +112,22 @@ def test_connector_that_is_not_served() -> None:
     assert "so it serves whole requests: use nixl" in found["d1"]
 
 
+def test_two_agents_name_one_engine() -> None:
+    """The second one asks the bootstrap server of the first one's engine."""
+    facts = {"kv_connector": "mooncake", "kv_engine_ids": ("e",)}
+    found = told(
+        fleet(
+            ("p1", "prefill", facts),
+            ("p2", "prefill", facts),
+            ("d1", "decode", facts | {"kv_engine_ids": ()}),
+        )
+    )
+
+    assert ["p2"] == [*found]
+    assert "partner: names the same engine for hand-overs as p1" in found["p2"]
+    assert "--bootstrap-port" in found["p2"]
+
+
 def test_unknown_role() -> None:
     """The worker is named once, with what to do."""
     replica = fleet(("x1", "encode", {}))

@@ -486,12 +486,20 @@ async def test_a_mooncake_prefill_engine(vllm: Recorded) -> None:
     assert 8998 == _card(replace(half, bootstrap_port=0), facts).bootstrap_port
 
 
+async def test_another_server(vllm: Recorded) -> None:
+    """A port of another program answers 404."""
+    port = urlsplit(vllm.url).port or 0
+    options = replace(vllm.options, role="prefill", kv_connector="mooncake", bootstrap_port=port)
+    with pytest.raises(EngineError, match=r"/query answered 404: give --bootstrap-port"):
+        await vllm.learn(options)
+
+
 @pytest.mark.parametrize(
-    "answer", [None, b"", b"{}", b"[]", b'{"1":{"engine_id":"e"}}', b'{"a":{"engine_id":"e"}}', b'{"0":{}}']
+    "answer", [b"", b"{}", b"[]", b'{"1":{"engine_id":"e"}}', b'{"a":{"engine_id":"e"}}', b'{"0":{}}']
 )
-async def test_no_bootstrap_server(vllm: Recorded, answer: bytes | None) -> None:
+async def test_no_bootstrap_server(vllm: Recorded, answer: bytes) -> None:
     """The agent waits for it, and says what to change."""
-    vllm.answers |= {} if answer is None else {"/query": answer}
+    vllm.answers |= {"/query": answer}
     options = replace(vllm.options, role="prefill", kv_connector="mooncake")
     with pytest.raises(EngineError, match=r"/query|give --bootstrap-port .* or --kv-address HOST:PORT"):
         await vllm.learn(replace(options, bootstrap_port=urlsplit(vllm.url).port or 0))
