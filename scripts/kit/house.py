@@ -21,7 +21,7 @@ SMALL_LINES = 60
 FUNCTION_LINES = 60
 CLASS_LINES = 300
 # Classes that were longer when the limit came (issue "The request, the router, the cost"). They may shrink.
-# Agent learns an engine again that has restarted. Pool has the roles of its targets since prefill and decode are apart.
+# Pool has the roles of its targets since prefill and decode are apart; Agent learns restarted engines again.
 LARGER = {
     "Attempt": 509, "Replica": 477, "FeedReader": 419, "BlockIndex": 395, "Pool": 398, "Agent": 379,
     "BookingTable": 360, "Completions": 326, "Bus": 337, "EngineBlocks": 330, "Examination": 316,
