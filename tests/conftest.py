@@ -30,7 +30,7 @@ _START_TIMEOUT_S = 10.0
 hypothesis.settings.register_profile(
     "untimed",
     deadline=None,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
     max_examples=100 if IS_LONG else 25,
 )
 hypothesis.settings.load_profile("untimed")
