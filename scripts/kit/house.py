@@ -26,6 +26,7 @@ LARGER = {
     "Attempt": 509, "Replica": 477, "FeedReader": 419, "BlockIndex": 395, "Pool": 398, "Agent": 379,
     "BookingTable": 360, "Completions": 326, "Bus": 337, "EngineBlocks": 330, "Examination": 316,
     "ReferenceEngine": 305,
+    "Router": 250, "OwnBookings": 250, "SyncFeed": 250,  # one router in three
 }  # fmt: skip
 # Class names in two modules: two of the library, which Dynamo has too, and two of the relay.
 TWICE = {"ApproxKvIndexer", "Collected", "KvIndexer"}

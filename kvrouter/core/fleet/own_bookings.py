@@ -19,6 +19,7 @@ from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.sync_feed import SyncFeed
 from kvrouter.core.routing.breaker import CircuitBreakers
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment, RoutingTables
+from kvrouter.core.routing.candidates import Candidates
 from kvrouter.core.routing.policy import Candidate, RouteRequest
 from kvrouter.core.routing.selection import Selection
 from kvrouter.core.tables.bookings import Booking, add_request
@@ -137,6 +138,14 @@ class OwnBookings:
             seconds = self._tables.rates.seconds(target, own.charged_tokens)
             if seconds is not None:
                 self._predict(now + seconds, number)
+
+    def count_decision(self, eligible: Candidates, target: Target, moment: Moment) -> float | None:
+        """The predicted TTFT of the chosen target, counted against the least; None without a prediction."""
+        predicted = None if moment.doubt else eligible.predicted_ttft_s(target)
+        if predicted is None:
+            return None
+        self.calibration.decided(*predicted)
+        return predicted[0]
 
     def track(self, own: OwnBooking) -> None:
         """Record the booking, of a whole request or of half of one, for its later events."""

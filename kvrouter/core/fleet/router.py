@@ -198,8 +198,8 @@ class Router:
         eligible = selection.eligible(request, candidates, moment)
         sharing = None
         if request.may_split and eligible and self.pool.split.whole is not None:
-            eligible, sharing = self._shared(
-                request, selection, candidates, eligible, moment, left_out, computed
+            eligible, sharing = _shared(
+                self.pool, request, selection, candidates, eligible, moment, left_out, computed
             )
         if not eligible:
             removed = selection.removed(request, candidates, moment)
@@ -212,7 +212,7 @@ class Router:
             best = preferred or selection.choose(request, eligible, moment)
         order = tuple([one.target for one in best])
         if self.decisions is not None:
-            refused = self._refused(request, exclude, avoid)
+            refused = _refused(self.pool, request, exclude, avoid)
             self.decisions.append(
                 Decided(request, moment, selection, order, candidates, eligible, refused, sharing)
             )
@@ -226,38 +226,12 @@ class Router:
         charged_tokens = choice.prefill_tokens if pair is None else 0
         own = OwnBooking(booking, request, policy, charged_tokens, now, streamed, self.pool.block_size)
         if policy.reads_speed and pair is None:
-            own.predicted_ttft_s = self._count_decision(eligible, choice.target, moment)
+            own.predicted_ttft_s = self.bookings.count_decision(eligible, choice.target, moment)
         self.bookings.remember(own, choice, selection, moment)
         placement = _placement(
             self.pool, booking, choice, fallbacks=order[1:], sharing=sharing, prefill=prefill
         )
         return placement, candidates
-
-    def _shared(  # noqa: PLR0917
-        self,
-        request: RouteRequest,
-        selection: Selection,
-        candidates: Candidates,
-        whole: Candidates,
-        moment: Moment,
-        left_out: frozenset[Target],
-        computed: Placement | None = None,
-    ) -> tuple[Candidates, Sharing]:
-        """Whether two workers serve the request together; first, those of `whole` that may serve it alone."""
-        islands = [
-            (
-                self.pool.among(candidates, island.prefill, request, left_out),
-                self.pool.among(candidates, island.decode, request, left_out),
-            )
-            for island in self.pool.split.islands
-        ]
-        settings, computed_at = self.pool.settings, None if computed is None else computed.target
-        sharing = choose_pair(
-            request, selection, islands, whole, moment, settings.pd_min_uncached_tokens, computed_at
-        )
-        if not sharing.terms and self.pool.settings.refuses_whole:
-            whole = whole.kept([card.role == BOTH for card in whole.cards()])
-        return whole, sharing
 
     def _book_prefill(
         self, request: RouteRequest, pair: Pair, policy: BuiltInPolicy, now: float
@@ -293,10 +267,10 @@ class Router:
         """What `route` would choose, and why; nothing is booked."""
         request, selection = self.pool.in_present_size(request), self._selection(request)
         candidates, moment = self.pool.candidates(request, exclude), self._moment(selection.policy, now)
-        refused = self._refused(request, exclude)
+        refused = _refused(self.pool, request, exclude)
         eligible, sharing = selection.eligible(request, candidates, moment), None
         if request.may_split and eligible and self.pool.split.whole is not None:
-            eligible, sharing = self._shared(request, selection, candidates, eligible, moment, exclude)
+            eligible, sharing = _shared(self.pool, request, selection, candidates, eligible, moment, exclude)
             if not eligible:
                 refused = refused | dict.fromkeys(candidates.targets(), UNPAIRED)  # it is the pool's own
                 candidates = eligible
@@ -360,23 +334,6 @@ class Router:
             doubt=self.doubt,
         )
 
-    def _refused(
-        self, request: RouteRequest, exclude: frozenset[Target], avoid: frozenset[Target] = frozenset()
-    ) -> dict[Target, str]:
-        """Why each target of the pool that is not a candidate is not one."""
-        refused = self.pool.refusals(request)
-        if avoid:
-            refused = refused | dict.fromkeys(avoid, AVOIDED)
-        return refused | dict.fromkeys(exclude, "failed this request") if exclude else refused
-
-    def _count_decision(self, eligible: Candidates, target: Target, moment: Moment) -> float | None:
-        """The predicted TTFT of the chosen target, counted against the least; None without a prediction."""
-        predicted = None if moment.doubt else eligible.predicted_ttft_s(target)
-        if predicted is None:
-            return None
-        self.bookings.calibration.decided(*predicted)
-        return predicted[0]
-
 
 def _why_none(
     pool: Pool,
@@ -413,6 +370,43 @@ def _count_reuse(
     reuse.best += request.isl - max(candidates.deepest_blocks(), choice.overlap_blocks) * size
     for prompt in request.prompts:
         reuse.count(prompt.hashes, prompt.isl, size, pool.room_blocks)
+
+
+def _shared(  # noqa: PLR0917
+    pool: Pool,
+    request: RouteRequest,
+    selection: Selection,
+    candidates: Candidates,
+    whole: Candidates,
+    moment: Moment,
+    left_out: frozenset[Target],
+    computed: Placement | None = None,
+) -> tuple[Candidates, Sharing]:
+    """Whether two workers serve the request together; first, those of `whole` that may serve it alone."""
+    islands = [
+        (
+            pool.among(candidates, island.prefill, request, left_out),
+            pool.among(candidates, island.decode, request, left_out),
+        )
+        for island in pool.split.islands
+    ]
+    settings, computed_at = pool.settings, None if computed is None else computed.target
+    sharing = choose_pair(
+        request, selection, islands, whole, moment, settings.pd_min_uncached_tokens, computed_at
+    )
+    if not sharing.terms and pool.settings.refuses_whole:
+        whole = whole.kept([card.role == BOTH for card in whole.cards()])
+    return whole, sharing
+
+
+def _refused(
+    pool: Pool, request: RouteRequest, exclude: frozenset[Target], avoid: frozenset[Target] = frozenset()
+) -> dict[Target, str]:
+    """Why each target of the pool that is not a candidate is not one."""
+    refused = pool.refusals(request)
+    if avoid:
+        refused = refused | dict.fromkeys(avoid, AVOIDED)
+    return refused | dict.fromkeys(exclude, "failed this request") if exclude else refused
 
 
 def _placement(

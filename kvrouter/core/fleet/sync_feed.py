@@ -75,8 +75,7 @@ class SyncFeed:
         self.source.seq = seq
         self.is_followed = synced
         """Whether peers may follow it; else nothing is published."""
-        self.early = early
-        self.unseen = UnseenBookings()
+        self.early, self.unseen = early, UnseenBookings()
         self.deadly = claimed.prompts
         self.part = 0.0
         """By name, the share of the pool's replicas that come before this one."""
@@ -91,8 +90,7 @@ class SyncFeed:
         self._has_learned = False  # whether its state has something that is in no frame of its own
         self._own_texts, self._learned_texts = KeptTexts(), KeptTexts()
         self._outbox: list[Op] = []
-        self._checked_seq = seq
-        self._checked_at = float("-inf")
+        self._checked_seq, self._checked_at = seq, float("-inf")
 
     # What peers get
 
