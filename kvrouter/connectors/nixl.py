@@ -4,7 +4,7 @@
     D: these, verbatim, unknown ones too
 
 All or none: with half of them vLLM 0.33 parks the request and fetches nothing. In time or not at all: after
-the lease it reads what other prompts have left in the blocks, and answers from that. Source: vLLM 0.33,
+the lease the prefill engine frees the blocks for other prompts. Source: vLLM 0.33,
 distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py.
 """
 

@@ -11,7 +11,7 @@ named the transfer, and knows the engine id from /query. `example` (ExampleConne
 writes a file for each computed block to a shared directory.
 
 Seen with real engines: another engine, another compatibility hash or a dead prefill engine fail the request;
-with incomplete parameters the decode engine prefills. After the lease, too: a real one reads other blocks.
+with incomplete parameters the decode engine prefills. After the lease, too.
 """
 
 from __future__ import annotations

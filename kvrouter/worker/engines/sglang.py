@@ -5,7 +5,7 @@
             | ["BlockStored", block_hashes, …]                 before
 
 Read in SGLang's source (`disaggregation/kv_events.py`, `mem_cache/events.py`) and tested with payloads that
-its own structs have encoded, not observed on an engine. One PagesStored names consecutive pages of its tree;
+its own structs have encoded, not observed on an engine. One BlockStored names consecutive pages of its tree;
 page hashes are signed 64-bit integers; a node's removals come parent first; a batch may lack its rank and a
 replay its topic.
 
