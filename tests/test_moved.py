@@ -29,7 +29,7 @@ def test_names_that_scripts_used() -> None:
     verify = importlib.import_module("kvrouter.verify")
 
     assert verify.compare
-    assert importlib.import_module("kvrouter.mocker.answers").Continuation
+    assert importlib.import_module("kvrouter.mocker.answers").Answer
 
 
 @pytest.mark.parametrize("name", ["simulate", "verify"])

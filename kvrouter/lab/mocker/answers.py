@@ -26,7 +26,7 @@ class Vocabulary:
     mean_answer_tokens: int = 200
 
 
-class Continuation:
+class Answer:
     """The tokens that follow a prompt, one at a time."""
 
     __slots__ = ("_may_end", "_seen", "_vocabulary")

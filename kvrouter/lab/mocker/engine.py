@@ -20,7 +20,7 @@ import msgspec
 
 from kvrouter.core.wire.hashes import MediaSpan
 from kvrouter.errors import ConfigError
-from kvrouter.lab.mocker.answers import Continuation, Vocabulary
+from kvrouter.lab.mocker.answers import Answer, Vocabulary
 from kvrouter.lab.mocker.cache import BlockCache, Chain
 from kvrouter.lab.mocker.events import KvEvent
 from kvrouter.lab.mocker.hashing import TokenIds
@@ -190,7 +190,7 @@ class _Sequence:
             media=request.media,
             lookahead=config.lookahead,
         )
-        self.answer = Continuation(
+        self.answer = Answer(
             request.prompt,
             config.vocabulary,
             lora_name=request.lora_name,

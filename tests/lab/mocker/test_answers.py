@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvrouter.lab.mocker.answers import Continuation, Vocabulary
+from kvrouter.lab.mocker.answers import Answer, Vocabulary
 from kvrouter.lab.mocker.hashing import token_ids
 
 PROMPT = list(range(100))
@@ -10,7 +10,7 @@ PROMPT = list(range(100))
 
 def answer(prompt: list[int], count: int, *, lora_name: str | None = None) -> list[int]:
     """The first tokens of the answer to a prompt."""
-    answer = Continuation(token_ids(prompt), Vocabulary(), lora_name=lora_name, may_end=False)
+    answer = Answer(token_ids(prompt), Vocabulary(), lora_name=lora_name, may_end=False)
     return [answer.next_token() for _ in range(count)]
 
 
@@ -35,6 +35,6 @@ def test_lora_changes_the_answer() -> None:
 def test_answers_end_by_themselves() -> None:
     """With a chance of 1 to 4 per token, a hundred tokens do not pass without an end."""
     vocabulary = Vocabulary(end=2, mean_answer_tokens=4)
-    answer = Continuation(token_ids(PROMPT), vocabulary, lora_name=None, may_end=True)
+    answer = Answer(token_ids(PROMPT), vocabulary, lora_name=None, may_end=True)
 
     assert 2 in [answer.next_token() for _ in range(100)]
