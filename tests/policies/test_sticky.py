@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvrouter.core.routing.policy import RouteRequest
-from kvrouter.core.tables.rates import PrefillRates
+from kvrouter.core.tables.prefill_speeds import PrefillRates
 from kvrouter.policies.sticky import DEFAULT_PREFILL_RATE, Sticky
 from tests.policies.tables import REQUEST, candidate, columns, moment, picked, target
 

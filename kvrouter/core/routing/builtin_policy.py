@@ -20,8 +20,7 @@ from kvrouter.core.routing.policy import Candidate, OverlapWeight, PolicyHooks, 
 from kvrouter.core.routing.rests import Rests
 from kvrouter.core.tables.arrivals import Arrivals, PrefixShares
 from kvrouter.core.tables.no_hit_lru import NoHitLru
-from kvrouter.core.tables.prefill_speeds import PrefillSpeeds, Speed
-from kvrouter.core.tables.rates import PrefillRates
+from kvrouter.core.tables.prefill_speeds import PrefillRates, PrefillSpeeds, Speed
 from kvrouter.core.tables.sessions import SessionTable
 from kvrouter.core.tables.text_index import TextIndex
 from kvrouter.core.tables.transfers import Transfers

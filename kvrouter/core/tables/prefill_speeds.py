@@ -1,5 +1,7 @@
 """How fast targets compute prompts: a line over all targets, for `--kv-overlap-score-weight auto`.
 
+`PrefillRates` beside it keeps a rate for each target, whatever the mode.
+
     first byte ──> Service: tokens, seconds since max(sent, the target's previous first byte), context
                       │       tokens count as tokens · (1 + CONTEXT_SLOPE · context)
                       ├── all ──────────────────> Σ seconds, Σ tokens
@@ -25,12 +27,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from msgspec import Struct
 
 from kvrouter.core.tables.bookings import Service
+from kvrouter.core.wire.ids import Target
 from kvrouter.core.wire.ops import PrefillSpeed
 
 # Per token that decoding sequences hold: reading a million of them slows prefill by 0.78 (an engine step of
@@ -57,6 +62,13 @@ MOST_ERROR = 1.0
 CLASSES_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, math.inf)
 # Seconds that differ by less are equal: sums in another order.
 EQUAL_S = 1e-9
+
+# Rates kept of a target.
+SAMPLES = 32
+# Of all targets together: enough for a median, and few enough to sort during a request
+POOL_SAMPLES = 512
+# A shorter time measures the event loop and not a prefill
+MIN_SECONDS = 1e-4
 
 
 class Speed(Struct, frozen=True):
@@ -211,3 +223,67 @@ class Calibration:
         one.requests += 1
         one.predicted_s += predicted_s
         one.measured_s += measured_s
+
+
+class PrefillRates:
+    """Tokens per second of each target, to predict when a prefill ends that is not measured.
+
+    rate  = charged tokens as of the booking, including its own / (first data byte - sent)
+    time  = charged tokens / median of the target's last 32 rates; without any, of the pool's last 512
+    peak  = the highest of the target's last 32 rates; without any, of the pool's (mode sticky)
+    """
+
+    def __init__(self) -> None:
+        self._samples: dict[Target, deque[float]] = {}
+        self._peaks: dict[Target, float] = {}
+        self._unpeaked: set[Target] = set()  # targets whose samples are newer than their peak
+        self._latest: deque[tuple[Target, float]] = deque(maxlen=POOL_SAMPLES)
+        # Not there, and None: not computed since the last sample.
+        self._medians: dict[Target, float] = {}
+        self._pool_median: float | None = None
+
+    def observe(self, target: Target, charged_tokens: int, seconds: float) -> None:
+        """Record a streamed request: its first data byte came `seconds` after it was sent."""
+        if charged_tokens > 0 and seconds >= MIN_SECONDS:
+            samples = self._samples.get(target)
+            if samples is None:
+                samples = self._samples[target] = deque(maxlen=SAMPLES)
+            rate = charged_tokens / seconds
+            samples.append(rate)
+            self._latest.append((target, rate))
+            self._medians.pop(target, None)
+            self._pool_median = None
+            self._unpeaked.add(target)
+
+    def seconds(self, target: Target, charged_tokens: int) -> float | None:
+        """The predicted time to prefill `charged_tokens`; None without any sample."""
+        rate = self._medians.get(target)
+        if rate is not None:
+            return charged_tokens / rate
+        samples = self._samples.get(target)
+        if samples:
+            self._medians[target] = rate = median(samples)
+            return charged_tokens / rate
+        if not self._latest:
+            return None
+        if self._pool_median is None:
+            self._pool_median = median(rate for _, rate in self._latest)
+        return charged_tokens / self._pool_median
+
+    def peaks(self, targets: Sequence[Target]) -> list[float | None]:
+        """Each target's highest recent rate, in tokens per second.
+
+        The pool's highest for a target without samples; None if no target has any.
+        """
+        self._peaks.update({target: max(self._samples[target]) for target in self._unpeaked})
+        self._unpeaked.clear()
+        fastest = max(self._peaks.values(), default=None)
+        return [self._peaks.get(target, fastest) for target in targets]
+
+    def forget(self, target: Target) -> None:
+        if self._samples.pop(target, None) is not None:
+            self._latest = deque((one for one in self._latest if one[0] != target), maxlen=POOL_SAMPLES)
+            self._medians.pop(target, None)
+            self._pool_median = None
+        self._peaks.pop(target, None)
+        self._unpeaked.discard(target)

@@ -36,9 +36,8 @@ from scripts.kit.http_client import Client
 # Files of each walk, with the hot tables in C. A change may raise one, with its reason here.
 # chat: 29 was the aim. 2 more are parts of core/fleet/router.py (own_bookings.py, sync_feed.py); `auto`, the
 # default, counts arrivals; ghosts.py compares what was cached with caches that do not exist; relay/events.py
-# reads the events of a stream; rates.py and prefill_speeds.py learn the speed of prefills;
-# exchanges.py, a part of completions.py, serves both halves of a request.
-LIMITS = {"chat": 36, "kv event": 16, "add request": 11}
+# reads the events of a stream; exchanges.py, a part of completions.py, serves both halves of a request.
+LIMITS = {"chat": 35, "kv event": 16, "add request": 11}
 HEADING = "## Walks"
 _TITLES = {
     "chat": "A chat: {} files.** At one replica, from the client's socket to the worker and back.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.core.tables.rates import MIN_SECONDS, POOL_SAMPLES, SAMPLES, PrefillRates
+from kvrouter.core.tables.prefill_speeds import MIN_SECONDS, POOL_SAMPLES, SAMPLES, PrefillRates
 from kvrouter.core.wire.ids import Target, WorkerId
 
 T1, T2 = Target(WorkerId("w1")), Target(WorkerId("w2"))
