@@ -287,6 +287,12 @@ class OutOfResourcesError(KvRouterError):
     type = "ServiceUnavailableError"
 
 
+class TokenizerBusyError(OutOfResourcesError):
+    """More text waits for the tokenizer of this replica than it takes (--tokenizer-queue-mib)."""
+
+    names_nothing = True
+
+
 class TooManyViewersError(OutOfResourcesError):
     """As many dashboards are open at this replica as it serves at a time."""
 

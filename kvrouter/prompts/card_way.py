@@ -81,6 +81,10 @@ class CardTokenizers:
         trial = self._trials.get(pool.id)
         return trial.encoder if trial is not None and trial.encoder is not None else _NO_TOKENIZER
 
+    def encoders(self) -> dict[str, PromptEncoder]:
+        """Those that are loaded, by the name on the cards."""
+        return {one.name: one.encoder for one in self._trials.values() if one.encoder is not None}
+
     def serves(self, pool: Pool, kind: Kind) -> bool:
         """Whether its ids of such a prompt were equal: not while it is being compared."""
         trial = self._trials.get(pool.id)

@@ -26,6 +26,7 @@ from kvrouter.prompts.settings import TokenOptions
 from kvrouter.prompts.way_reports import WayReports
 from kvrouter.prompts.ways import Encoders, Kind, LocalWay, PromptWays, TextWay, Way
 from kvrouter.telemetry.metrics import Sample
+from kvrouter.tokens.fast_ids import RESULTS, FastIds
 from kvrouter.tokens.hub import model_directory
 from kvrouter.tokens.media import OUTCOMES
 from kvrouter.tokens.prefix_hashes import PrefixHashes
@@ -47,6 +48,7 @@ class Tokens:
     setting: str
     """Of `--tokenizer`."""
     encoders: Encoders
+    cards: CardTokenizers
     store: PrefixStore
     hashes: PrefixHashes
     blocks: PromptWays
@@ -67,7 +69,10 @@ class Tokens:
     def compared(self, pool_id: PoolId) -> TokenComparison:
         check = self.checks.pools.get(pool_id) if self.checks is not None else None
         compared = check.compared() if check is not None else NOT_COMPARED
-        return msgspec.structs.replace(compared, unknown=self.reports.unknown(pool_id))
+        slow = "; ".join(
+            f"{name or 'default'}: {fast.difference}" for name, fast in self._fast.items() if fast.difference
+        )
+        return msgspec.structs.replace(compared, unknown=self.reports.unknown(pool_id), backend=slow)
 
     def view(self) -> dict[str, Any]:
         """For /workers. The model of `--model-path DIR` is named `default`."""
@@ -75,6 +80,7 @@ class Tokens:
         return {
             "tokenizer": self.setting if self.setting != "local" or caches else "ids only",
             "ways": self.reports.view(),
+            "backends": {name or "default": _backend_view(fast) for name, fast in self._fast.items()},
             "prefix_caches": caches,
             "prefix_store": {
                 "blocks": len(self.store),
@@ -92,6 +98,9 @@ class Tokens:
     def samples(self) -> Iterator[Sample]:
         yield from _store_samples(self.store)
         yield from self.reports.samples()
+        for result in RESULTS:
+            checked = sum(fast.checks[result] for fast in self._fast.values())
+            yield "kvrouter_tokenizer_checks_total", {"result": result}, checked
         for outcome in OUTCOMES:
             yield "kvrouter_media_prompts_total", {"outcome": outcome}, self.blocks.media[outcome]
         if self.by_engines is not None:
@@ -104,6 +113,12 @@ class Tokens:
             if not cache.is_on:
                 model = name or "default"
                 log.warning("tokens.no_prefix_cache", model=model, reason=cache.off_because, effect=effect)
+
+    @property
+    def _fast(self) -> dict[str, FastIds]:
+        encoders = self.cards.encoders() | self.encoders.all()
+        found = {name: encoder.fast for name, encoder in encoders.items()}
+        return {name: fast for name, fast in found.items() if fast is not None}
 
     def _caches(self) -> dict[str, PrefixCache]:
         caches = {name: encoder.cache for name, encoder in self.encoders.all().items()}
@@ -158,6 +173,7 @@ async def open_tokens(
         tokens = Tokens(
             setting=options.way,
             encoders=encoders,
+            cards=cards,
             store=store,
             hashes=hashes,
             blocks=blocks,
@@ -199,6 +215,8 @@ def _read(
         cache=options.prefix_cache,
         store=store,
         chat_template=chat_template,
+        is_fast=options.backend == "auto",
+        most_waiting=options.most_waiting,
     )
 
 
@@ -218,6 +236,12 @@ def _cache_view(cache: PrefixCache) -> dict[str, Any]:
         return {"on": False, "reason": cache.off_because}
     words, anchors = cache.splits.words, cache.splits.anchors
     return {"on": True, "cut_after_words": words, "cut_after_tokens": anchors}
+
+
+def _backend_view(fast: FastIds) -> dict[str, Any]:
+    if not fast.is_on:
+        return {"backend": "huggingface", "reason": fast.off_because}
+    return {"backend": "fastokens", "checks": dict(fast.checks)}
 
 
 def _store_samples(store: PrefixStore) -> Iterator[Sample]:

@@ -8,8 +8,9 @@ from typing import Literal, Self
 
 from kvrouter.config import read_key
 from kvrouter.errors import ConfigError
-from kvrouter.settings.declare import Settings, setting
+from kvrouter.settings.declare import Settings, mib, read_mib, setting
 from kvrouter.tokens.prefix_tokens import CacheSettings
+from kvrouter.tokens.tokenizer import MOST_WAITING
 
 Tokenizer = Literal["auto", "local", "remote", "none"]
 
@@ -64,6 +65,21 @@ class TokenOptions(Settings):
         None, "replaces the model's chat template; give the engines the same"
     )
     threads: int = setting(8, "threads that tokenize", name="tokenizer-workers", least=1)
+    backend: Literal["auto", "huggingface"] = setting(
+        "auto",
+        "auto: fastokens, where it is installed (kvrouter[fast]) and has the same ids as the library "
+        "tokenizers; huggingface: that library alone",
+        name="tokenizer-backend",
+    )
+    most_waiting: int = setting(
+        MOST_WAITING,
+        "text that may wait for these threads, in MiB (of 1,048,576 characters); above it prompts get 503",
+        name="tokenizer-queue-mib",
+        metavar="MIB",
+        read=read_mib,
+        text=mib,
+        least=1,
+    )
     compare: bool = setting(
         True,
         "compare token ids with an engine's /tokenize, at the start and for one prompt in a thousand",

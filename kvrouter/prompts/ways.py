@@ -176,13 +176,17 @@ class LocalWay:
         return self._options(pool).unknown() if self._options is not None else ""
 
     async def hashes(self, prompt: Prompt, naming: Naming) -> Hashes | None:
-        """None if the template rejects the chat: that of its engine, which decides, may be another one."""
+        """None if the template rejects the chat: that of its engine, which decides, may be another one.
+
+        Raises TokenizerBusyError.
+        """
         encoder = self._encoders.of(naming.pool)
         served: Prompt | None = prompt
         try:
             if isinstance(prompt, ChatPrompt):
                 prompt = encoder.settled(prompt)
                 served = prompt if self._options is None else self._options(naming.pool).applied(prompt)
+            encoder.admit(prompt)
             model = naming.engine_model() if has_media(prompt) else None
             encoded = await encoder.encode_known(served, engine_model=model)
         except BadRequestError:

@@ -145,6 +145,12 @@ SECTIONS: dict[str, dict[str, Metric]] = {
             ("result",),
             "characters of long prompts: `known`, `tokenized`, or `skipped` (`--min-prefix-overlap-ratio`)",
         ),
+        "kvrouter_tokenizer_checks_total": Metric(
+            "counter",
+            ("result",),
+            "texts encoded by fastokens that the reference library encoded, too (one in 1,000): `equal`, "
+            "`different` (fastokens is off from then on), or that it `failed` at",
+        ),
         "kvrouter_media_prompts_total": Metric(
             "counter",
             ("outcome",),

@@ -19,7 +19,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 import tokenizers
@@ -31,10 +31,12 @@ from kvrouter.tokens.splits import Splits
 
 # Memory of an entry besides its ids (key, array, dictionary), measured: 280 to 310 bytes.
 ENTRY_BYTES = 300
-# Random texts tried at start, each of up to _TRIAL_PIECES - 1 pieces.
+# Random texts tried at start.
 TRIALS = 150
-_TRIAL_PIECES = 40
-# What word patterns treat specially: runs of spaces, combining marks, letters without case, contractions.
+_MOST_PIECES = 39
+# Learnt tokens that texts are made of: more find no other faults.
+_LEARNT = 300
+# Runs of spaces, combining marks, letters without case, contractions.
 _ODD_PIECES = (
     "\n\n",
     "  ",
@@ -269,11 +271,8 @@ def _size(ids: array[int]) -> int:
 def trial_fault(tokenizer: tokenizers.Tokenizer, splits: Splits, *, trials: int = TRIALS) -> str:
     """A random text whose parts have other ids than the whole; empty if none was found."""
     rng = random.Random(0)  # the same texts at every start, so that a fault can be reproduced
-    kinds = _trial_pieces(tokenizer, rng)
     cutter = PrefixTokens(tokenizer, splits, PrefixStore(), model="trial", part_characters=1)
-    for _ in range(trials):
-        pieces = [rng.choice(rng.choice(kinds)) for _ in range(rng.randrange(1, _TRIAL_PIECES))]
-        text = "".join(pieces)
+    for text in islice(trial_texts(tokenizer, rng), trials):
         for add in (False, True):
             whole = tokenizer.encode_batch_fast([text], add_special_tokens=add)[0].ids
             if list(cutter.encode(text, add_special_tokens=add).ids) != whole:
@@ -281,9 +280,16 @@ def trial_fault(tokenizer: tokenizers.Tokenizer, splits: Splits, *, trials: int 
     return ""
 
 
-def _trial_pieces(tokenizer: tokenizers.Tokenizer, rng: random.Random) -> list[Sequence[str]]:
+def trial_texts(tokenizer: tokenizers.Tokenizer, rng: random.Random) -> Iterator[str]:
+    """Without end; the same texts for the same state of `rng`."""
+    kinds = _pieces(tokenizer, rng)
+    while True:
+        yield "".join(rng.choice(rng.choice(kinds)) for _ in range(rng.randint(1, _MOST_PIECES)))
+
+
+def _pieces(tokenizer: tokenizers.Tokenizer, rng: random.Random) -> list[Sequence[str]]:
     """Kinds of pieces: added tokens, the vocabulary (twice: it counts double), spaces, words, odd ones."""
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
     size = tokenizer.get_vocab_size()
-    learnt = [tokenizer.decode([rng.randrange(size)], skip_special_tokens=False) for _ in range(300)]
+    learnt = [tokenizer.decode([rng.randrange(size)], skip_special_tokens=False) for _ in range(_LEARNT)]
     return [added or [""], learnt, learnt, (" ", " ", "\n"), ("word", "End"), _ODD_PIECES]

@@ -20,13 +20,14 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from kvrouter.errors import BadRequestError
+from kvrouter.tokens.fast_ids import FastIds
 from kvrouter.tokens.harmony import Harmony
 from kvrouter.tokens.media import Images, Outcome, VisionModel, estimated_tokens, expand
 from kvrouter.tokens.messages import Message, is_text
 from kvrouter.tokens.prefix_tokens import CacheSettings, Encoded, PrefixStore
 from kvrouter.tokens.renderers import own_renderer, writes_harmony
 from kvrouter.tokens.template import ChatTemplate
-from kvrouter.tokens.tokenizer import INLINE_CHARACTERS, PrefixCache, Tokenizer
+from kvrouter.tokens.tokenizer import MOST_WAITING, PrefixCache, Tokenizer
 
 TokenIds: TypeAlias = list[int]
 
@@ -126,11 +127,14 @@ class PromptEncoder:
         cache: CacheSettings | None = None,
         store: PrefixStore | None = None,
         chat_template: Path | None = None,
+        is_fast: bool = False,
+        most_waiting: int = MOST_WAITING,
     ) -> Self:
         """Read a model directory; None stands for no directory. Raises ConfigError for a broken one.
 
         `cache`: settings of the prefix-token cache, None to switch it off. `store`: shared with other models;
         None gives the model its own. `chat_template`: a file that replaces the directory's template.
+        `is_fast`: with fastokens, see `Tokenizer`. `most_waiting`: characters that may wait for a thread.
         """
         if model_path is None:
             return cls(None, None)
@@ -144,7 +148,9 @@ class PromptEncoder:
                 f"vLLM writes chats of this model by its tokenizer mode {renderer}, not by the chat "
                 "template: only engines have their tokens (give --chat-template if they use a template)"
             )
-        tokenizer = Tokenizer.load(model_path, threads=threads, cache=cache, store=store)
+        tokenizer = Tokenizer.load(
+            model_path, threads=threads, cache=cache, store=store, is_fast=is_fast, most_waiting=most_waiting
+        )
         vision = VisionModel.load(model_path)
         return cls(tokenizer, template, vision, harmony=harmony, why_no_chats=why_no_chats)
 
@@ -162,6 +168,16 @@ class PromptEncoder:
     def cache(self) -> PrefixCache | None:
         """The prefix-token cache, which may be off; None without a tokenizer."""
         return self._tokenizer.cache if self._tokenizer is not None else None
+
+    @property
+    def fast(self) -> FastIds | None:
+        """The fast library beside the reference one; None without it, or without a tokenizer."""
+        return self._tokenizer.fast if self._tokenizer is not None else None
+
+    def admit(self, prompt: Prompt) -> None:
+        """Raise TokenizerBusyError if more text waits than may."""
+        if self._tokenizer is not None and self._tokenizer.jobs.waiting:
+            self._tokenizer.jobs.admit(text_characters(prompt))
 
     @property
     def has_own_chats(self) -> bool:
@@ -208,13 +224,14 @@ class PromptEncoder:
             prompt = self.settled(prompt)
         if engine_model is not None and isinstance(prompt, ChatPrompt):
             return await self._tokenizer.in_thread(
-                partial(self._encode_media_now, self._tokenizer, prompt, engine_model)
+                partial(self._encode_media_now, self._tokenizer, prompt, engine_model),
+                text_characters(prompt),
             )
         job = partial(self._encode_now, self._tokenizer, prompt, may_estimate)
         is_harmony = self._harmony is not None and isinstance(prompt, ChatPrompt)  # takes milliseconds
-        if _is_short(prompt) and not is_harmony:
+        if not is_harmony and _is_short(prompt, self._tokenizer.inline_characters):
             return job()
-        return await self._tokenizer.in_thread(job)
+        return await self._tokenizer.in_thread(job, text_characters(prompt))
 
     async def settle(self, probe: Prompt, engine_ids: TokenIds) -> bool:
         """Print chats as the engine does, whose ids of a probe these are; False if no way leads to them."""
@@ -364,20 +381,20 @@ def _kept(prompt: Prompt, token_ids: Sequence[Sequence[int]]) -> list[Sequence[i
     return [ids[prompt.kept_tokens] for ids in token_ids]
 
 
-def _is_short(prompt: ChatPrompt | TextPrompt) -> bool:
-    """Whether the prompt is short enough for the event loop. Parts, tools and variables count as long."""
+def _is_short(prompt: ChatPrompt | TextPrompt, most: int) -> bool:
+    """Whether the prompt has at most `most` characters. Parts, tools and variables count as long."""
     if isinstance(prompt, TextPrompt):
-        return _are_short(prompt.texts)
+        return _are_short(prompt.texts, most)
     if prompt.tools or prompt.variables():
         return False
-    return _are_short([message.get("content") for message in prompt.messages])
+    return _are_short([message.get("content") for message in prompt.messages], most)
 
 
-def _are_short(texts: Sequence[object]) -> bool:
+def _are_short(texts: Sequence[object], most: int) -> bool:
     if len(texts) > _SHORT_PROMPT_ITEMS:
         return False
     lengths = [len(text) for text in texts if isinstance(text, str)]
-    return len(lengths) == len(texts) and sum(lengths) <= INLINE_CHARACTERS
+    return len(lengths) == len(texts) and sum(lengths) <= most
 
 
 def _text_of(content: object) -> str:

@@ -27,13 +27,27 @@ def test_given(tmp_path: Path) -> None:
     flags = "--model-path org/m --model-path n=d --tokenizer-workers 3 --prefix-store-blocks 9"
     flags += " --prefix-store-mib 2 --min-prefix-overlap-ratio 0.8 --no-token-comparison --chat-template t"
     flags += " --tokenizer-cache-dir c --tokenizer-root r --send-token-ids off"
+    flags += " --tokenizer-backend huggingface --tokenizer-queue-mib 3"
     flags += f" --engine-api-key-file {key}"
     cache = CacheSettings(9, 256, 2 * 1024 * 1024, 0.8)
 
     paths = (("", "org/m"), ("n", "d"))
     options = parse_options(flags.split()).tokens
 
-    given = TokenOptions(paths, "auto", Path("c"), Path("r"), Path("t"), 3, False, key, cache, send_ids="off")
+    given = TokenOptions(
+        paths,
+        "auto",
+        Path("c"),
+        Path("r"),
+        Path("t"),
+        3,
+        "huggingface",
+        3 * 1024 * 1024,
+        False,
+        key,
+        cache,
+        send_ids="off",
+    )
     assert given == options
     assert ("org/m", {"n": "d"}, "secret") == (
         options.model_path,

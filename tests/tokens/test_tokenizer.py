@@ -84,8 +84,8 @@ async def test_cancelled_while_waiting_for_a_thread(tiny: Path) -> None:
     """A job cancelled before a thread was free never runs, and the pool continues."""
     release, ran = threading.Event(), threading.Event()
     with Tokenizer.load(tiny, threads=1) as tokenizer:
-        busy = asyncio.create_task(tokenizer.in_thread(release.wait))
-        waiting = asyncio.create_task(tokenizer.in_thread(ran.set))
+        busy = asyncio.create_task(tokenizer.in_thread(release.wait, 1))
+        waiting = asyncio.create_task(tokenizer.in_thread(ran.set, 1))
         await asyncio.sleep(0)  # one turn of the loop: both are in the pool now
 
         waiting.cancel()
@@ -108,7 +108,7 @@ async def test_cancelled_while_encoding(tiny: Path) -> None:
         raise ValueError("an error after the caller has gone")
 
     with Tokenizer.load(tiny, threads=1) as tokenizer:
-        encoding = asyncio.create_task(tokenizer.in_thread(job))
+        encoding = asyncio.create_task(tokenizer.in_thread(job, 1))
         await asyncio.to_thread(started.wait)
 
         encoding.cancel()

@@ -63,6 +63,8 @@ class TokenComparison(Struct, frozen=True):
     """Where ids differ and what to change; empty if they are equal or were not compared."""
     unknown: str = ""
     """Which chats are routed without tokens, though others are not, and why; empty: none."""
+    backend: str = ""
+    """Why the fast library for token ids was turned off after it was on; empty: it was not."""
 
 
 NOT_COMPARED = TokenComparison()
@@ -86,6 +88,13 @@ def problems_of_pool(compared: TokenComparison) -> list[Problem]:
     found = [
         Problem("tokens_differ", compared.difference),
         Problem("unknown_chats", compared.unknown),
+        Problem(
+            "tokenizer_backend",
+            compared.backend
+            and f"{compared.backend}. fastokens is off until a restart, and prompts are tokenized by the "
+            "reference library: nothing is lost but time. Report the model to its authors, or give "
+            "--tokenizer-backend huggingface",
+        ),
     ]
     return [problem for problem in found if problem.text]
 

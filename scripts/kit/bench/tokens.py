@@ -1,99 +1,123 @@
-"""Cost of tokenizing a prompt whose beginning is known, next to `encode_batch_fast` on the whole.
+"""Cost of tokenizing: by the reference library, with the prefix cache, by fastokens; and in a frontend.
 
-In one process, in turn: the whole prompt with `encode_batch_fast`, with an empty cache, and with a cache
-that has its beginning. Every prompt ends differently. The ids are compared.
+In one process, in turn, each text by all three; the ids are compared. Then bursts of 64 new chats of 4,000
+tokens at frontends in front of fake workers: with each library, and in mode round-robin, which needs no ids.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import pydoc_data.topics
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import tokenizers
 from rich.table import Table
 
-from kvrouter.tokens.prefix_tokens import PrefixStore, PrefixTokens
+from kvrouter.tokens.fast_ids import FastIds
+from kvrouter.tokens.prefix_tokens import PrefixStore, PrefixTokens, trial_texts
 from kvrouter.tokens.splits import find_splits
-from kvrouter.tokens.tiny import build_tiny_model
 from scripts.kit.bench.meter import conclude, machine
-from scripts.kit.script import log_directory, table_of
+from scripts.kit.bench.wire.rounds import Contender, run_rounds, warm
+from scripts.kit.bench.wire.stage import Stage, open_stage
+from scripts.kit.bench.wire.targets import OURS, OURS_KV
+from scripts.kit.bench.wire.works import MODEL, Run, Work
+from scripts.kit.script import table_of
 
-# Limit of the cost of a prompt with 8,000 of 9,000 tokens known, as a share of the whole.
-MOST = 1 / 5
-TURNS = 16
+SIZES = (1_000, 4_000, 16_000, 32_000, 128_000)
+# What a chat grows by, in tokens.
+TURN = 300
+CHATS, CHAT_TOKENS, CHAT_EVENTS = 64, 4_000, 16
+# The row of the frontend without fastokens, by its flag.
+REFERENCE = "--tokenizer-backend=huggingface"
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """Medians of one kind of prompt, in milliseconds."""
+class Times:
+    """Medians for texts of one size, in milliseconds; `grown`: all but the last TURN tokens were seen."""
 
-    prompt: str
     tokens: int
-    known_tokens: int
-    whole_ms: float
-    cold_ms: float
-    warm_ms: float
-
-    @property
-    def ratio(self) -> float:
-        """The cost with a warm cache, as a share of the whole."""
-        return self.warm_ms / self.whole_ms
+    reference: float
+    cache: float
+    cache_grown: float
+    fast: float
+    fast_grown: float
 
 
-class Bench:
-    """One tokenizer and the texts to measure it with."""
+class Texts:
+    """Texts of a given length in tokens, each another one."""
 
-    def __init__(self, model_path: Path) -> None:
-        self.tokenizer = tokenizers.Tokenizer.from_file(str(model_path / "tokenizer.json"))
-        self.splits = find_splits(self.tokenizer)
-        self._rng = random.Random(1)
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
         self._words = " ".join(pydoc_data.topics.topics.values()).split(" ")
+        self._rng = random.Random(1)
 
-    def text(self, tokens: int) -> str:
-        """A text of about this many tokens, another one for each call."""
-        start = self._rng.randrange(len(self._words) - 4 * tokens)
-        ids = self.tokenizer.encode_batch_fast([" ".join(self._words[start : start + 2 * tokens])])[0].ids
-        return str(self.tokenizer.decode(ids[:tokens]))
+    def new(self, tokens: int) -> str:
+        """In an order of words that was not there before."""
+        text = " ".join(self._rng.choices(self._words, k=tokens))
+        ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return str(self._tokenizer.decode(ids[:tokens]))
 
-    def measure(self, name: str, prefix: str, endings: Sequence[str]) -> Result:
-        """Tokenize each prompt in the three ways: whole, cold and warm."""
-        store = PrefixStore()
-        warm = self._cache(store)
-        warm.encode(prefix + endings[0], add_special_tokens=False)
-        times: list[tuple[float, float, float]] = []
-        sizes = []
-        for ending in endings[1:]:
-            text, cold = prefix + ending, self._cache(PrefixStore())
-            whole_s, whole = _timed(self.whole, text)
-            cold_s, first = _timed(partial(_encode, cold), text)
-            warm_s, ids = _timed(partial(_encode, warm), text)
-            if not whole == first == ids:
-                raise AssertionError(f"{name}: the ids of a cut text differ")
-            times.append((whole_s, cold_s, warm_s))
-            sizes.append(len(ids))
-        known = len(self.whole(prefix))
-        medians = [1000 * statistics.median(column) for column in zip(*times, strict=True)]
-        return Result(name, round(statistics.median(sizes)), known, *medians)
 
-    def whole(self, text: str) -> list[int]:
-        """The ids without the cache."""
-        ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+async def run(flags: argparse.Namespace) -> int:
+    """Measure; 1 if any ids differ."""
+    async with open_stage() as stage:
+        directory = flags.model_path or stage.model_path
+        tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+        fast = FastIds(tokenizer)
+        fast.compared.result()
+        if not fast.is_on:
+            print(f"bench: fastokens is off for {directory}: {fast.off_because}", file=sys.stderr)
+            return 1
+        times = [measure(tokenizer, fast, size, flags.runs) for size in flags.sizes]
+        different = compare(tokenizer, fast, flags.texts)
+        bursts = await _bursts(stage, directory, tokenizer, flags)
+    about = machine() | {"runs": flags.runs, "bursts": flags.bursts, "tokenizers": tokenizers.__version__}
+    rows = [[f"{one.tokens:,}", *(f"{ms:.2f}" for ms in list(asdict(one).values())[1:])] for one in times]
+    names = ("tokens", "reference", "cache, new", "cache, grown", "fastokens, new", "fastokens, grown")
+    shown = [table_of("ms to tokenize a text, medians", names, rows)]
+    shown += [_burst_table(bursts)] if bursts else []
+    figures = {name: asdict(run) for name, run in bursts.items()}
+    conclude(flags, shown, about, times=[asdict(one) for one in times], bursts=figures)
+    print(f"{flags.texts:,} varied texts, {different} with other ids than the reference library's")
+    fast.close()
+    return 1 if different else 0
+
+
+def measure(tokenizer: tokenizers.Tokenizer, fast: FastIds, size: int, runs: int) -> Times:
+    """Each text by all. Raises AssertionError if the ids differ."""
+    texts, splits = Texts(tokenizer), find_splits(tokenizer)
+    cache = PrefixTokens(tokenizer, splits, PrefixStore(), model="bench") if splits.pattern else None
+
+    def reference(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
-    def _cache(self, store: PrefixStore) -> PrefixTokens:
-        return PrefixTokens(self.tokenizer, self.splits, store, model="bench")
+    def cached(text: str) -> list[int]:
+        return [] if cache is None else list(cache.encode(text, add_special_tokens=False).ids)
 
+    def by_fast(text: str) -> list[int]:
+        found = fast.encode([text], add_special_tokens=False)
+        assert found is not None, "its thread compares no texts of this bench"
+        return found[0].tolist()
 
-def _encode(cache: PrefixTokens, text: str) -> list[int]:
-    return list(cache.encode(text, add_special_tokens=False).ids)
+    times: list[tuple[float, ...]] = []
+    for _ in range(runs):
+        text = texts.new(size)
+        grown = text + " " + texts.new(TURN)
+        found = [_timed(way, given) for given in (text, grown) for way in (reference, cached, by_fast)]
+        for ids in (found[:3], found[3:]):
+            assert ids[0][1] == ids[2][1], "ids of fastokens differ"
+            assert ids[1][1] in ([], ids[0][1]), "ids of the cache differ"
+        times.append(tuple(1e3 * found[at][0] for at in (0, 1, 4, 2, 5)))
+    return Times(size, *map(statistics.median, zip(*times, strict=True)))
 
 
 def _timed(encode: Callable[[str], list[int]], text: str) -> tuple[float, list[int]]:
@@ -102,51 +126,55 @@ def _timed(encode: Callable[[str], list[int]], text: str) -> tuple[float, list[i
     return time.perf_counter() - start, ids
 
 
-def measure_all(bench: Bench, runs: int) -> Iterator[Result]:
-    """The kinds of prompt that share a beginning."""
-    system = f"<|im_start|>system\n{bench.text(8000)}<|im_end|>\n"
-    endings = [_turn(bench.text(1000)) for _ in range(runs + 1)]
-    yield bench.measure("chat, shared system message", system, endings)
-    turns = "".join(_turn(bench.text(250)) + bench.text(250) + "<|im_end|>\n" for _ in range(TURNS))
-    yield bench.measure(f"chat, {TURNS} turns and a new one", turns, endings)
-    document = bench.text(8000)
-    yield bench.measure("text without special tokens", document, [bench.text(1000) for _ in endings])
+def compare(tokenizer: tokenizers.Tokenizer, fast: FastIds, count: int) -> int:
+    """How many of so many varied texts have other ids; others than at start, where 1,500 are compared."""
+    different = 0
+    for text in itertools.islice(trial_texts(tokenizer, random.Random(count)), count):
+        found = fast.encode([text], add_special_tokens=True)
+        expected = tokenizer.encode_batch_fast([text], add_special_tokens=True)[0].ids
+        different += found is not None and found[0].tolist() != expected
+    return different
 
 
-def _turn(text: str) -> str:
-    return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+async def _bursts(
+    stage: Stage, directory: Path, tokenizer: tokenizers.Tokenizer, flags: argparse.Namespace
+) -> dict[str, Run]:
+    if not flags.bursts:
+        return {}
+    workers, texts = await stage.workers(pace_ms=5), Texts(tokenizer)
+    contenders = [await stage.ours(OURS, workers)]
+    for name, more in (("kv, fastokens", ()), ("kv, reference", (REFERENCE,))):
+        one = await stage.ours(OURS_KV, workers, None, (f"--model-path={directory}", *more))
+        contenders.append(Contender(name, one.port, one.group))
+
+    def works() -> Sequence[Work]:
+        return [_burst([texts.new(CHAT_TOKENS) for _ in range(CHATS)])]
+
+    await warm(contenders, works(), stage.directory)
+    results = await run_rounds(contenders, works, flags.bursts, stage.directory)
+    return {name: run for (_, name), run in results.medians.items()}
 
 
-def run(flags: argparse.Namespace) -> int:
-    """Measure; 1 if a prompt costs more than MOST."""
-    with log_directory("bench") as made:
-        directory = flags.model_path or made / "model"
-        if flags.model_path is None:
-            build_tiny_model(directory)
-        bench = Bench(directory)
-        if bench.splits.pattern is None:
-            print(f"bench: the cache is off for {directory}: {bench.splits.reason}", file=sys.stderr)
-            return 1
-        results = list(measure_all(bench, flags.runs))
-    about = machine() | {"runs": flags.runs, "tokenizers": tokenizers.__version__}
-    rows = [{**asdict(result), "ratio": result.ratio} for result in results]
-    conclude(flags, [_table(results)], about, results=rows)
-    slow = [result.prompt for result in results if result.ratio > MOST]
-    if slow:
-        print(f"bench: more than {MOST:g} of the whole: {', '.join(slow)}", file=sys.stderr)
-    return 1 if slow else 0
+def _burst(texts: Sequence[str]) -> Work:
+    common = {"model": MODEL, "max_tokens": CHAT_EVENTS, "stream": True}
+    bodies = [{**common, "messages": [{"role": "user", "content": text}]} for text in texts]
+    encoded, title = [json.dumps(body).encode() for body in bodies], f"{CHATS} chats at once"
+    return Work("burst", title, encoded, CHATS, CHATS, True, path="/v1/chat/completions")
 
 
-def _table(results: Sequence[Result]) -> Table:
-    rows = []
-    for each in results:
-        times = [f"{ms:.2f}" for ms in (each.whole_ms, each.cold_ms, each.warm_ms)]
-        rows.append([each.prompt, f"{each.tokens:,}", f"{each.known_tokens:,}", *times, f"{each.ratio:.3f}"])
-    columns = ("prompt", "tokens", "known", "whole, ms", "cache cold, ms", "cache warm, ms", "warm / whole")
-    return table_of("tokenizing a prompt whose beginning is known, medians", columns, rows)
+def _burst_table(bursts: dict[str, Run]) -> Table:
+    rows = [
+        [name, *(f"{ms:.1f}" for ms in (run.ttft_p50_ms, run.ttft_p99_ms)), f"{run.cpu_us_per_request:,.0f}"]
+        for name, run in bursts.items()
+    ]
+    title = f"{CHATS} new chats of {CHAT_TOKENS:,} tokens at once, medians"
+    return table_of(title, ("frontend", "TTFT p50, ms", "p99, ms", "CPU a chat, µs"), rows)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--runs", type=int, default=100, metavar="N", help="prompts of each kind (%(default)s)")
+    add("--sizes", type=int, nargs="+", default=[*SIZES], metavar="N", help="tokens of a text (1k to 128k)")
+    add("--runs", type=int, default=20, metavar="N", help="texts of each size (%(default)s)")
+    add("--texts", type=int, default=2000, metavar="N", help="varied short texts to compare (%(default)s)")
+    add("--bursts", type=int, default=5, metavar="N", help="bursts at each frontend; 0: none (%(default)s)")
     add("--model-path", type=Path, metavar="DIR", help="model directory; default: the tiny model")
