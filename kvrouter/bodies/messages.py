@@ -187,6 +187,7 @@ def _prompt(body: _MessagesRequest) -> ChatPrompt | None:
         messages=_chat(system, body.messages),
         tools=[_tool_definition(tool) for tool in _tools_in_effect(body)] or None,
         chat_template_kwargs=body.chat_template_kwargs or {},
+        # for templates that allow no later system message
         system_first=_chat([*system, *inline], chat) if inline else None,
         effort="none" if is_quiet else effort,
         least_effort="low" if is_quiet else None,
@@ -268,6 +269,7 @@ def _fields(chat: list[Message], role: str, blocks: list[_ContentBlock]) -> Mess
         elif block.type == "tool_result" and role == "user":
             chat += _tool_result(block)
         elif block.type == "tool_result":
+            # vLLM, too, prints a list in Python's form here
             parts.append({"type": "text", "text": f"Tool result: {block.content or ''}"})
     fields: Message = {"reasoning": "".join(reasoning)} if reasoning else {}
     if calls:
@@ -289,6 +291,7 @@ def _image(source: object) -> dict[str, Any]:
 
 
 def _tool_call(block: _ContentBlock) -> dict[str, Any]:
+    # vLLM, too, escapes what is not ASCII here; it does not in /v1/responses
     called = {"name": block.name or "", "arguments": json.dumps(block.input or {})}
     return {"id": block.id or "", "type": "function", "function": called}
 

@@ -154,7 +154,7 @@ def _of_chat(chat: _ChatBody, *, is_doubtful: bool) -> CompletionRequest:
         return _request(chat, None, chat.max_completion_tokens)
     if chat.messages is None:
         raise BadRequestError("`messages` must be given, as a list of messages", param="messages")
-    prompt = _chat_prompt(chat, chat.messages) if chat.messages else None
+    prompt = _chat_prompt(chat, chat.messages) if chat.messages else None  # empty: the engine judges
     may_be_ids = prompt is not None and chat.truncate_prompt_tokens is None and not chat.echo
     ids = chat.kv_transfer_params.prompt_token_ids if chat.kv_transfer_params is not None else None
     return _request(chat, prompt, chat.max_completion_tokens, may_be_ids=may_be_ids, token_ids=ids)
@@ -280,12 +280,12 @@ def _chat_prompt(chat: _ChatBody, messages: list[dict[str, Any]]) -> ChatPrompt 
     return ChatPrompt(
         messages=messages,
         tools=chat.tools or None,
-        add_generation_prompt=chat.add_generation_prompt is not False,
+        add_generation_prompt=chat.add_generation_prompt is not False,  # true by default, as in engines
         continue_final_message=bool(chat.continue_final_message),
         chat_template_kwargs=_template_variables(chat),
         effort=chat.reasoning_effort,
         tool_choice=chat.tool_choice,
-        add_special_tokens=bool(chat.add_special_tokens),
+        add_special_tokens=bool(chat.add_special_tokens),  # off by default: templates print their own
         kept_tokens=_kept_tokens(chat),
         has_media_options=bool(chat.mm_processor_kwargs or chat.media_io_kwargs),
         for_sglang=sglang.Later(_for_sglang, (chat, messages)),

@@ -236,6 +236,7 @@ def _chat(instructions: str | None, history: Sequence[Message], given: str | lis
     chat += [message for message in history if message["role"] != "system"]
     if isinstance(given, str):
         return [*chat, {"role": "user", "content": given}]
+    # no item joins a message of the history: that one is kept, and `_joined` would change it
     beginning = len(chat)
     for item in given:
         message = _message(item)

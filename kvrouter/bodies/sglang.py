@@ -57,7 +57,7 @@ def chat(
             if isinstance(enabled, str)
             else enabled
         )
-        is_thinking = True if is_on else None
+        is_thinking = True if is_on else None  # off is as if not given: only effort "none" turns it off
     if effort is not None:
         is_thinking = effort != "none"
     return ChatPrompt(
@@ -71,6 +71,7 @@ def chat(
 def _variables(given: Mapping[str, Any] | None, effort: object, is_thinking: bool | None) -> _Json:
     found = dict(given or {})
     if is_thinking is not None:
+        # templates read the one (DeepSeek, Kimi) or the other (Qwen, GLM)
         found = {"thinking": is_thinking, "enable_thinking": is_thinking} | found
     if effort is not None:
         found.setdefault("reasoning_effort", effort)
@@ -120,6 +121,7 @@ def messages(
     return ChatPrompt(
         [*_system("\n", first), *_turns(turns)],
         _tools_in_effect([_tool(tool) for tool in tools], _choice(choice)),
+        # SGLang's efforts have no "xhigh"
         chat_template_kwargs=_variables(None, "max" if effort == "xhigh" else effort, is_thinking),
         system_first=[*_system("\n", [*first, *later]), *_turns(chat)] if len(chat) < len(turns) else None,
     )
@@ -189,6 +191,7 @@ def _of_blocks(role: str, blocks: list[_Json]) -> Iterator[Message]:
                 parts.append({"type": "text", "text": f"Tool result: {_result_text(block.get('content'))}"})
             case "redacted_thinking" if role == "assistant":
                 raise BadRequestError("SGLang rejects redacted thinking", param="messages")
+    # an empty turn stays, too: templates may reject two users in a row
     if parts or calls or role != "user":
         message: Message = {"role": role, "content": _shortest(parts) if parts else None if calls else ""}
         yield message | ({"tool_calls": calls} if calls else {})
@@ -199,6 +202,7 @@ def _results(content: str | list[_Json] | None) -> list[object]:
     if not isinstance(content, list):
         return [content or ""]
     parts = [part for item in content for part in _result_part(item)]
+    # apart, as GLM's templates expand references only at the beginning of a tool's message
     runs = itertools.groupby(parts, lambda part: part["type"] == "tool_reference")
     return [_shortest([*run]) for _, run in runs] or [""]
 
@@ -209,6 +213,7 @@ def _result_part(item: _Json) -> Iterator[_Json]:
             yield {"type": "text", "text": item["text"]}
         case "image" if image := _image(item.get("source")):
             yield image
+        # Anthropic's clients write tool_name, templates read name
         case "tool_reference" if name := item.get("tool_name") or item.get("name"):
             yield {"type": "tool_reference", "name": name}
 

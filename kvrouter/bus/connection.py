@@ -151,7 +151,7 @@ class Bus:
     @property
     def max_payload(self) -> int:
         """The server's limit for one message, in bytes."""
-        return self._client.max_payload if self._client is not None else 1024 * 1024
+        return self._client.max_payload if self._client is not None else 1024 * 1024  # NATS's default
 
     def publish(self, subject: str, payload: bytes, reply: str = "") -> bool:
         """Queue a message, in order. Returns False, and sends nothing, while NATS is away.

@@ -110,7 +110,7 @@ async def _keep_running(
             await asyncio.sleep(delay_s)
             try:
                 process = await _start(new_command())
-            except ConfigError as error:
+            except ConfigError as error:  # tried again: the process that has ended stays ended
                 log.error("nats.embedded_server_not_started", error=str(error))
     finally:
         if process.returncode is None:

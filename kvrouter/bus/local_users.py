@@ -98,7 +98,7 @@ def _make_in(directory: Path) -> Path:
     content = f"server_name: {keys[FRONTEND]}\n{server_file(rights, keys)}"
     made, file = directory / f".{SERVER_FILE}.{secrets.token_hex(8)}", directory / SERVER_FILE
     write_private(made, content.encode())
-    made.replace(file)
+    made.replace(file)  # in one step: no server reads half of it
     return file
 
 

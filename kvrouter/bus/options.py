@@ -187,7 +187,7 @@ def _check_server(server: str) -> None:
     scheme, _, rest = server.rpartition("://")
     flag = f"--nats {without_password(server)!r}"
     try:
-        address = urlsplit(f"nats://{rest}")
+        address = urlsplit(f"nats://{rest}")  # without a scheme no host is found
     except ValueError:  # brackets without an IPv6 address
         raise ConfigError(f"{flag}: use nats://HOST:PORT or {EMBEDDED}") from None
     if not _is_port(address):

@@ -40,10 +40,10 @@ async def read_info(url: str) -> ServerInfo:
     try:
         async with asyncio.timeout(INFO_S):
             line = await reader.readline()
-    except (TimeoutError, ValueError):
+    except (TimeoutError, ValueError):  # ValueError: no end of the line within the limit
         raise KvRouterError("accepts connections, but sends no INFO line, as NATS does") from None
     finally:
-        writer.transport.abort()
+        writer.transport.abort()  # nothing was written that has to arrive
     if not line.startswith(b"INFO "):
         raise KvRouterError(f"sends {line[:60].decode('utf-8', 'replace').strip()!r} instead of an INFO line")
     try:

@@ -31,7 +31,7 @@ from kvrouter.core.wire.senders import Feed, KvSource, RouterSource, Source, Syn
 
 # As NATS's wildcards: without a group, and in one.
 EVERY_WORKER = (WorkerId("*"), WorkerId("*.*"))
-_RANK = re.compile(r"[0-9]{1,4}")
+_RANK = re.compile(r"[0-9]{1,4}")  # ranks are below 1,024
 
 
 class Subjects:
@@ -44,7 +44,7 @@ class Subjects:
     @classmethod
     def of_every_namespace(cls) -> Subjects:
         """For the rights of users: NATS's wildcard stands for the namespace."""
-        subjects = cls.__new__(cls)
+        subjects = cls.__new__(cls)  # `__init__` rejects wildcards
         subjects._name("*")
         return subjects
 

@@ -40,7 +40,7 @@ class KvIndexer(HandFed):
 
     def __init__(self, block_size: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         settings = ReplicaSettings(PoolSettings(block_size=check_block_size(block_size)))
-        super().__init__(replica_with(Random, settings), clock)
+        super().__init__(replica_with(Random, settings), clock)  # any policy: this chooses nothing
         self.block_size = block_size
         self._pool = BY_HAND
         self._ranks: dict[str, int] = {}
@@ -125,7 +125,7 @@ class ApproxKvIndexer:
             raise ConfigError(f"ttl_s {ttl_s:g}: use seconds, above 0")
         self.block_size = check_block_size(block_size)
         self._clock = clock
-        self._index = BlockIndex(placement_secret=secrets.randbits(64))
+        self._index = BlockIndex(placement_secret=secrets.randbits(64))  # see `new_table`
         self._approx = ApproxIndex(self._index, ttl_s)
 
     def process_routing_decision_for_request(

@@ -245,6 +245,7 @@ class KvRouter(HandFed):
         load = RankBeat(
             rank, 0, 0, running=running, waiting=waiting, kv_usage=kv_usage, metrics=dict(metrics or {})
         )
+        # all ranks: a heartbeat replaces what is known of each of them
         self._take_load(WorkerId(worker_id), [*({**worker.ranks, rank: load}).values()])
 
     # Peers, by hand
@@ -431,6 +432,7 @@ def _check_amounts(**amounts: OverlapWeight | None) -> None:
 
 def _sendable(name: str, text: str) -> str:
     """The text, if peers can decode it. Raises ConfigError."""
+    # half of a surrogate pair is not printable, and could not be sent
     if len(text) > MOST_ID_CHARACTERS or not text.isprintable():
         raise ConfigError(f"{name} {text[:80]!r}: use at most {MOST_ID_CHARACTERS} printable characters")
     return text

@@ -68,7 +68,7 @@ async def joined(
         stack.callback(upkeep.close)
         await replica_loop.subscribe()
         await stack.enter_async_context(_running(replica_loop, upkeep))
-        stack.enter_context(bus.leaving(replica_loop.publishing.leave))
+        stack.enter_context(bus.leaving(replica_loop.publishing.leave))  # last: needs the tasks and the bus
         yield replica_loop
 
 
@@ -153,7 +153,7 @@ class HandFed:
             self._replica.feeds.failed(source, now)
             return
         self._replica.feeds.answered(source, answer, now)
-        while self._replica.work(now):
+        while self._replica.work(now):  # all at once: here no task does it in slices
             pass
 
     def _take_card(self, card: Card) -> None:

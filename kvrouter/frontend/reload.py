@@ -111,7 +111,7 @@ class Reload:
         self._loaded = loaded
         self._running = running
         self._routing: Mapping[str, Any] = {}
-        self._lock = asyncio.Lock()
+        self._lock = asyncio.Lock()  # a SIGHUP and a POST may come at once, and reading waits for a thread
 
     @property
     def configured(self) -> Loaded[FrontendOptions]:

@@ -216,7 +216,7 @@ async def running_frontend(
             try:
                 yield frontend
             finally:
-                frontend.drain()
+                frontend.drain()  # `serve` has done so already, other callers have not
 
 
 @contextlib.asynccontextmanager
@@ -295,7 +295,7 @@ async def _open_request_path(
         lost = LostRequests(replica, publishing, probe, now=now)
         upstream = Upstream(tls, networks)
         with contextlib.closing(upstream), contextlib.ExitStack() as at_end:
-            at_end.callback(access.flush)
+            at_end.callback(access.flush)  # lines of served requests wait to be written together
             completions = Completions(
                 publishing,
                 accept,
@@ -391,6 +391,7 @@ def _address(options: FrontendOptions, listeners: Listeners) -> str:
 def _own_urls(options: FrontendOptions, listeners: Listeners) -> frozenset[str]:
     """Both listeners by every name that is known here."""
     hosts = ("", options.process.advertise or "", gethostname())
+    # a worker at one of these would be this replica itself: one request would become thousands
     return frozenset(reachable(url, host) for url in (listeners.url, listeners.admin_url) for host in hosts)
 
 

@@ -44,6 +44,7 @@ FROM_PORT = -1
 MOST_DECISIONS = 100_000
 EXPOSABLE = frozenset({"headers", "metrics"})
 _LIMITS = Limits()
+# without . and ..: clients and proxies resolve them
 _ROOT_PATH = re.compile(r"(?:/(?!\.{1,2}(?:/|$))[\w.~-]{1,64}){1,8}", re.ASCII)
 
 
@@ -238,7 +239,7 @@ class ProcessOptions(Settings):
         """The admin port of process 0, if clients' is `port`. Raises ConfigError if the last has none."""
         admin = self.admin_port
         if admin == FROM_PORT:
-            admin = port and port + ADMIN_OFFSET
+            admin = port and port + ADMIN_OFFSET  # with --port 0 both ports are free ones
         last = self.processes if self.processes > 1 else self.number
         if admin and admin + last > 65535:
             given = f"is --port + {ADMIN_OFFSET} by default" if self.admin_port == FROM_PORT else f"{admin}"
@@ -542,7 +543,7 @@ class FrontendOptions(CommonOptions):
     @property
     def replica(self) -> ReplicaSettings:
         synced = bool(self.router_replica_sync) or self.process.processes > 1
-        rounds = round(self.lease_s / self.heartbeat_s)
+        rounds = round(self.lease_s / self.heartbeat_s)  # silence counts in own heartbeats, see lease_s
         return ReplicaSettings(self.pool, synced, rounds, self.heartbeat_s, self.worker_networks)
 
     @property

@@ -146,7 +146,7 @@ class Listener:
             return
         one = self.workers.setdefault(worker_id, HeardWorker(beat))
         self.left.discard(worker_id)
-        one.beat, one.card = beat, beat.card or one.card
+        one.beat, one.card = beat, beat.card or one.card  # most heartbeats have no card
         one.sender.beat(beat.incarnation, beat.interval_ms, now)
         for rank in beat.ranks:
             self._count(beat, worker_id, rank)
@@ -159,7 +159,7 @@ class Listener:
         """Compare a rank's frame number in a heartbeat with the frames before it."""
         feed = self._feed(KvSource(PoolId(beat.pool), worker_id, rank.rank))
         if rank.incarnation > feed.incarnation or not feed.incarnation:
-            feed.incarnation, feed.seq = rank.incarnation, rank.seq
+            feed.incarnation, feed.seq = rank.incarnation, rank.seq  # earlier ones are not missing
         elif rank.incarnation == feed.incarnation:
             feed.unsent += rank.seq < feed.seq
             feed.missing += max(0, rank.seq - feed.seq)
@@ -178,7 +178,7 @@ class Listener:
     def _feed(self, source: FeedSource) -> Feed:
         if source in self.feeds or len(self.feeds) < 4 * MOST_SENDERS:
             return self.feeds.setdefault(source, Feed())
-        return Feed()
+        return Feed()  # not kept: any client may invent feeds
 
     def _frame(self, source: FeedSource, data: bytes) -> None:
         feed = self._feed(source)

@@ -101,12 +101,12 @@ async def fetch(
                 method, url, headers=headers, allow_redirects=follows, server_hostname=tls_name, json=json
             ) as response,
         ):
-            expires_s = _until_expiry(response)
+            expires_s = _until_expiry(response)  # first: a response that is read to its end has no connection
             body = await read_answer(response, most_bytes)
     except (aiohttp.ClientError, OSError, TimeoutError, ValueError, UnicodeError) as error:
         if isinstance(error, TimeoutError):
             return Fetched(trouble=f"no answer within {timeout_s:g} s")
-        trouble = tls_trouble(error.__cause__)
+        trouble = tls_trouble(error.__cause__)  # aiohttp's own error wraps that of ssl
         return Fetched(trouble=trouble or no_answer(error), is_tls_trouble=bool(trouble))
     skew_s = _skew_s(response.headers.get("date", ""), before, time.time())
     return Fetched(response.status, body, skew_s=skew_s, expires_s=expires_s)

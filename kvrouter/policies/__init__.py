@@ -44,7 +44,7 @@ SERVED_MODES = tuple(sorted(POLICIES))
 
 
 def _read_imbalance(text: str) -> float:
-    value = float("inf") if text == "inf" else declare.number(text)
+    value = float("inf") if text == "inf" else declare.number(text)  # number() reads finite ones only
     if value is None or value < 0:
         raise ValueError("must be inf or a number of at least 0")
     return value

@@ -94,7 +94,7 @@ class Indexer(_Strict, frozen=True):
         if store.cache_size is not None or store.block_size is not None:
             size = _CACHE_SIZE if store.cache_size is None else store.cache_size
             characters = _PART_CHARACTERS if store.block_size is None else store.block_size
-            capacity = size * characters // _PART_CHARACTERS
+            capacity = size * characters // _PART_CHARACTERS  # as 256 characters each
         memory, tokens = "kvBlockIndexConfig.inMemoryConfig", "tokenizersPoolConfig"
         rows: list[tuple[str, Any, str]] = [
             ("prefix-store-blocks", capacity, "prefixStoreConfig"),
@@ -108,6 +108,7 @@ class Indexer(_Strict, frozen=True):
             ("tokenizer-cache-dir", pool.tokenizers_cache_dir, f"{tokens}.tokenizersCacheDir"),
         ]
         return [
+            # the engines have one block size: blocks of another one are never found
             Implied(name, str(value), where, is_fact=name == "kv-cache-block-size")
             for name, value, where in rows
             if value is not None
@@ -207,7 +208,7 @@ def load_endpoint_picker(text: str) -> EndpointPicker:
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an impossible date
         mark = getattr(error, "problem_mark", None)
         place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""
-        raise ConfigError(f"the router config is not YAML{place}") from None
+        raise ConfigError(f"the router config is not YAML{place}") from None  # the cause quotes the file
     if not isinstance(document, dict):
         raise ConfigError(f"the router config is not an {KIND}: it has to be a mapping with kind: {KIND}")
     return read_endpoint_picker(document)

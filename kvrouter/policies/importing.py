@@ -97,7 +97,7 @@ def _imported(name: str) -> object:
     if "" not in sys.path:
         sys.path.insert(0, "")  # `python -m` has it, a console script does not
     try:
-        found: object = import_module(module_name)
+        found: object = import_module(module_name)  # the module runs, and may raise anything
     except Exception as error:
         raise ConfigError(f"policy {name}: {_why_not_imported(module_name, error)}") from error
     module = found
@@ -111,7 +111,7 @@ def _imported(name: str) -> object:
 
 def _why_not_imported(module_name: str, error: Exception) -> str:
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    if missing and f"{module_name}.".startswith(f"{missing}."):
+    if missing and f"{module_name}.".startswith(f"{missing}."):  # it or its package, not what it imports
         return f"no module {missing!r}; install it, or start kvrouter in the directory that has it"
     if not module_name or module_name.startswith("."):
         return "write package.module:Class"
@@ -162,7 +162,7 @@ def _check_method(owner: type, method: str, count: int, name: str) -> None:
         raise ConfigError(f"policy {name}: {method} has to be {remedy}")
     is_static = isinstance(inspect.getattr_static(owner, method), staticmethod | classmethod)
     counts = [count, count - 1] if method == "on_request_end" else [count]
-    if not any(takes(function, each if is_static else each + 1) for each in counts):
+    if not any(takes(function, each if is_static else each + 1) for each in counts):  # + 1: self
         shown = str(inspect.signature(getattr(Policy, method))).partition(" ->")[0].replace("'", "")
         raise ConfigError(f"policy {name}: write {method}{shown}")
 
@@ -205,7 +205,7 @@ def _converted(text: str, parameter: inspect.Parameter | None, shown: str) -> An
     if parameter is None:
         return text
     type_ = parameter.annotation
-    if type_ is parameter.empty or isinstance(type_, str):
+    if type_ is parameter.empty or isinstance(type_, str):  # a text: names that are not known when it runs
         default = parameter.default
         type_ = str if default is parameter.empty or default is None else type(default)
     try:

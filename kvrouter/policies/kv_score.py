@@ -45,7 +45,7 @@ class KvScore(BuiltInPolicy):
     ) -> list[dict[str, float]]:
         """The published terms, weights not yet applied, and the score."""
         given = request.overlap_weight
-        weight = self.overlap_weight if given is None or given == AUTO else given
+        weight = self.overlap_weight if given is None or given == AUTO else given  # `auto` compares seconds
         isl = max(1, request.isl)
         waiting = waiting_requests(candidates)
         longest = max(waiting) or 1.0  # no queue anywhere: the term is 0, not 0 / 0

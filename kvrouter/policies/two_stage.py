@@ -97,7 +97,7 @@ class TwoStage(BuiltInPolicy):
         if self.stage_one == ROUND_ROBIN or not request.prompts or not request.prompts[0].hashes:
             return ""
         hashes = request.prompts[0].hashes  # a sequence hash also stands for all blocks before it
-        return f"\0{hashes[min(self.blocks, len(hashes)) - 1]}"
+        return f"\0{hashes[min(self.blocks, len(hashes)) - 1]}"  # \0: as no group is named
 
     def _labels(self, candidates: Candidates) -> list[str]:
         return [self._label(card) for card in candidates.cards()]

@@ -119,7 +119,7 @@ class CardTokenizers:
         trial = self._trials.get(pool.id)
         if trial is None or trial.encoder is None:
             return False
-        trial.rest_s = LONGEST_REST_S
+        trial.rest_s = LONGEST_REST_S  # no early retry: its ids were proven wrong
         trial.rest(reason, self._now())
         return True
 
@@ -167,7 +167,7 @@ class CardTokenizers:
                     ids = await encoder.encode(probe)
                     theirs = await self._engines.reference(url, None, probe)
                 except (BadRequestError, PromptRejectedError):
-                    continue
+                    continue  # some templates reject one form of chat only
                 reason = ""
                 if ids != [theirs] and not await encoder.settle(probe, theirs):
                     reason = f"the ids of a probe {kind} are not those of {url}"

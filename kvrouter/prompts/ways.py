@@ -228,7 +228,7 @@ class TextWay:
             return None  # malformed messages: the engine replies with the reason
         if not isinstance(prompt, ChatPrompt) or not has_media(prompt):
             return tuple(found)
-        more = estimated_tokens(prompt.messages)
+        more = estimated_tokens(prompt.messages)  # else images would not count in the load
         return tuple(replace(each, isl=each.isl + more, media="way") for each in found)
 
 
@@ -308,7 +308,7 @@ def named(encoded: Iterable[Encoded], naming: Naming, known: PrefixHashes | None
         if 0 < most < len(ids) and not media:  # no engine reads so far, and millions of ids take seconds
             ids, beginnings = ids[:most], None
         # Most blocks of a chat are those of its previous turn: their hashes are looked up, not computed.
-        if media or ahead:
+        if media or ahead:  # such names depend on more than the tokens up to the block
             hashes = media_prompt_hashes(ids, size, seed, media, ahead)
         elif known is None or beginnings is None:
             hashes = seeded_prompt_hashes(ids, size, seed)

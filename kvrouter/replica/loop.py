@@ -39,11 +39,12 @@ def empty_replica(
 
     `replica_id`: use this id instead of a random one.
     """
+    # clients choose prompts, and so hashes: without a secret they could crowd them in a table
     settings = replace(settings, pool=replace(settings.pool, placement_secret=secrets.randbits(64)))
     return Replica(
         settings,
         RouterId(replica_id or uuid.uuid4().hex[:12]),
-        time.time_ns() // 1000,
+        time.time_ns() // 1000,  # greater than that of an earlier process with this id
         new_rules,
         chance=random.random,
     )
@@ -102,7 +103,7 @@ class ReplicaLoop:
         await self._bus.subscribe(self._subjects.hello, self.publishing.answer_hello)
         subject = self._subjects.sync_replay(self._replica.router_id)
         await self._bus.subscribe(subject, self.publishing.answer_replay)
-        self._bus.on_connect(self.publishing.hello)
+        self._bus.on_connect(self.publishing.hello)  # last: the answers to the hello need the rest
 
     async def run(self) -> None:
         """Apply, publish and repair until cancelled."""

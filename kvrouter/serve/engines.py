@@ -116,7 +116,7 @@ def _address(url: str) -> str:
     parts = urlsplit(url.lower())
     host = "127.0.0.1" if parts.hostname in _LOOPBACK else parts.hostname
     port = parts.port or (443 if parts.scheme == "https" else 80)
-    return f"{host}:{port}{urlsplit(url).path}"
+    return f"{host}:{port}{urlsplit(url).path}"  # upper and lower case differ in a path only
 
 
 def _checked(text: str, key: str, value: str) -> str:

@@ -26,6 +26,7 @@ NAME = "serve"
 
 # At most this many warnings are repeated before the line at the end of the start.
 MOST_WARNINGS = 10
+# lines of logs in text, of settings (read before logs are set up), and of logs in JSON
 _WARNING = re.compile(
     rb"\[(?:warning|error|critical) *\] *(.*)|^kvrouter \w+: (the variable .*)"
     rb'|"level": ?"(?:warning|error|critical)"'

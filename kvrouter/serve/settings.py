@@ -134,6 +134,7 @@ def with_flags(loaded: Loaded[ServeOptions]) -> ServeOptions:
     options = loaded.settings
     of_frontends = {one.name for one in declared(FrontendOptions)}
     of_agents = {one.name for one in declared(CommonOptions)} | _ACCESS
+    # 1: the replicas read KVROUTER_PROCESSES and the table [frontend], too
     frontend_flags = ["--processes=1", *loaded.passed_on("frontend", of_frontends - {"nats"})]
     # serve starts several replicas with --router-replica-sync: a choice, wherever it was made, comes later
     if (synced := options.frontend.router_replica_sync) is not None:

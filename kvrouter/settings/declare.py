@@ -233,7 +233,7 @@ class Declared:
         if self.is_switch and value is not None:
             return [self.flag if value else f"--no-{self.name}"]
         if self.is_list:
-            return [f"{self.flag}={self.text(item)}" for item in value]
+            return [f"{self.flag}={self.text(item)}" for item in value]  # =: values may begin with a dash
         return [] if value is None else [f"{self.flag}={self.text(value)}"]
 
     def value_in(self, settings: object) -> Any:

@@ -101,6 +101,7 @@ class Loaded(Generic[S]):
         flags = [f"--config={self.file}"] if self.file != self.environ.get(_CONFIG, "") else []
         for one in self.command.declared():
             source = self.sources.get(one.name, "")
+            # a source with " [" is a file with its table
             if one.name in names and (source == FLAG or (" [" in source and source.split()[-1] not in found)):
                 flags += one.flags(self.values[one.name])
         return flags
@@ -461,7 +462,7 @@ def collecting(declared: Iterable[Declared]) -> Callable[..., dict[str, Any]]:
     def collect(*positional: Any, **values: Any) -> dict[str, Any]:
         return {**dict(zip(names, positional, strict=False)), **values}
 
-    ordered = sorted(declared, key=lambda one: not one.setting.is_positional)
+    ordered = sorted(declared, key=lambda one: not one.setting.is_positional)  # inspect wants these first
     parameters = [
         inspect.Parameter(
             one.parameter,

@@ -12,7 +12,7 @@ Kind: TypeAlias = Literal["counter", "gauge", "histogram", "summary"]
 
 # What follows the name of a metric in the names of its samples.
 _SUFFIXES: dict[Kind, tuple[str, ...]] = {
-    "counter": ("",),
+    "counter": ("",),  # the name ends in _total already
     "gauge": ("",),
     "histogram": ("_bucket", "_sum", "_count"),
     "summary": ("_sum", "_count"),

@@ -46,7 +46,7 @@ def _loops_over_content(template: nodes.Template, messages: Set[str]) -> bool:
         names = _content_parameters(template, macro, messages) if macro else {"content"}
         is_named = isinstance(loop.iter, nodes.Name) and loop.iter.name in names
         if is_named or _is_content(loop.iter, messages):
-            return bool(_name(loop.target))
+            return bool(_name(loop.target))  # called for what it raises: no name is empty
     return False
 
 

@@ -66,10 +66,11 @@ def _message(message: Message, in_parts: bool) -> Message:
     role = message.get("role")
     if not isinstance(role, str):
         raise BadRequestError("each of `messages` needs a `role` that is a string", param="messages")
-    role = role.lower()
+    role = role.lower()  # SGLang takes "System", too
     given = message.get("content")
     content = _content(given, in_parts)
     fields = {} if role == "user" else _fields(role, message)
+    # SGLang puts parts behind the other fields: it shows where a template prints a whole message
     if in_parts and isinstance(given, list):
         found = {"role": role, **fields, "content": content}
     else:

@@ -87,7 +87,7 @@ async def announce(
         labels=dict(labels or {}),
         role=role,
         kv_connector=kv_connector,
-        started_at_us=publishers[0].incarnation,
+        started_at_us=publishers[0].incarnation,  # a publisher's incarnation is the time of its start
         agent_version=__version__,
     )
     announcement = Announcement(nats, Subjects(namespace), card, publishers)
@@ -141,7 +141,7 @@ class Announcement:
         worker_id = WorkerId(self._publishers[0].worker_id)
         await self._announcer.subscribe()
         await self._nats.subscribe(self._subjects.kv_replay(worker_id), self._on_replay)
-        with self._nats.leaving(self._leave):
+        with self._nats.leaving(self._leave):  # around the tasks: no heartbeat follows the last message
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._announcer.run(heartbeat_s))]
                 tasks += [group.create_task(publisher.run()) for publisher in self._publishers]

@@ -183,7 +183,7 @@ class WorkerSettings(CommonOptions):
         advertised = engine.advertise_url or engine.engine_url
         check_url("--advertise-url" if engine.advertise_url else "--engine-url", advertised)
         if engine.worker_tls_ca is not None:
-            trusting(engine.worker_tls_ca)
+            trusting(engine.worker_tls_ca)  # read now: a broken file ends the start
         return AgentOptions(
             engine_url=engine.engine_url,
             worker_id=card.worker_id or worker_id_of(reachable(advertised, gethostname())),

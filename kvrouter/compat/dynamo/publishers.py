@@ -46,7 +46,7 @@ class KvEventPublisher:
         block_mm_infos: Sequence[Mapping[str, Any] | None] | None = None,
         *,
         lora_name: str | None = None,
-        event_id: int | None = None,
+        event_id: int | None = None,  # frames have numbers of their own
     ) -> None:
         """The engine stored a chain of blocks. Raises ConfigError for what would be named wrongly."""
         if lora_id and not lora_name:

@@ -40,7 +40,7 @@ class HeldEndpoint(Generic[T]):
         if self._value is None or (self._value.done() and self._value.exception() is not None):
             self._value = asyncio.get_running_loop().create_future()
             self._task = asyncio.create_task(self._hold(self._value), name="compat.held")
-        return await asyncio.shield(self._value)
+        return await asyncio.shield(self._value)  # a caller that is cancelled must not end it for others
 
     def close(self) -> set[asyncio.Task[None]]:
         """Begin to leave the context; returns the task that does. The next `get` opens another one."""
@@ -56,7 +56,7 @@ class HeldEndpoint(Generic[T]):
                 value.set_result(opened)
                 await asyncio.Event().wait()
         except KvRouterError as error:
-            if value.done():
+            if value.done():  # it was open: no `get` waits for this error
                 raise
             value.set_exception(error)
         except asyncio.CancelledError:
@@ -180,7 +180,7 @@ class Component:
                     yield worker
 
         self._announcement = await self.runtime.holds(announced).get()
-        for rank in self.loads:
+        for rank in self.loads:  # reported before there was an announcement
             self.report_load(rank)
 
     def report_load(self, rank: int) -> None:

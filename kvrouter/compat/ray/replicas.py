@@ -174,7 +174,7 @@ def pending(request: RouteRequest) -> PendingRequest:
     metadata = RequestMetadata(
         request.request_id, request.request_id, request.lora_name or "", request.session
     )
-    created_at = time.time() - max(0.0, time.monotonic() - request.now)
+    created_at = time.time() - max(0.0, time.monotonic() - request.now)  # Ray's is a date, `now` is monotonic
     return PendingRequest([PromptArgument(request.text)] if request.text else [], {}, metadata, created_at)
 
 

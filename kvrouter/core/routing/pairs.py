@@ -82,6 +82,7 @@ class DecodeHalf(BuiltInPolicy):
 
     def _costs(self, candidates: Candidates) -> list[float]:
         """Those without room for the prompt come last."""
+        # a tier with 0 has an unknown size: then nothing is known of the room
         rooms = [sum(one.card.tiers.values()) if all(one.card.tiers.values()) else 0 for one in candidates]
         most = max(one.decode_blocks for one in candidates)
         return [
@@ -187,7 +188,7 @@ def choose_pair(  # noqa: PLR0917
         return Sharing()
     answers = decode.choose(request, decoders, moment)[0]
     terms = _compared(whole, answers, None if weight is not None else cost, moment, least_tokens)
-    is_remote = terms.pop("is_remote") or computed_at is not None
+    is_remote = terms.pop("is_remote") or computed_at is not None  # what is computed is not computed twice
     pair = Pair(computes, answers, prefill, decode, prefillers, decoders) if is_remote else None
     return Sharing(pair, terms)
 
@@ -195,7 +196,7 @@ def choose_pair(  # noqa: PLR0917
 def _not_resting(prefillers: Candidates, decoders: Candidates, moment: Moment) -> Candidates:
     """Those that can hand over to one of the decode workers: the others have failed with each just now."""
     transfers, names = moment.tables.transfers, {target.worker_id for target in decoders.targets()}
-    if not transfers.has_failures:
+    if not transfers.has_failures:  # the usual case: no pair is looked up
         return prefillers
     return prefillers.kept(
         [
@@ -211,7 +212,7 @@ def weight_of(request: RouteRequest, policy: BuiltInPolicy, moment: Moment) -> f
     weight = policy.overlap_weight if weight is None else weight
     if weight == AUTO and not moment.doubt:
         return None
-    return 1.0 if weight is None or weight == AUTO else weight
+    return 1.0 if weight is None or weight == AUTO else weight  # above 0 a weight only scales the costs
 
 
 def _compared(

@@ -95,7 +95,7 @@ class RouteRequest(Struct, frozen=True, gc=False):
     def isl(self) -> int:
         """Prompt tokens, over all prompts."""
         prompts = self.prompts
-        if len(prompts) == 1:
+        if len(prompts) == 1:  # nearly always: no generator then
             return prompts[0].isl
         return sum([prompt.isl for prompt in prompts]) if prompts else 0
 

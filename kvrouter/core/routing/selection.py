@@ -233,7 +233,7 @@ class Selection:
         return tuple(one.target for one in judged if _are_equal(one, chosen, decisive))
 
     def _next_best(self, verdicts: Sequence[Verdict], order: Sequence[Target]) -> Target | None:
-        if len(order) != 1:
+        if len(order) != 1:  # the policy has ranked the others, too
             return order[1] if order else None
         chosen = next((one for one in verdicts if one.target == order[0]), None)
         others = [one for one in verdicts if not one.removed_by and one.target != order[0]]
@@ -279,6 +279,7 @@ class Modes:
     def use_filters(self, filters: tuple[Filter, ...]) -> None:
         """Filter by these from the next request on."""
         self.default = replace(self.default, filters=filters)
+        # replaced, not made again: their policies have counted turns
         self._others = {name: replace(one, filters=filters) for name, one in self._others.items()}
 
     def use_policies(
@@ -294,7 +295,7 @@ def _are_equal(one: Verdict, other: Verdict, names: Sequence[str]) -> bool:
 
 
 def _is_equal(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=EQUAL_WITHIN, abs_tol=1e-9)
+    return math.isclose(one, other, rel_tol=EQUAL_WITHIN, abs_tol=1e-9)  # a relative one fails near 0
 
 
 def _against(name: str, other: Mapping[str, float], chosen: Mapping[str, float]) -> str:

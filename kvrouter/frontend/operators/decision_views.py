@@ -126,7 +126,7 @@ class DecisionViews:
                 for prompt in decided.request.prompts
             ]
             yield _encoded(self._summary(decided) | {"prompts": prompts})
-            yield b""
+            yield b""  # a pause for other requests, see AnswerLines
 
     def _explained(self, decided: Decided) -> dict[str, Any]:
         facts = _facts(decided.request, decided.moment.now, decided.selection)
@@ -146,7 +146,7 @@ def _facts(request: RouteRequest, now: float, selection: Selection) -> dict[str,
         "mode": selection.mode,
         "isl": request.isl,
         "prompt_blocks": sum(len(prompt.hashes) for prompt in request.prompts),
-        "session": name_of(request.session),
+        "session": name_of(request.session),  # without the hash of its owner's credentials
         "parent_session": name_of(request.parent_session),
         "overlap_weight": _given(request.overlap_weight, selection.policy.overlap_weight),
         "temperature": _given(request.temperature, selection.policy.temperature),
@@ -197,6 +197,7 @@ def _compared(decision: Decision) -> dict[str, Any]:
 
 
 def _rounded(terms: dict[str, float]) -> dict[str, float]:
+    # JSON has neither infinity nor NaN
     return {name: round(value, 6) for name, value in terms.items() if math.isfinite(value)}
 
 

@@ -36,7 +36,7 @@ _MODE = "router-mode"
 _PARTS = {"policy", "rules", "admission"}
 _FIXED_MODES = {"direct", CUSTOM}
 
-_Value = SettingText | Annotated[float, Meta(ge=-1e300, le=1e300)] | bool | None
+_Value = SettingText | Annotated[float, Meta(ge=-1e300, le=1e300)] | bool | None  # 1e300: MOST_FINITE
 
 
 # Unknown fields are rejected: a misspelt one would otherwise change nothing without an error.
@@ -129,7 +129,7 @@ class RoutingChanges:
         """Serve with the change that the replica knows. What cannot be used here is left out, and shown."""
         change = self._replica.routing
         assert change is not None
-        if change is self._applied:
+        if change is self._applied:  # a change that was made here: the inbox passes it on, too
             return
         self._applied = change
         values: dict[str, Any] = {}
@@ -206,4 +206,5 @@ def _read(body: bytes) -> RoutingRequest:
 def _text(value: str | float | bool) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
+    # JSON's 5 was read as 5.0, which settings of whole numbers reject: it becomes 5 again
     return value if isinstance(value, str) else f"{value:.15g}"

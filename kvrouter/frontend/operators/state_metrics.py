@@ -100,7 +100,7 @@ def target_samples(counts: dict[Target, TargetCounts], routers: Sequence[Router]
         for target in worker.targets()
     }
     for gone in counts.keys() - known.keys():
-        del counts[gone]
+        del counts[gone]  # else each worker that ever came would keep its series
     for target, counted in list(counts.items()):
         labels = {"pool": str(known[target]), "worker": str(target.worker_id), "rank": str(target.rank)}
         for outcome, count in list(counted.answers.items()):
@@ -110,7 +110,7 @@ def target_samples(counts: dict[Target, TargetCounts], routers: Sequence[Router]
 
 
 def _speed_samples(router: Router) -> Iterator[Sample]:
-    if not router.doubt:
+    if not router.doubt:  # else it is a first guess, or off by too much
         speed = router.tables.speeds.speed
         yield "kvrouter_prefill_tokens_per_second", {"pool": str(router.pool.id)}, 1 / speed.seconds_per_token
 
@@ -145,7 +145,7 @@ def _feed_samples(source: Feed, reader: FeedReader) -> Iterator[Sample]:
     labels = {"feed": name(source)}
     yield "kvrouter_feed_live", labels, reader.state.value == "live"
     for counter, value in asdict(reader.counters).items():
-        if counter != "recovery_s":
+        if counter != "recovery_s":  # a duration, not a count
             own = {**labels, "event": counter}
             yield "kvrouter_feed_events_total", own, value
     if reader.received_at is not None:
@@ -188,7 +188,7 @@ def _of_predictions(record: WorkerRecord, labels: Labels) -> Iterator[Sample]:
 def _of_errors(record: WorkerRecord, labels: Labels) -> Iterator[Sample]:
     count = 0
     for bound, own_count in zip([*map(str, ERROR_BLOCKS), "+Inf"], record.errors, strict=True):
-        count += own_count
+        count += own_count  # Prometheus's buckets are cumulative
         yield "kvrouter_prediction_error_blocks_bucket", {**labels, "le": bound}, count
 
 

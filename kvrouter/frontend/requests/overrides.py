@@ -36,7 +36,7 @@ MOST_SESSION_CHARACTERS = 256
 _MOST_BUCKET_CHARACTERS = 256
 # Of a value that is wrong.
 _MOST_SHOWN_CHARACTERS = 200
-_WHOLE = re.compile(r"[+-]?[0-9]{1,9}")
+_WHOLE = re.compile(r"[+-]?[0-9]{1,9}")  # nine digits fit in 32 bits, as `priority` in bodies has to
 _SWITCH = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -162,6 +162,7 @@ def find_wanted(target: str, headers: Mapping[str, str], pool: Pool) -> Wanted:
         )
     rank, given = wanted.rank, headers.get(RANK_HEADER)
     if given is not None and worker.card.rank_header:
+        # isdecimal() is also true of other scripts' digits
         if not given.isascii() or not given.isdecimal() or rank not in {None, int(given)}:
             raise BadRequestError(
                 f"header {RANK_HEADER}: {given!r} is not a rank of {target!r}", param=RANK_HEADER

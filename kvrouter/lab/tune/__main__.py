@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(loaded: Loaded[TuneSettings]) -> int:
-    if importlib.util.find_spec("optuna") is None:
+    if importlib.util.find_spec("optuna") is None:  # search imports it
         raise ConfigError("kvrouter tune needs Optuna: pip install 'kvrouter[tune]'")
     from kvrouter.lab.tune.search import Search
 

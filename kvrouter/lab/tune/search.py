@@ -190,7 +190,7 @@ class Search:
     def run(self, on_done: Callable[[int, int], None] = lambda _done, _all: None) -> SearchResult:
         """Search and test. `on_done(done, all)` is called after each run."""
         first, whole = self._cells()
-        total = self.trials + (FINALISTS + 1) * _FINAL_SEEDS + 3 * self.seeds
+        total = self.trials + (FINALISTS + 1) * _FINAL_SEEDS + 3 * self.seeds  # + 1: the default
         done = 0
 
         def measured(cell: Cell, pairs: Sequence[tuple[TunedSettings, int]]) -> list[Measures]:
@@ -208,7 +208,7 @@ class Search:
 
         tried = self._try(lambda choices: measured(first, [(choice, self.seed) for choice in choices]))
         finalists = [one.choice for one in sorted(tried, key=lambda one: -self.value(one.figures))]
-        finalists = list({str(one): one for one in finalists}.values())[:FINALISTS]
+        finalists = list({str(one): one for one in finalists}.values())[:FINALISTS]  # trials repeat: 3 digits
         again = [self.seed + SEED_STEP * (number + 1) for number in range(_FINAL_SEEDS)]
 
         def values(choice: TunedSettings) -> list[float]:
@@ -242,6 +242,7 @@ class Search:
 
     def _try(self, measured: Callable[[Sequence[TunedSettings]], list[Measures]]) -> list[Tried]:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
+        # constant_liar: else the trials that are asked for at once are much alike
         sampler = optuna.samplers.TPESampler(seed=self.seed, constant_liar=self.jobs > 1)
         study = optuna.create_study(direction="maximize", sampler=sampler)
         for known in _known():

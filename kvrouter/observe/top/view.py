@@ -242,8 +242,8 @@ def _problems(seen: Mapping[str, Seen], fleets: Mapping[str, Fleet]) -> list[str
 
 
 _ORDER: dict[Column, Callable[[TopRow], Any]] = {
-    "target": lambda row: (),
-    "state": lambda row: (row.fact.eligible and not row.fact.problems, row.state),
+    "target": lambda row: (),  # by name, as all rows that are equal in a column
+    "state": lambda row: (row.fact.eligible and not row.fact.problems, row.state),  # False first: trouble
     "requests": lambda row: -row.fact.requests,
     "waiting": lambda row: -(row.fact.waiting or 0),
     "charged": lambda row: -row.fact.charged_prefill_tokens,

@@ -71,7 +71,7 @@ class Requests:
 
     async def ask(self, worker_id: WorkerId, payload: bytes) -> bytes:
         """The first answer. Raises AgentError without an answer."""
-        if is_in_group(worker_id) and not self._hears_groups:
+        if is_in_group(worker_id) and not self._hears_groups:  # users of earlier versions may not
             self._hears_groups = True
             await self._bus.subscribe(self._subjects.group_answers(self._asker), self._take)
         reply = self._subjects.kv_answer(worker_id, self._asker, str(len(self._asked)))

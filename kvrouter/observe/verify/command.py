@@ -76,7 +76,7 @@ def compare_and_print(loaded: Loaded[VerifySettings]) -> int:
     settings = loaded.settings
     try:
         report = asyncio.run(_compare(settings))
-        if settings.json is not None:
+        if settings.json is not None:  # first: without the file nothing is printed
             settings.json.write_text(as_json(report))
     except (KvRouterError, OSError) as error:
         print(f"kvrouter verify: {error}", file=sys.stderr)  # noqa: T201

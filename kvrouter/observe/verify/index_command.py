@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(loaded: Loaded[IndexSettings]) -> int:
     try:
         return asyncio.run(_run(loaded.settings))
-    except BrokenPipeError:
+    except BrokenPipeError:  # as of `dump | head`
         forget_stdout()
         return EQUAL
     except (KvRouterError, OSError) as error:
@@ -114,7 +114,7 @@ async def _run(settings: IndexSettings) -> int:
     async with open_replicas(settings.replica, settings.access) as replicas:
         if settings.action == "dump":
             await dump(replicas[0], settings.worker, sys.stdout)
-            sys.stdout.flush()
+            sys.stdout.flush()  # here, where a closed pipe is caught
             return EQUAL
         first, second = replicas
         only = await diff(first, second, settings.worker, settings.timeout_s)

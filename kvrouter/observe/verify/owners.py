@@ -41,7 +41,7 @@ class Owners:
             listener, now = Listener(subjects), asyncio.get_running_loop().time
             agents = Agents(bus, subjects, listener)
             await bus.subscribe(
-                subjects.live_worker(WorkerId(">")),
+                subjects.live_worker(WorkerId(">")),  # NATS's wildcard: every worker, also those in groups
                 lambda subject, data, _: listener.receive(subject, data, now()),
             )
             await agents.begin()

@@ -168,6 +168,7 @@ class ResumePoints:
         """Ops that build the resume points from nothing, as of the last `take_ops`."""
         if not self._is_announced:
             return []
+        # also an empty op: before the first one replicas think that it resumes behind every block
         return [Resumable(hashes) for hashes in _packed(list(self._points)) or [b""]]
 
     def check_ops(self) -> list[Op]:
@@ -183,7 +184,7 @@ class ResumePoints:
         for number, saved in image.items():
             group = self._groups[number] = _Group(saved.needed, dict(saved.refs))
             self._begin(group)
-        self.take_ops()
+        self.take_ops()  # dropped: `state_ops` has them
 
     def _begin(self, group: _Group) -> None:
         """A group appears, or needs another number of blocks: every block may have changed."""

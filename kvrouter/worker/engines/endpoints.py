@@ -66,7 +66,7 @@ def read_sources(body: bytes, host: str, *, binds: bool = False) -> tuple[EventE
     """Read vLLM's /kv_event_sources: one entry per rank; empty if events are off. Raises EngineError."""
     try:
         sources = _decode_sources(body)
-        ranks = [sources[number] for number in sorted(sources, key=int)]
+        ranks = [sources[number] for number in sorted(sources, key=int)]  # as texts, "10" comes before "2"
     except (*UNREADABLE, ValueError) as error:
         raise EngineError(f"/kv_event_sources is not in vLLM's format: {error}") from None
     found = [rank.endpoints(host, binds=binds) for rank in ranks]
@@ -152,7 +152,7 @@ def settled_endpoints(
     given = options.endpoints
     if not given:
         return [replace(each, topic=options.topic) for each in reported] if options.topic else reported
-    if len(given) == 1 == options.ranks < ranks:
+    if len(given) == 1 == options.ranks < ranks:  # the engine has more ranks, on the next ports
         given = read_endpoints(given[0].events, given[0].replay, given[0].topic, ranks)
     return [each if each.replay else replace(each, replay=_replay(each, reported)) for each in given]
 

@@ -112,9 +112,10 @@ def build_card(
         labels=dict(options.labels),
         started_at_us=started_at_us,
         publishes_events=bool(options.endpoints),
+        # within the limits of a card: frontends reject a larger one
         notes=tuple(note[:MOST_TEXT_CHARACTERS] for note in notes)[:MOST_NAMES],
         prefix_caching=scrape.has_prefix_caching,
-        speculates=scrape.speculates and not lookahead,
+        speculates=scrape.speculates and not lookahead,  # with a lookahead no block is dropped
         lookahead=lookahead,
         takes_token_ids=facts.takes_token_ids,
         engine_started_at_us=min(round(scrape.started_s * 1e6), MOST_NUMBER),

@@ -205,6 +205,7 @@ class TensorrtAdapter(Adapter[TensorRtEvent]):
     def _stored(self, data: _Stored, sink: Sink) -> None:
         parent = None if data.parent_hash is None else _u64(data.parent_hash)
         salt = data.blocks[0].cache_salt if data.blocks else None
+        # the 0: without any block max() would have one number, for which it raises
         self._block_size = max(self._block_size, *(len(block.tokens) for block in data.blocks), 0)
         for (tier, size, has_name), group in groupby(data.blocks, self._place):
             blocks = list(group)
@@ -234,7 +235,7 @@ def _skip_reason(payload: bytes, error: Exception) -> str:
         kind = _decode_type(payload).data.type
     except UNREADABLE:
         kind = ""
-    if kind in {"", "removed"}:
+    if kind in {"", "removed"}:  # if ignored, blocks that are gone would stay published
         raise MalformedFrameError(f"TensorRT-LLM event that cannot be read: {error}")
     return f"event {word(kind)} that cannot be read: {error}"[:160]
 
