@@ -13,15 +13,22 @@ from msgspec.structs import replace
 
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment
 from kvrouter.core.routing.candidates import Candidates
-from kvrouter.core.routing.cost import SECONDS, InBlocks, InSeconds, lowest, poured, sample, spread
+from kvrouter.core.routing.cost import (
+    FALLBACK_WEIGHT,
+    SECONDS,
+    InBlocks,
+    InSeconds,
+    lowest,
+    poured,
+    sample,
+    spread,
+)
 from kvrouter.core.routing.policy import AUTO, Candidate, OverlapWeight, RouteRequest
 
 # With fewer unseen bookings, one in twenty decisions, the lowest cost is taken: spreading would cost overlap.
 NEGLIGIBLE = 0.05
 
 OVERLAP_WEIGHT = 1.0
-# For `auto` while seconds cannot be predicted: of the fixed weights the best under load (docs/policies.md).
-FALLBACK_WEIGHT = 8.0
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
@@ -27,6 +28,7 @@ from kvrouter.compat.dynamo import (
     WorkerStats,
     compute_block_hash_for_seq,
 )
+from kvrouter.compat.dynamo.runtime import HeldEndpoint
 from kvrouter.errors import ConfigError
 from kvrouter.worker.options import worker_id_of
 from tests.client.hands import Clock
@@ -239,6 +241,25 @@ def test_arguments_without_meaning() -> None:
         KvRouterConfig(router_queue_threshold=2.0)
     with pytest.raises(ConfigError, match="ApproxKvIndexer"):
         RadixTree(expiration_duration_secs=5)
+
+
+async def test_what_cannot_be_opened() -> None:
+    """Whoever waits for it gets the error, of whatever kind, and the next one tries again."""
+
+    @contextlib.asynccontextmanager
+    async def opens() -> AsyncIterator[str]:
+        if not tried:
+            tried.append("once")
+            raise OSError("no file descriptor is free")
+        yield "opened"
+
+    tried: list[str] = []
+    held = HeldEndpoint(opens)
+
+    with pytest.raises(OSError, match="no file descriptor"):
+        await held.get()
+    assert "opened" == await held.get()
+    await asyncio.wait(held.close())
 
 
 async def test_what_would_be_wrong_is_refused(component: Component) -> None:

@@ -7,12 +7,13 @@ from msgspec.structs import replace
 
 from kvrouter.core.fleet.router import Router, RouterRules
 from kvrouter.core.routing.builtin_policy import Moment
+from kvrouter.core.routing.cost import FALLBACK_WEIGHT
 from kvrouter.core.routing.policy import AUTO
 from kvrouter.core.routing.selection import Selection
 from kvrouter.core.tables.arrivals import PrefixShares
 from kvrouter.core.tables.prefill_speeds import CLASSES_S, FEW, Calibration, Speed, TtftClass
 from kvrouter.core.wire.ids import RouterId, Target
-from kvrouter.policies.kv import FALLBACK_WEIGHT, Kv
+from kvrouter.policies.kv import Kv
 from tests.core.worlds import T1, T2, card, chain_from, fixed, new_pool, prompt, request
 from tests.policies.tables import REQUEST, candidate, columns, moment, picked
 

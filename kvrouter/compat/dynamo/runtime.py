@@ -16,7 +16,7 @@ from typing import Any, Generic, Self, TypeVar
 from kvrouter import Client
 from kvrouter.bus import Bus
 from kvrouter.bus.embedded import DEFAULT_URL
-from kvrouter.errors import ConfigError, KvRouterError
+from kvrouter.errors import ConfigError
 from kvrouter.worker.announce import Announcement, announce, connect
 from kvrouter.worker.publisher import KvPublisher
 
@@ -55,7 +55,7 @@ class HeldEndpoint(Generic[T]):
             async with self._opens() as opened:
                 value.set_result(opened)
                 await asyncio.Event().wait()
-        except KvRouterError as error:
+        except Exception as error:
             if value.done():  # it was open: no `get` waits for this error
                 raise
             value.set_exception(error)

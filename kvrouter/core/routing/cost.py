@@ -35,6 +35,9 @@ LEAST_LEFT = 0.02
 # Under overload the wait says more about the queue than about the request, so its price is bounded.
 MOST_GAMMA = 8.0
 
+# For `auto` while seconds cannot be predicted: of the fixed weights the best under load (docs/policies.md).
+FALLBACK_WEIGHT = 8.0
+
 # The term of a decision that is compared with weight `auto`; its parts are `seconds.waiting` and so on.
 SECONDS = "seconds.total"
 

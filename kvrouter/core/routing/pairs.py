@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment
 from kvrouter.core.routing.candidates import Candidates
-from kvrouter.core.routing.cost import SECONDS, lowest
+from kvrouter.core.routing.cost import FALLBACK_WEIGHT, SECONDS, lowest
 from kvrouter.core.routing.policy import AUTO, Candidate, OverlapWeight, RouteRequest
 from kvrouter.core.routing.selection import Decision, Selection
 from kvrouter.core.wire.ids import Target
@@ -212,7 +212,9 @@ def weight_of(request: RouteRequest, policy: BuiltInPolicy, moment: Moment) -> f
     weight = policy.overlap_weight if weight is None else weight
     if weight == AUTO and not moment.doubt:
         return None
-    return 1.0 if weight is None or weight == AUTO else weight  # above 0 a weight only scales the costs
+    if weight == AUTO:
+        return FALLBACK_WEIGHT
+    return 1.0 if weight is None else weight  # above 0 a weight only scales the costs
 
 
 def _compared(

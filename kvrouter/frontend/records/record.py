@@ -88,7 +88,6 @@ class Work(Struct, frozen=True):
     api: Api
     response: NewResponse | None
     """What `previous_response_id` may name later."""
-    """Whether its body contains `vllm_xargs`."""
     is_dry_run: bool
     """Whether to reply with the decision only, without sending the request."""
     reads_end: bool

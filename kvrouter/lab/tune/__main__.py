@@ -52,7 +52,11 @@ def _main(loaded: Loaded[TuneSettings]) -> int:
     winner = found.winner if found.gain.is_better else None
     if winner is not None and (config := winner.endpoint_picker_config()):
         if settings.write_config is not None:
-            settings.write_config.write_text(config)
+            try:
+                settings.write_config.write_text(config)
+            except OSError as error:
+                print(config, end="")  # noqa: T201  # the search took minutes: what it found must not be lost
+                raise ConfigError(f"--write-config {settings.write_config}: {error.strerror}") from error
         else:
             print(config, end="")  # noqa: T201
     return 0
