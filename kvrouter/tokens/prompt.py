@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from kvrouter.errors import BadRequestError
 from kvrouter.tokens.fast_ids import FastIds
 from kvrouter.tokens.harmony import Harmony
+from kvrouter.tokens.job_queue import JobQueue
 from kvrouter.tokens.media import Images, Outcome, VisionModel, estimated_tokens, expand
 from kvrouter.tokens.messages import Message, is_text
 from kvrouter.tokens.prefix_tokens import CacheSettings, Encoded, PrefixStore
@@ -174,10 +175,15 @@ class PromptEncoder:
         """The fast library beside the reference one; None without it, or without a tokenizer."""
         return self._tokenizer.fast if self._tokenizer is not None else None
 
+    @property
+    def jobs(self) -> JobQueue | None:
+        """Where prompts wait for a thread; None without a tokenizer."""
+        return self._tokenizer.jobs if self._tokenizer is not None else None
+
     def admit(self, prompt: Prompt) -> None:
         """Raise TokenizerBusyError if more text waits than may."""
-        if self._tokenizer is not None and self._tokenizer.jobs.waiting:
-            self._tokenizer.jobs.admit(text_characters(prompt))
+        if self.jobs is not None and self.jobs.waiting:
+            self.jobs.admit(text_characters(prompt))
 
     @property
     def has_own_chats(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -960,12 +961,49 @@ async def test_not_compared(fleet_of: FleetOf, tiny: Path, often: None, flags: t
         assert not asked(fleet, b"/tokenize")
 
 
-# the prefix-token cache
+# fastokens, and the prefix-token cache
+
+REFERENCE = "--tokenizer-backend=huggingface"
+
+
+async def test_the_library_is_shown(fleet_of: FleetOf, tiny: Path) -> None:
+    """/workers names the library that serves each model, and /metrics how its ids compared."""
+    async with fleet_of("--model-path", str(tiny), "--router-mode", "kv") as fleet:
+        fast = fleet.frontend.tokens.encoders.default.fast
+        assert fast is not None
+        await asyncio.to_thread(fast.compared.result, 30)
+        await fleet.ask(COMPLETION)
+
+        assert {"backend": "fastokens", "checks": {}} == (await view(fleet))["backends"]["default"]
+        metrics = (await fleet.get("/metrics")).body.decode()
+        assert 'kvrouter_tokenizer_checks_total{result="different"} 0.0' in metrics
+        fast.difference = "a prompt has other ids"
+        assert "default: a prompt has other ids" == fleet.frontend.tokens.compared(POOL).backend
+
+
+async def test_too_much_waits_for_the_tokenizer(fleet_of: FleetOf, tiny: Path) -> None:
+    """A prompt above what may wait gets 503 and the time to come again; those that wait are served."""
+    flags = ("--model-path", str(tiny), "--router-mode", "kv", "--tokenizer-workers=1", REFERENCE)
+    async with fleet_of(*flags, "--tokenizer-queue-mib=1") as fleet:
+        encoder, release = fleet.frontend.tokens.encoders.default, threading.Event()
+        jobs = encoder.jobs
+        assert jobs is not None
+        busy = asyncio.create_task(jobs.run(release.wait, 1))
+        waits = asyncio.create_task(fleet.ask({**COMPLETION, "prompt": "to be or not " * 50_000}))
+        await until(lambda: jobs.waiting > 0, "the first waits")
+
+        refused = await fleet.ask({**COMPLETION, "prompt": "and nobody " * 50_000})
+        release.set()
+
+        assert (503, "busy") == (refused.status, "busy" if "tokenizer" in refused.body.decode() else "")
+        assert int(refused.header("retry-after")) >= 1
+        assert 200 == (await waits).status
+        await busy
 
 
 async def test_prefix_cache_is_shown(fleet_of: FleetOf, tiny: Path) -> None:
     """/workers and the metrics contain what the prefix cache holds and saves."""
-    async with fleet_of("--model-path", str(tiny), "--router-mode", "kv") as fleet:
+    async with fleet_of("--model-path", str(tiny), "--router-mode", "kv", REFERENCE) as fleet:
         await fleet.ask(COMPLETION)
         await fleet.ask(COMPLETION)
 
@@ -980,7 +1018,7 @@ async def test_prefix_cache_is_shown(fleet_of: FleetOf, tiny: Path) -> None:
 
 async def test_several_models(fleet_of: FleetOf, tiny: Path) -> None:
     """A model with its own directory is tokenized and compared with that tokenizer."""
-    flags = ("--model-path", f"m={tiny}", "--router-mode", "kv")
+    flags = ("--model-path", f"m={tiny}", "--router-mode", "kv", REFERENCE)
     async with fleet_of(*flags, scripts=(engine(tiny),)) as fleet:
         await until(lambda: state(fleet) == "equal", "the probe is compared")
         await fleet.ask(COMPLETION)

@@ -44,6 +44,7 @@ SAMPLES = {
     "pace": ["1", "0.5,2"],
     "pd-same-label": ["zone", "rack"],
     "prefix-store-mib": ["1", "513"],
+    "tokenizer-queue-mib": ["1", "513"],
     "replica": ["http://a:1", "http://b:2"],
     "root-path": ["/a", "/api/llm-1"],
     "router-mode": ["kv", "kv:2"],

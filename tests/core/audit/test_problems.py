@@ -238,6 +238,9 @@ def test_tokens_differ() -> None:
     assert [] == problems_of_pool(EQUAL)
     assert [Problem("tokens_differ", "do this")] == problems_of_pool(TokenComparison(difference="do this"))
     assert [Problem("unknown_chats", "some")] == problems_of_pool(TokenComparison(unknown="some"))
+    (found,) = problems_of_pool(TokenComparison(backend="default: other ids"))
+    assert "tokenizer_backend" == found.kind
+    assert "default: other ids. fastokens is off until a restart" in found.text
 
 
 @pytest.mark.parametrize(
