@@ -32,7 +32,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     cell = Cell(workloads.trace(read_trace(CONVERSATION_EXCERPT, 100)), 0.5, load=0.6, workers=2)
     group = decisions.Group("a few requests", ("kv:8", "round-robin"), [cell])
     monkeypatch.setattr(decisions, "groups", lambda: {"small": group})
-    monkeypatch.setattr(tokens, "MOST", 1.0)
+    monkeypatch.setattr(tokens, "MOST", 1000.0)
 
 
 @pytest.mark.usefixtures("short")

@@ -20,7 +20,7 @@ from aiohttp import web
 
 from kvrouter.core.wire.hashes import block_hashes, sequence_hashes
 from kvrouter.core.wire.ids import SequenceHash
-from scripts.kit.fuzz.mutate import EDGES, Mutator
+from tests.fuzz.mutate import EDGES, Mutator
 
 Kind: TypeAlias = Literal["vllm", "sglang"]
 BLOCK_TOKENS = 16
