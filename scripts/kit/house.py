@@ -36,7 +36,7 @@ FILES = 25
 LINES = 70_170
 COMMENTS = 28.8
 # Of docs/, as `wc -w` counts them, without docs/changes; 1,520 for prefill and decode apart.
-DOC_WORDS = 61_270
+DOC_WORDS = 59_810
 _IMPORT = re.compile(r"^\s*from kvrouter\.core\.(\w+)", re.MULTILINE)
 _FOR_TOOLS = ("noqa", "type:", "pragma", "fmt:", "cython:")
 
