@@ -201,10 +201,10 @@ async def kill_worker(stage: Stage, load: SteadyLoad) -> Damage:
     """Kill a worker that was stopped, while requests of every replica wait there for their first byte."""
     engine = stage.deployed.engines[0]
     mocker = stage.fleet.processes["mocker-0"]
-    await _make_known(stage, load, worker_id_of(engine.url), KILLED)
+    await make_known(stage, load, worker_id_of(engine.url), KILLED)
     with mocker.paused():
         begun = frozenset(outcome.number for outcome in load.in_flight if outcome.ttft_s is not None)
-        waiting = await _waiting_at(stage, load, worker_id_of(engine.url), KILLED)
+        waiting = await waiting_at(stage, load, worker_id_of(engine.url), KILLED)
         at_s = time.perf_counter()
         await mocker.kill()
     await asyncio.sleep(DOWN_S)
@@ -218,9 +218,9 @@ async def kill_worker(stage: Stage, load: SteadyLoad) -> Damage:
 async def stop_worker(stage: Stage, load: SteadyLoad) -> Damage:
     """SIGSTOP a worker: requests without a first byte move to others; streams wait, then continue."""
     worker_id = worker_id_of(stage.deployed.engines[0].url)
-    await _make_known(stage, load, worker_id, STOPPED)
+    await make_known(stage, load, worker_id, STOPPED)
     with stage.fleet.processes["mocker-0"].paused():
-        waiting = await _waiting_at(stage, load, worker_id, STOPPED)
+        waiting = await waiting_at(stage, load, worker_id, STOPPED)
         await asyncio.sleep(WORKER_STOPPED_S)
         moved = [one.ttft_s for one in waiting if one.ended_at_s is not None and one.error is None]
     note = f"{len(moved)} of {len(waiting)} requests that waited for it were answered by others meanwhile"
@@ -232,7 +232,7 @@ async def stop_worker(stage: Stage, load: SteadyLoad) -> Damage:
     )
 
 
-async def _make_known(stage: Stage, load: SteadyLoad, worker_id: str, begins_with: int) -> None:
+async def make_known(stage: Stage, load: SteadyLoad, worker_id: str, begins_with: int) -> None:
     """Let one worker compute the held prompt; returns when every replica would choose this worker for it."""
     computed = load.send(_held_request(begins_with, mode="direct", target=worker_id), stage.urls[0])
     await until(lambda: computed.ended_at_s is not None)
@@ -244,7 +244,7 @@ async def _make_known(stage: Stage, load: SteadyLoad, worker_id: str, begins_wit
                 await asyncio.sleep(0.02)
 
 
-async def _waiting_at(stage: Stage, load: SteadyLoad, worker_id: str, begins_with: int) -> list[Outcome]:
+async def waiting_at(stage: Stage, load: SteadyLoad, worker_id: str, begins_with: int) -> list[Outcome]:
     """Send the held prompt through every replica; returns the requests that wait for the worker."""
     request, waiting = _held_request(begins_with, overlap_weight=HELD_WEIGHT), []
     for url, admin_url in zip(stage.urls, stage.admin_urls, strict=True):
