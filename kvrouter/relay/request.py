@@ -173,7 +173,7 @@ def _place_of(url: str) -> tuple[str, str]:
     return host.rpartition("@")[2], f"/{path}".rstrip("/")
 
 
-class Collected:
+class CollectedHead:
     """Collects what httptools reports of a head."""
 
     __slots__ = ("fields", "is_complete", "url")
@@ -236,7 +236,7 @@ def without_root(target: str, root_path: str) -> str:
 
 def parse_plain(head: bytes, root_path: str = "") -> tuple[RequestHead, int] | None:
     """Parse a head that ends with its empty line; returns it and its body's length, or None if not plain."""
-    collected = Collected()
+    collected = CollectedHead()
     parser = httptools.HttpRequestParser(collected)
     try:
         parser.feed_data(head)

@@ -25,7 +25,7 @@ from kvrouter.relay.request import (
     HOST,
     MAX_LINE_BYTES,
     REQUEST_LINE,
-    Collected,
+    CollectedHead,
     Field,
     RequestHead,
     connection_words,
@@ -73,7 +73,7 @@ class HeadReader:
 
     def __init__(self, root_path: str = "") -> None:
         self._root_path = root_path
-        self._collected = Collected()
+        self._collected = CollectedHead()
         self._parser = httptools.HttpRequestParser(self._collected)
         self._line = b""
         self._size = 0

@@ -71,8 +71,6 @@ async def _run(flags: argparse.Namespace) -> int:
         if flags.html is not None:
             report.write_html(flags.html, results, possible, _about(chats))
             console.print(f"plots: {flags.html}", highlight=False)
-        if flags.svg is not None:
-            report.write_svg(flags.svg, results)
         if flags.keep:
             await _keep(console, stage.fleet, deployed)
         else:
@@ -194,7 +192,6 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
         help=f"number of requests, 2 to {MOST_REQUESTS} (%(default)s)")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     add("--html", type=Path, metavar="FILE", help="also write plots to FILE")
-    add("--svg", type=Path, metavar="FILE", help="also write one picture to FILE")
     add("--keep", action="store_true", help="leave the kv fleet running until Ctrl-C")
     add("--split", action="store_true", help="only start prefill and decode engines, until Ctrl-C")
     flags = parser.parse_args(arguments)

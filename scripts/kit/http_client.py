@@ -117,10 +117,10 @@ class Client:
         """The JSON of a GET; raises HttpError unless the status is 200."""
         return _json(url, *await self.get(url))
 
-    async def post_json(self, url: str, body: bytes) -> Any:
+    async def post_json(self, url: str, body: bytes, headers: Mapping[str, str] | None = None) -> Any:
         """The JSON of a POST; raises HttpError unless the status is 200."""
         answer = bytearray()
-        head = await self.send("POST", url, answer.extend, body)
+        head = await self.send("POST", url, answer.extend, body, headers)
         return _json(url, head.status, bytes(answer))
 
     async def close(self) -> None:

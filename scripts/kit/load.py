@@ -1,7 +1,7 @@
-"""Load generators: at given times (`run_load`), at a rate until stopped (`SteadyLoad`), a closed loop.
+"""Load generators: at given times (`run_load`), and at a rate until stopped (`SteadyLoad`).
 
-The first two are open loops: requests are sent however slow the answers are. A closed loop would wait for a
-slow server, and so hide its queues (coordinated omission); it finds the most that a fleet can serve.
+Both are open loops: requests are sent however slow the answers are. A closed loop would wait for a slow
+server, and so hide its queues (coordinated omission).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -90,28 +90,6 @@ async def run_load(
                 tasks.create_task(sending)
     except TimeoutError:
         pass  # the outcomes of unfinished requests are errors already
-    return outcomes
-
-
-async def closed_loop(
-    requests: Iterable[LoadRequest],
-    urls: Sequence[str],
-    *,
-    concurrency: int,
-    seconds: float,
-    timeout_s: float,
-) -> list[Outcome]:
-    """Send requests one after the other, `concurrency` at a time, until none is begun after `seconds`."""
-    outcomes: list[Outcome] = []
-    waiting, ends = iter(requests), _now() + seconds
-
-    async def one_after_the_other(client: Client) -> None:
-        while _now() < ends and (request := next(waiting, None)) is not None:
-            outcomes.append(Outcome(len(outcomes), urls[len(outcomes) % len(urls)]))
-            await send(client, request, outcomes[-1], timeout_s=timeout_s)
-
-    async with Client() as client:
-        await asyncio.gather(*(one_after_the_other(client) for _ in range(concurrency)))
     return outcomes
 
 

@@ -48,7 +48,7 @@ Wire](../concepts/design.md#wire); what happens to a message that breaks these r
 
 A structure with a code is an array that begins with the code; one without is an array of its fields,
 except the card and a replica's traffic, which are maps. Readers skip unknown codes and further fields.
-Hashes (`bytes`) are packed little-endian u64."""
+Hashes (`bytes`) are packed little-endian u64. `=` names the default of a field."""
 
 
 def errors_page() -> str:
@@ -60,14 +60,14 @@ def errors_page() -> str:
     ]
     found.sort(key=lambda one: (one.status, inspect.getsourcelines(one)[1]))
     rows = [_error(one) for one in found]
-    head = "| status | `type` | class | situation | closes the connection |\n|---|---|---|---|---|"
+    head = "| status | `type` | class | situation |\n|---|---|---|---|"
     return "\n\n".join(["# Errors", _MADE, _ERRORS, "\n".join([head, *rows])]) + "\n"
 
 
 def _error(one: type[errors.KvRouterError]) -> str:
     status = "none" if one.status == errors.KvRouterError.status else str(one.status)
-    closes = "yes" if one.is_body_left else ""
-    return f"| {status} | `{one.type}` | `{one.__name__}` | {_first_line(one)} | {closes} |"
+    closes = " Closes the connection." if one.is_body_left else ""
+    return f"| {status} | `{one.type}` | `{one.__name__}` | {_first_line(one)}{closes} |"
 
 
 def wire_page() -> str:
@@ -97,13 +97,10 @@ def _structure(one: type[msgspec.Struct]) -> str:
     text = inspect.cleandoc(one.__doc__ or "").replace("\n", " ").replace("  ", " ")
     head = f"### {one.__name__}{code}"
     fields = [
-        f"| `{field.encode_name}` | {_kind(field.type)} | {_default(field)} |"
+        f"- `{field.encode_name}`: {_kind(field.type)}{_default(field)}"
         for field in msgspec.structs.fields(one)
     ]
-    if not fields:
-        return f"{head}\n\n{text}"
-    table = "\n".join(["| field | type | default |\n|---|---|---|", *fields])
-    return f"{head}\n\n{text}\n\n{table}"
+    return "\n\n".join(filter(None, (head, text, "\n".join(fields))))
 
 
 _NAMES = {str: "text", int: "integer", float: "float", bool: "bool", bytes: "bytes", type(None): "nil"}
@@ -152,9 +149,9 @@ def _number(value: float | None) -> str:
 
 def _default(field: msgspec.structs.FieldInfo) -> str:
     if field.default is not msgspec.NODEFAULT:
-        return f"`{field.default!r}`" if field.default is not None else "nil"
+        return f" = `{field.default!r}`" if field.default is not None else " = nil"
     if field.default_factory is not msgspec.NODEFAULT:
-        return f"`{field.default_factory()!r}`"
+        return f" = `{field.default_factory()!r}`"
     return ""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +18,6 @@ from kvrouter.lab.page import Chart, HtmlPage, Series, cdf
 from kvrouter.lab.simulate.report import Cached, Possible, cached_line
 from scripts.kit.figures import BUSY_LIMIT, Figures
 from scripts.kit.load import Outcome
-from scripts.kit.plot import write_plot
 from scripts.kit.replicas import View, disagreements
 
 LATE_LIMIT_S = 0.25
@@ -235,17 +233,3 @@ def write_html(path: Path, results: Sequence[ModeResult], possible: Possible, ab
     curves = [cdf(result.mode, [1000 * second for second in result.ttft_s]) for result in results]
     page.chart(Chart("Time to first token", curves, "ms", "share of the requests", log_x=True))
     page.write(path)
-
-
-def write_svg(path: Path, results: Sequence[ModeResult]) -> None:
-    """The times to first token, as a picture for a page: a point for every twentieth of the requests."""
-    shares = [number / 20 for number in range(1, 21)]
-    lines = {
-        result.mode: [
-            (1000 * sorted(result.ttft_s)[math.ceil(share * len(result.ttft_s)) - 1], share)
-            for share in shares
-        ]
-        for result in results
-        if result.ttft_s
-    }
-    write_plot(path, "Time to first token in the demo", "ms", "share of the requests", lines)

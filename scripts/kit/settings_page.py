@@ -79,7 +79,7 @@ def _row(one: Declared) -> str:
     earlier = [f"`{name}`" for name in setting.old if name not in setting.help]
     notes = [
         f"{setting.help.rstrip('.')}.",
-        "May be repeated." if one.is_list else "",
+        "Repeatable." if one.is_list else "",
         f"Earlier: {', '.join(earlier)}." if earlier else "",
         f"Also `{setting.variable}`." if setting.variable else "",
         "*Reloadable.*" if setting.reloadable else "",

@@ -9,10 +9,10 @@ from __future__ import annotations
 import random
 from collections import deque
 
-from scripts.kit.fuzz.mutate import Mutator
 from tests.convergence.bus import Line, Process
 from tests.convergence.truth import check_tables, differences
 from tests.convergence.world import Setup, World
+from tests.fuzz.mutate import Mutator
 
 HEAL_BEATS = 60
 """Heartbeats, a second each, within which all copies must equal their owners' state after an attack."""

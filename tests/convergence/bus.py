@@ -190,7 +190,7 @@ class Line:
         self._net = net
         self._connect_callbacks: list[Action] = []
         self._awaited: set[str] = set()
-        self._requests = 0
+        self.requests = 0
 
     @property
     def is_open(self) -> bool:
@@ -249,8 +249,8 @@ class Line:
         failed: Action,
     ) -> None:
         """Send a request; calls exactly one of the two, `answered` with the first reply."""
-        self._requests += 1
-        inbox = f"_INBOX.{self.number}.{self._requests}"
+        self.requests += 1
+        inbox = f"_INBOX.{self.number}.{self.requests}"
         if not self.is_connected or not self._net.has_subscriber(subject):
             self.process.after(0.0, failed)  # NATS reports a missing responder at once
             return

@@ -57,13 +57,13 @@ def test_snapshot_ids_do_not_reset_the_cursor() -> None:
     fleet.pass_beats(2)
     reader = kv_reader(sim, agent)
     assert (1, agent.publishers[0].seq) == (reader.counters.snapshots, reader.seq)
-    asked = sim.line._requests
+    asked = sim.line.requests
 
     for node in range(20, LIBRARY_SIZE):
         fleet.fill_cache(range(node, node + 1))
 
     assert agent.publishers[0].seq == reader.seq > LIBRARY_SIZE
-    assert (1, asked) == (reader.counters.snapshots, sim.line._requests)
+    assert (1, asked) == (reader.counters.snapshots, sim.line.requests)
     assert has_blocks_of(sim, fleet)
 
 
@@ -84,11 +84,11 @@ def test_recovery_stops_when_the_worker_leaves() -> None:
 
     agent.leave()
     fleet.pass_beats(0.01)
-    asked = sim.line._requests
+    asked = sim.line.requests
     fleet.pass_beats(LEASE_BEATS)
 
     assert [fleet.agent_at(1).card.worker_id] == list(pool(sim).workers)
-    assert asked == sim.line._requests
+    assert asked == sim.line.requests
     assert (1, 0) == (index(sim)._slots.in_use, len(index(sim)))  # w1's, and it holds nothing
 
 
@@ -101,11 +101,11 @@ def test_recovery_stops_when_the_worker_crashes() -> None:
     sim.line.is_deaf = False
     fleet.crash(1)
     fleet.pass_beats(LEASE_BEATS)
-    asked = sim.line._requests
+    asked = sim.line.requests
 
     fleet.pass_beats(60)
 
-    assert asked == sim.line._requests
+    assert asked == sim.line.requests
     assert agent.publishers[0].source not in sim.replica.readers
 
 

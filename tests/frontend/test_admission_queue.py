@@ -29,6 +29,7 @@ KV = ("--router-mode", "kv", "--router-queue-threshold", "0.5")
 SYNCED = ("--router-replica-sync", *KV)
 STEP: dict[str, Any] = {"max_batched_tokens": 64}
 """A worker with one prompt of 64 tokens to compute is full."""
+RECEIVED = 'kvrouter_bus_messages_total{event="received"}'
 SOON_S = 5.0
 """Long before --router-queue-timeout-s."""
 
@@ -68,9 +69,15 @@ async def test_arrival_order_is_kept(fleet_of: FleetOf) -> None:
         assert 20 == await metric(fleet, 'kvrouter_queue_wait_seconds_count{outcome="admitted"}')
 
 
+def line_of(room: WaitingRoom) -> Any:
+    """The queue of the only pool."""
+    (line,) = room._lines.values()
+    return line
+
+
 def look_now(room: WaitingRoom) -> None:
     """Run the look that is due now."""
-    (line,) = room._lines.values()
+    line = line_of(room)
     assert line.look is not None
     line.look.cancel()
     room._look(line)
@@ -82,7 +89,7 @@ async def test_newcomer_does_not_overtake(fleet_of: FleetOf) -> None:
     async with fleet_of(*SYNCED, scripts=(gate.script,), replicas=2, **STEP) as fleet:
         first = fleet.frontend.waiting_room
         first._chance = lambda: 1e6  # it looks when the test calls look_now
-        await until(lambda: first._replica.peers, "the peer is known")
+        await until(lambda: fleet.frontend.replica.peers, "the peer is known")
         async with one_at_work(fleet, gate) as crowd:
             await crowd.add(1)
             gate.permits.release()
@@ -247,9 +254,9 @@ async def test_one_free_admits_one(fleet_of: FleetOf) -> None:
         fleet.frontends[0].waiting_room._chance = lambda: 0.0
         late = fleet.frontends[1].waiting_room
         late._chance = lambda: 1e6  # it looks when the test calls look_now
-        await until(lambda: late._replica.peers, "the peer is known")
+        await until(lambda: fleet.frontends[1].replica.peers, "the peer is known")
         async with one_at_work(fleet, gate) as crowd:
-            readers = late._replica.readers
+            readers = fleet.frontends[1].replica.readers
             await until(
                 lambda: [FeedState.LIVE] == [one.state for one in readers.values()] and fleet.bookings() == 2,
                 "the peer knows of it",
@@ -258,8 +265,7 @@ async def test_one_free_admits_one(fleet_of: FleetOf) -> None:
             await crowd.add(2, frontend=1)
             gate.permits.release()
             await until(lambda: gate.arrived == [0, 1], "one is sent")
-            (line,) = late._lines.values()
-            await until(lambda: line.look, "the peer has received the Free")
+            await until(lambda: line_of(late).look, "the peer has received the Free")
             await until(lambda: fleet.bookings() == 2, "and the AddRequest that takes the room")
             look_now(late)
 
@@ -311,12 +317,12 @@ async def test_nothing_polls(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch)
     async with fleet_of(*flags, scripts=(gate.script,), **STEP) as fleet, one_at_work(fleet, gate) as crowd:
         for number in range(1, 11):
             await crowd.add(number)
-        heard = fleet.frontend.replica._leases
-        looks, before, began = 0, heard._last_round, fleet.frontend.admin._bus.counters.received
-        await until(lambda: heard._last_round >= before + 5, "five heartbeats")
-        received = fleet.frontend.admin._bus.counters.received - began
+        looks, seen, received, began = 0, 0, 0.0, await metric(fleet, RECEIVED)
+        async with asyncio.timeout(WAIT_S):
+            while received < 5:
+                seen, received = looks, await metric(fleet, RECEIVED) - began
 
-        assert 0 < looks <= 2 * received + 1, "one may have been due before"
+        assert 0 < seen <= 2 * received + 1, "one may have been due before"
         gate.open()
         assert [200] * 10 == await crowd.statuses()
 
@@ -392,21 +398,16 @@ async def test_first_leaves_as_it_is_woken() -> None:
     )
     key = book(pool, T1, [1], prefill_tokens=64)
     tasks = [asyncio.create_task(waiting_room.admitted(router, RouteRequest(name))) for name in "ab"]
-    (line,) = await _lines_with(waiting_room, 2)
+    await until(lambda: waiting_room.waiting() == 2, "they wait")
     pool.active.free(key)
 
-    waiting_room._look(line)
+    waiting_room.wake()
+    look_now(waiting_room)
     tasks[0].cancel()
 
     async with asyncio.timeout(WAIT_S):
         assert isinstance((await asyncio.gather(*tasks, return_exceptions=True))[0], asyncio.CancelledError)
     assert tasks[1].exception() is None
-
-
-async def _lines_with(waiting_room: WaitingRoom, waiting: int) -> list[Any]:
-    lines = waiting_room._lines
-    await until(lambda: sum(len(line.queue) for line in lines.values()) == waiting, "they wait")
-    return list(lines.values())
 
 
 async def test_other_routes_do_not_wait(fleet_of: FleetOf) -> None:

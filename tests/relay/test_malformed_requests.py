@@ -311,8 +311,7 @@ async def test_nothing_is_served_after_a_close() -> None:
     """Bytes that arrive once the connection closes: TLS hands some over while it ends."""
     scene = Scene()
     scene.read(b"GET /live HTTP/1.0\r\n\r\n")
-    await scene.settled()
-    assert scene.transport.ended
+    await until(lambda: scene.transport.ended, "the connection closes")
     scene.read(plain(b"late"))
     await turns(10)
     assert [("/live", b"")] == scene.served

@@ -23,18 +23,18 @@ class Agent:
         self.source = FeedSource(5, lambda _now: [self._all()])
         self.asked = 0
         self._fleet = fleet
-        self._answers = answers
+        self.answers = answers
 
     def _all(self) -> Op:
         return Stored(0, None, pack_hashes(HASHES[:3]))
 
     async def listen(self) -> None:
         """Receive replay requests."""
-        await self._fleet.bus.subscribe(self._fleet.subjects.kv_replay(WorkerId("w0")), self._answer)
+        await self._fleet.bus.subscribe(self._fleet.subjects.kv_replay(WorkerId("w0")), self.answer)
 
-    def _answer(self, _subject: str, data: bytes, reply: str) -> None:
+    def answer(self, _subject: str, data: bytes, reply: str) -> None:
         self.asked += 1
-        if self._answers:
+        if self.answers:
             self._fleet.bus.publish(reply, self.source.answer(decode_request(data), 2**20, 0.0))
 
     def publish(self, *ops: Op, lost: bool = False) -> None:

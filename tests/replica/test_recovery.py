@@ -103,7 +103,7 @@ async def test_answer_on_the_subject_of_another_worker(fleet_of: FleetOf) -> Non
         def answer(subject: str, data: bytes, reply: str) -> None:
             assert ".answer.kv.w0." in reply
             fleet.bus.publish(reply.replace(".w0.", ".w9."), b"garbage")
-            agent._answer(subject, data, reply)
+            agent.answer(subject, data, reply)
 
         await fleet.bus.subscribe(fleet.subjects.kv_replay(WorkerId("w0")), answer)
         agent.publish(Stored(0, None, pack_hashes(HASHES[:3])), lost=True)
@@ -126,9 +126,9 @@ async def test_impossible_snapshot(fleet_of: FleetOf) -> None:
             if answers:
                 fleet.bus.publish(reply, encode(answers.pop()))
             else:
-                agent._answer(_subject, data, reply)
+                agent.answer(_subject, data, reply)
 
-        agent._answers = True
+        agent.answers = True
         await fleet.bus.subscribe(fleet.subjects.kv_replay(WorkerId("w0")), answer)
         agent.publish(Stored(0, None, pack_hashes(HASHES[:3])), lost=True)
         agent.beat()

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 from rich.console import Console
 
 from kvrouter.core.fleet import router
@@ -21,7 +19,7 @@ from scripts.kit.bench import peers
 from scripts.kit.bench.__main__ import main
 from scripts.kit.bench.meter import group_cpu_ns, resident_bytes
 from scripts.kit.bench.request import shares
-from scripts.kit.bench.wire import growth, installs, rounds, tables, targets, works
+from scripts.kit.bench.wire import installs, rounds, tables, targets, works
 from scripts.kit.bench.wire.load import Report
 from scripts.kit.bench.wire.rounds import Contender, Results, measure, run_rounds
 from scripts.kit.bench.wire.routers import find_nginx, start_kvrouter
@@ -44,9 +42,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "WARM_REQUESTS", 8)
     monkeypatch.setattr(works, "STREAM_EVENTS", 20)
     monkeypatch.setattr(works, "RAMP_MS", 50.0)
-    monkeypatch.setattr(growth, "_LEAST_RAMP_S", 0.05)
-    monkeypatch.setattr(growth, "_SETTLE_S", 0.1)
-    monkeypatch.setattr(growth, "_TAIL_S", 0.3)
     monkeypatch.setattr(peers, "WARM_CHATS", 8)
 
 
@@ -155,28 +150,6 @@ async def test_ratio_to_another_checkout(tmp_path: Path, monkeypatch: pytest.Mon
     assert "cpu_to_other" not in second
 
 
-def test_streams_that_fit() -> None:
-    """With two descriptors a stream 20,000 are enough for 9,000; larger numbers are reduced."""
-    assert [10, 9000] == growth.possible_streams([9000, 10], 20_000)
-    assert [412] == growth.possible_streams([1000, 9000], 1024)
-
-
-@pytest.mark.usefixtures("quick")
-async def test_streams_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A router that does not hold all streams at once gets a slower try, then an error with numbers."""
-    monkeypatch.setattr(growth, "_TRIES", 2)
-
-    async def refuse(_: web.Request) -> web.Response:
-        return web.json_response({}, status=503)
-
-    app = web.Application()
-    app.router.add_post("/v1/completions", refuse)
-    async with TestServer(app) as server:
-        contender = Contender("full", server.port or 0, group=-1)  # of no process: others end meanwhile
-        with pytest.raises(FleetError, match=r"full: of 3 streams \d were open at once and 3 failed: .*503"):
-            await growth.grow(contender, 3, window_s=0.05, directory=tmp_path)
-
-
 def test_missing_program(tmp_path: Path) -> None:
     """A program that a flag names must exist."""
     with pytest.raises(FleetError, match="no such program"):
@@ -199,11 +172,10 @@ def test_half_installed(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_relay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A small real run: every work in both modes and without a router, and four open streams."""
+    """A small real run: every work in both modes and without a router."""
     out = tmp_path / "relay.json"
-    few = ["--runs", "1", "--share", "0.002", "--streams", "4", "--window-s", "0.3"]
 
-    status = main(["relay", *few, "--json", str(out)])
+    status = main(["relay", "--runs", "1", "--share", "0.002", "--json", str(out)])
 
     assert 0 == status, capfd.readouterr().err
     body: dict[str, Any] = json.loads(out.read_text())
@@ -211,8 +183,6 @@ def test_relay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     names = (targets.OURS, targets.OURS_KV, targets.OURS_PAIR, targets.DIRECT)
     works = ("short", "after GET", "long", "paced", "alone")
     assert {(work, name) for work in works for name in names} == measured
-    assert (targets.OURS, 4) in {(row["name"], row["streams"]) for row in body["growth"]}
-    assert all(row["cpu_us_per_event"] > 0 for row in body["growth"])
     assert "tools: short" in capfd.readouterr().out
 
 

@@ -227,9 +227,9 @@ async def test_requests_wait_at_the_worker() -> None:
     """First every replica has the prompt in its index; then each has placed a request before the kill."""
     replicas: Any = Replicas()
 
-    await faults._make_known(replicas, replicas, "w", 0)
+    await faults.make_known(replicas, replicas, "w", 0)
     known = list(replicas.asked)
-    waiting = await faults._waiting_at(replicas, replicas, "w", 0)
+    waiting = await faults.waiting_at(replicas, replicas, "w", 0)
 
     assert ["a-admin/v1/route"] * 3 + ["b-admin/v1/route"] == known
     assert 2 == len(waiting)

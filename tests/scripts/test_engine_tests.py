@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,34 +58,40 @@ def test_workload_repeats() -> None:
     }
 
 
+def next_of(requests: Iterator[Request], kind: str) -> Request:
+    """The next request of this kind in the first group."""
+    return next(request for request in requests if (request.kind, request.group) == (kind, 0))
+
+
 def test_a_chat_goes_on() -> None:
     """An answered chat continues in the next one of its group, up to three turns."""
     workload = Workload("tiny", ("lora-a",))
-    chat = workload._chat(0)
+    requests = iter(workload)
+    chat = next_of(requests, "chat")
 
     workload.add_answer(chat, "an answer", "")
 
-    again = workload._chat(0)
-    assert [*chat.body["messages"], {"role": "assistant", "content": "an answer"}] == again.body["messages"][
-        :-1
-    ]
+    again = next_of(requests, "chat")
+    said = [*chat.body["messages"], {"role": "assistant", "content": "an answer"}]
+    assert said == again.body["messages"][:-1]
     workload.add_answer(again, "b", "")
-    workload.add_answer(workload._chat(0), "c", "")
-    assert 2 == len(workload._chat(0).body["messages"])
+    workload.add_answer(next_of(requests, "chat"), "c", "")
+    assert 2 == len(next_of(requests, "chat").body["messages"])
 
 
 def test_a_response_goes_on() -> None:
     """By its id, at one replica; not after its engine died."""
     workload = Workload("tiny", ("lora-a",))
-    first = workload._previous(1)
+    requests = iter(workload)
+    first = next_of(requests, "previous response")
     workload.add_answer(first, "", "resp_1")
 
-    again = workload._previous(1)
+    again = next_of(requests, "previous response")
     workload.forget_responses()
 
     assert "resp_1" == again.body["previous_response_id"]
     assert first.chain == again.chain
-    assert "previous_response_id" not in workload._previous(1).body
+    assert "previous_response_id" not in next_of(requests, "previous response").body
 
 
 CHUNKS = [

@@ -19,7 +19,7 @@ from scripts.kit.demo import main
 from scripts.kit.figures import MachineTime, figures
 from scripts.kit.load import Outcome
 from scripts.kit.replicas import View, _view, disagreements
-from scripts.kit.report import ModeResult, problems, show, write_html, write_json, write_svg
+from scripts.kit.report import ModeResult, problems, show, write_html, write_json
 from scripts.kit.script import new_console
 from scripts.kit.workload import Chats, load_requests
 
@@ -256,14 +256,12 @@ def test_trace_requests() -> None:
 
 
 def test_html(tmp_path: Path) -> None:
-    """One file with the figures and two plots, and a picture of the times."""
-    file, picture = tmp_path / "demo.html", tmp_path / "demo.svg"
+    """One file with the figures and two plots."""
+    file = tmp_path / "demo.html"
     results = [replace(result(mode, 10 + n), ttft_s=[0.1, 0.2]) for n, mode in enumerate(["rr", "kv"])]
     write_html(file, results, Possible(0.9, 0.85), "about <it>")
-    write_svg(picture, results)
     text = file.read_text()
 
-    assert "share of the requests" in picture.read_text()
     assert "about &lt;it&gt;" in text
     assert text.count("Plotly.newPlot(") >= 2
     assert "one endless cache" in text

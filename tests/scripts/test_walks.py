@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.kit.bench.walks import HEADING, LIMITS, Step, lines, make_walks, section
+from scripts.kit.bench.walks import LIMITS, Step, lines, make_walks, written
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,12 +46,14 @@ def test_a_walk_on_the_page() -> None:
         "2 outer/inner/second.py made.take",
         "3 third.py <lambda>",
     ]
-    assert "**A KV event: 3 files.**" in section({"kv event": steps})
 
 
 def test_the_page_has_the_walks() -> None:
-    """They are its end, from the heading on, so that `--plots` can write them again."""
-    _, heading, end = (ROOT / "docs/concepts/design.md").read_text().partition(HEADING)
+    """`--plots` writes them again: their numbers of files, and the files."""
+    page = (ROOT / "docs/concepts/design.md").read_text()
 
-    assert heading
-    assert len(LIMITS) == end.count(" files.** ")
+    changed = written(page, {name: [Step("agent", f"{name}.py", "run")] for name in LIMITS})
+
+    assert len(LIMITS) == changed.count(": 1 files.** ")
+    assert len(LIMITS) == changed.count("```\nagent:\n   1  ") == changed.count("  run\n```\n")
+    assert page.partition("## Walks")[0] == changed.partition("## Walks")[0]

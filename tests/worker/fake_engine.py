@@ -35,7 +35,7 @@ class EventSockets:
         context = zmq.asyncio.Context()
         pub, router = _bound(context, zmq.XPUB), _bound(context, zmq.ROUTER)
         sockets = cls(pub, router, names_topic_in_replays=names_topic_in_replays)
-        replays = asyncio.create_task(sockets._answer_replays())
+        replays = asyncio.create_task(sockets.answer_replays())
         try:
             yield sockets
         finally:
@@ -66,7 +66,7 @@ class EventSockets:
         """Publish any frames."""
         await self._pub.send_multipart(frames)
 
-    async def _answer_replays(self) -> None:
+    async def answer_replays(self) -> None:
         while True:
             identity, _, start = await self._router.recv_multipart()
             first = int.from_bytes(start, "big")
@@ -106,7 +106,7 @@ class EngineServer:
         server = cls(f"{'http' if tls is None else 'https'}://127.0.0.1:{port}")
         app = web.Application()
         for path in ("v1/models", "metrics", "version", "health", "kv_event_sources"):
-            app.router.add_get(f"/{path}", server._answer)
+            app.router.add_get(f"/{path}", server.answer)
         runner = web.AppRunner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", port, ssl_context=tls).start()
@@ -121,7 +121,7 @@ class EngineServer:
             while self.scrapes < count:  # noqa: ASYNC110  # polled: one line, in one test
                 await asyncio.sleep(0.001)
 
-    async def _answer(self, request: web.Request) -> web.Response:
+    async def answer(self, request: web.Request) -> web.Response:
         self.asked.append(request.path)
         if self.status != 200 and request.path != "/health":
             return web.Response(status=self.status, text="this rank\nis retired")

@@ -32,11 +32,10 @@ from scripts.kit.bench.mock_fleet import (
     mock_engine,
     prefix_tokens,
 )
-from scripts.kit.deployment import Stage, open_stage
+from scripts.kit.deployment import Plan, Stage, open_stage, start_frontend
 from scripts.kit.figures import MachineTime
 from scripts.kit.fleet import FleetError, Process, wait_until_ok
 from scripts.kit.load import LoadRequest, Outcome, SteadyLoad, check
-from scripts.kit.ports import free_ports
 from scripts.kit.script import table_of
 
 PROMPT_TOKENS = 2 * PREFIX_BLOCKS * BLOCK_SIZE
@@ -92,19 +91,26 @@ class Bench:
 
     async def at(self, blocks_s: float) -> Run:
         """A frontend and a mock fleet at this rate; the median of the runs."""
-        namespace = f"lag-{blocks_s:.0f}"
-        frontend, url = await self._start_frontend(namespace)
-        mocks = await self.stage.fleet.start(
+        stage, namespace = self.stage, f"lag-{blocks_s:.0f}"
+        # It publishes no bookings: no replica would read them.
+        plan = Plan("kv", stage.model_path, namespace=namespace, gives_model=False,
+            frontend_flags=("--no-router-replica-sync", *self.flags.frontend_flag),
+        )  # fmt: skip
+        frontend, replica = await start_frontend(stage.fleet, stage.client, plan, stage.nats_url, 0)
+        url = replica.url
+        _prefer(frontend.pid, self.flags.nice)
+        await wait_until_ok(stage.client, frontend, f"{url}/live")
+        mocks = await stage.fleet.start(
             f"mock-{blocks_s:.0f}",
             [
                 *(sys.executable, "-m", "scripts.kit.bench.mock_fleet"),
-                *(f"--nats={self.stage.nats_url}", f"--namespace={namespace}", f"--engine={self.engine_url}"),
+                *(f"--nats={stage.nats_url}", f"--namespace={namespace}", f"--engine={self.engine_url}"),
                 *(f"--workers={self.flags.workers}", f"--blocks-s={blocks_s}"),
                 f"--burst-ms={self.flags.burst_ms}",
             ],
             env={"PYTHONPATH": str(Path(__file__).parents[3])},
         )
-        await wait_until_ok(self.stage.client, frontend, f"{url}/ready")
+        await wait_until_ok(stage.client, frontend, f"{url}/ready")
         await asyncio.sleep(SETTLE_S)
         runs = []
         async with SteadyLoad(self.requests, [url], rate=self.flags.rate) as load:
@@ -112,29 +118,9 @@ class Bench:
             for _ in range(self.flags.runs):
                 runs.append(await self._run(frontend, url, mocks, load, blocks_s))
         check(load.outcomes)
-        await self.stage.fleet.stop(mocks.name)
-        await self.stage.fleet.stop(frontend.name)
+        await stage.fleet.stop(mocks.name)
+        await stage.fleet.stop(frontend.name)
         return Run.median(runs)
-
-    async def _start_frontend(self, namespace: str) -> tuple[Process, str]:
-        (port,) = free_ports(1)
-        url = f"http://127.0.0.1:{port}"
-        process = await self.stage.fleet.start(
-            f"frontend-{namespace}",
-            [
-                *(sys.executable, "-m", "kvrouter.frontend", "--host=127.0.0.1", f"--port={port}"),
-                *(
-                    "--admin-port=0",
-                    f"--nats={self.stage.nats_url}",
-                    f"--namespace={namespace}",
-                    "--drain-grace=0",
-                ),
-                *self.flags.frontend_flag,
-            ],
-        )
-        _prefer(process.pid, self.flags.nice)
-        await wait_until_ok(self.stage.client, process, f"{url}/live")
-        return process, url
 
     async def _run(self, frontend: Process, url: str, mocks: Process, load: SteadyLoad, asked: float) -> Run:
         """One run. Costly requests for figures are made before and after it, not during it."""

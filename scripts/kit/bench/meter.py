@@ -1,7 +1,4 @@
-"""What benches measure with: CPU time, memory and messages of processes, time and instructions of a call.
-
-CPU time and memory are read from /proc, messages and bytes from a process's own /metrics.
-"""
+"""What benches measure with: CPU time and memory of processes, from /proc, and instructions of a call."""
 
 from __future__ import annotations
 
@@ -9,46 +6,20 @@ import argparse
 import gc
 import json
 import platform
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import astuple, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, ParamSpec
 
 from rich.table import Table
 
-from kvrouter.core.native import versions
 from kvrouter.version import __version__
 from scripts.kit.figures import MachineTime
-from scripts.kit.http_client import Client
 from scripts.kit.script import new_console
 
 P = ParamSpec("P")
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Usage since the start of the process. The difference of two is the usage of an interval."""
-
-    cpu_ns: int
-    sent: float = 0.0
-    sent_bytes: float = 0.0
-    received: float = 0.0
-    received_bytes: float = 0.0
-
-    def __sub__(self, earlier: Usage) -> Usage:
-        return Usage(*(now - then for now, then in zip(astuple(self), astuple(earlier), strict=True)))
-
-
-_COUNTERS = (
-    'kvrouter_bus_messages_total{event="published"}',
-    'kvrouter_bus_bytes_total{event="published"}',
-    'kvrouter_bus_messages_total{event="received"}',
-    'kvrouter_bus_bytes_total{event="received"}',
-)
 
 
 def cpu_ns(pid: int, proc: Path = Path("/proc")) -> int:
@@ -80,20 +51,6 @@ def _members(group: int, proc: Path) -> Iterator[int]:
             continue  # it has ended
         if int(after_name[2]) == group:
             yield int(entry.name)
-
-
-async def usage(client: Client, pid: int, url: str) -> Usage:
-    """The usage of one replica. The cost of this request is part of the next figures, equal for all."""
-    _, body = await client.get(f"{url}/metrics")
-    counted = dict(_samples(body.decode()))
-    return Usage(cpu_ns(pid), *(counted[name] for name in _COUNTERS))
-
-
-def _samples(text: str) -> Iterator[tuple[str, float]]:
-    for line in text.splitlines():
-        name, _, value = line.partition(" ")
-        if name in _COUNTERS:
-            yield name, float(value)
 
 
 def instructions(act: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> int:
@@ -143,25 +100,3 @@ def conclude(
     console.print(json.dumps(about), soft_wrap=True, highlight=False)
     if flags.json is not None:
         flags.json.write_text(json.dumps({**about, **figures}, indent=2) + "\n")
-
-
-def microseconds(act: Callable[[], object], *, runs: int = 7, seconds: float = 0.1) -> float:
-    """CPU time of one call: the median of some runs, each of many calls."""
-    act()
-    began, calls = time.process_time(), 0
-    while time.process_time() - began < seconds / 10:
-        act()
-        calls += 1
-    return statistics.median(_run(act, max(1, calls * 10)) for _ in range(runs))
-
-
-def _run(act: Callable[[], object], calls: int) -> float:
-    began = time.process_time()
-    for _ in range(calls):
-        act()
-    return (time.process_time() - began) / calls * 1e6
-
-
-def built() -> list[str]:
-    """The versions of the tables that are built."""
-    return [name for name in versions.CORES if name == versions.PYTHON or not versions.why_not_built]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from pathlib import Path
 
 from scripts.kit.bench.meter import conclude, machine
 from scripts.kit.bench.relay import add_measuring_flags
@@ -109,6 +110,7 @@ def _versions(flags: argparse.Namespace) -> dict[str, str]:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_measuring_flags(parser)
     add = parser.add_argument
+    add("--nginx", type=Path, metavar="PATH", help="the program (default: the one on PATH)")
     add("--chat-runs", type=int, default=3, metavar="N",
         help="rounds with chats, for kvrouter and Dynamo; 0: none (%(default)s)")  # fmt: skip
     add("--policies", nargs="+", default=["round_robin"], metavar="NAME",

@@ -10,14 +10,13 @@ import argparse
 import asyncio
 import contextlib
 import json
+import re
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import kvrouter
 from kvrouter.bus import Bus
@@ -38,17 +37,6 @@ from scripts.kit.http_client import Client
 # default, counts arrivals; ghosts.py compares what was cached with caches that do not exist; relay/events.py
 # reads the events of a stream; exchanges.py, a part of completions.py, serves both halves of a request.
 LIMITS = {"chat": 35, "kv event": 16, "add request": 11}
-HEADING = "## Walks"
-_TITLES = {
-    "chat": "A chat: {} files.** At one replica, from the client's socket to the worker and back.",
-    "kv event": "A KV event: {} files.** From the agent's ZMQ socket to the block index of a replica.",
-    "add request": "An AddRequest: {} files.** From the replica that books to the booking table of its peer.",
-}
-_INTRODUCTION = """\
-The files that one request, one KV event and one booking run through, in the order of the first
-call, each with the longest of its functions that are called.
-`scripts/bench walks --plots docs/concepts` writes this section; `tests/scripts/test_walks.py`
-limits the number of files."""
 _ROUNDS, _ENGINES, _PATIENCE_S = 5, 2, 20.0
 _PACKAGE = f"{Path(kvrouter.__file__).parent}/"
 # Without what is on by default and decides nothing.
@@ -65,13 +53,11 @@ _FOR_CLIENT = ", for a client"
 Span: TypeAlias = tuple[CodeType | None, Callable[[CodeType | None, FrameType], bool]]
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A file, and the longest of its functions that a walk calls: the first is often only a question."""
-
+class Step(NamedTuple):
     part: str
     file: str
     function: str
+    """The longest of those that a walk calls: the first is often only a question."""
 
 
 class _Loop(asyncio.SelectorEventLoop):
@@ -86,12 +72,11 @@ class _Loop(asyncio.SelectorEventLoop):
 
 
 @contextlib.contextmanager
-def _recording(spans: Mapping[str, Span]) -> Iterator[dict[str, Step]]:
+def _recording(running: dict[str, Span]) -> Iterator[dict[str, Step]]:
     """The steps while inside, by file. Timers of agents and replicas wait: no heartbeat, no scrape."""
     steps: dict[str, Step] = {}
     lengths: dict[str, int] = {}
     before: dict[str, CodeType] = {}
-    running = dict(spans)
 
     def hook(frame: FrameType, event: str, _: object) -> None:
         part, code = _part.get(), frame.f_code
@@ -119,14 +104,6 @@ def _recording(spans: Mapping[str, Span]) -> Iterator[dict[str, Step]]:
         loop._scheduled[:] = sorted([*loop._scheduled, *timers])
 
 
-def _is_published(before: CodeType | None, _: FrameType) -> bool:
-    return before is Bus.publish.__code__
-
-
-def _is_last_chunk(_: object, frame: FrameType) -> bool:
-    return frame.f_code is _WRITE and bytes(frame.f_locals["data"]).endswith(b"0\r\n\r\n")
-
-
 async def _until(is_so: Callable[[], bool]) -> None:
     async with asyncio.timeout(_PATIENCE_S):
         while not is_so():  # noqa: ASYNC110  # what is waited for has no event of its own
@@ -134,11 +111,9 @@ async def _until(is_so: Callable[[], bool]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _open(
-    nats_url: str, namespace: str, model: Path
-) -> AsyncIterator[tuple[str, list[RunningFrontend]]]:
+async def _open(nats: str, namespace: str, model: Path) -> AsyncIterator[tuple[str, list[RunningFrontend]]]:
     """Start all; yields the URL of an engine and the replicas, when both see all engines and each other."""
-    async with AsyncExitStack() as stack:
+    async with contextlib.AsyncExitStack() as stack:
         config, stop = MockerConfig(model_name="tiny", model_path=model, speedup=20.0), asyncio.Event()
         engines = [await stack.enter_async_context(running_mocker(config)) for _ in range(_ENGINES)]
         _part.set("agent")
@@ -146,16 +121,17 @@ async def _open(
         stack.callback(stop.set)
         for one in engines:
             wires = [EventEndpoints(one.kv_events, one.kv_replay)]
-            agent = AgentOptions(one.url, worker_id_of(one.url), nats_url, namespace, wires, flush_s=0.0)
+            agent = AgentOptions(one.url, worker_id_of(one.url), nats, namespace, wires, flush_s=0.0)
             tasks.create_task(serve_agent(agent, stop))
-        flags = (*_FLAGS, f"--nats={nats_url}", f"--namespace={namespace}", f"--model-path={model}")
-        frontends = []
+        bus = (f"--nats={nats}", f"--namespace={namespace}")
+        options = parse_options([*_FLAGS, *bus, f"--model-path={model}"])
+        replicas = []
         for name in ("replica a", "replica b"):
             _part.set(name)
-            frontends.append(await stack.enter_async_context(running_frontend(parse_options(flags))))
+            replicas.append(await stack.enter_async_context(running_frontend(options)))
         _part.set("")
-        await _until(lambda: all(map(_sees_all, frontends)))
-        yield engines[0].url, frontends
+        await _until(lambda: all(map(_sees_all, replicas)))
+        yield engines[0].url, replicas
 
 
 def _sees_all(frontend: RunningFrontend) -> bool:
@@ -174,24 +150,27 @@ async def _walks(nats_url: str, namespace: str, model: Path) -> dict[str, list[S
             owners = [router.pool.active.owners() for router in b.replica.routers.values()]
             return any(counts.get(a.replica.router_id) for counts in owners)
 
+        def is_published(before: CodeType | None, _: FrameType) -> bool:
+            return before is Bus.publish.__code__
+
+        def is_last_chunk(_: object, frame: FrameType) -> bool:
+            return frame.f_code is _WRITE and bytes(frame.f_locals["data"]).endswith(b"0\r\n\r\n")
+
         async def make(name: str) -> dict[str, Step]:
             known, at_a, is_event = blocks(), "replica a" + _FOR_CLIENT, name == "kv event"
             spans: dict[str, dict[str, Span]] = {
-                "chat": {at_a: (None, _is_last_chunk)},
-                "kv event": {
-                    "agent": (None, _is_published),
-                    "replica b": (None, lambda *_: blocks() > known),
-                },
+                "chat": {at_a: (None, is_last_chunk)},
+                "kv event": {"agent": (None, is_published), "replica b": (None, lambda *_: blocks() > known)},
                 # the decision before it is a part of the chat
-                "add request": {at_a: (_FLUSH, _is_published), "replica b": (None, is_booked)},
+                "add request": {at_a: (_FLUSH, is_published), "replica b": (None, is_booked)},
             }
             # A chat of the same question makes no KV event, as its worker has these blocks.
             url, text = (engine_url, f"{known} blocks and ") if is_event else (a.url, "once upon a time ")
             messages = [{"role": "user", "content": text * 24}]
             body = {"model": "tiny", "messages": messages, "stream": True, "max_tokens": 1 if is_event else 4}
-            target = f"{url}/v1/chat/completions"
             with _recording(spans[name]) as steps:
-                await client.send("POST", target, bytearray().extend, json.dumps(body).encode())
+                target, data = f"{url}/v1/chat/completions", json.dumps(body).encode()
+                await client.send("POST", target, bytearray().extend, data)
                 await _until(lambda: not is_event or blocks() > known)
             await _until(lambda: not is_booked())
             return steps
@@ -220,13 +199,15 @@ def lines(steps: Sequence[Step]) -> Iterator[str]:
         yield f"  {number:2}  {step.file:36}  {step.function.replace('<locals>.', '')}"
 
 
-def section(walks: Mapping[str, Sequence[Step]]) -> str:
-    """The end of docs/concepts/design.md, from HEADING on."""
-    titled = (
-        f"**{_TITLES[name].format(len(steps))}\n\n" + "\n".join(["```", *lines(steps), "```"])
-        for name, steps in walks.items()
-    )
-    return "\n\n".join([HEADING, _INTRODUCTION, *titled]) + "\n"
+def written(page: str, walks: Mapping[str, Sequence[Step]]) -> str:
+    """The page with these files instead of those below the title of each walk."""
+    for name, steps in walks.items():
+        title = name.replace(" ", " ?")
+        old = re.compile(rf"(\*\*An? {title}: )\d+( files\..*?\n```\n).*?(?=```)", re.DOTALL | re.IGNORECASE)
+        new = "\n".join([*lines(steps), ""])
+        page, found = old.subn(lambda part: f"{part[1]}{len(steps)}{part[2]}{new}", page)  # noqa: B023
+        assert found == 1, name
+    return page
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -238,10 +219,9 @@ async def run(flags: argparse.Namespace) -> int:
     set_up_logs("error")
     async with open_stage("bench") as stage:
         walks = await asyncio.to_thread(make_walks, stage.nats_url, "walks", stage.model_path)
-    print(section(walks))
+    for name, steps in walks.items():
+        print(f"{name}: {len(steps)} files", *lines(steps), sep="\n")
     if flags.plots is not None:
         page = flags.plots / "design.md"
-        page.write_text(page.read_text().partition(HEADING)[0] + section(walks))
-    if flags.json is not None:
-        flags.json.write_text(json.dumps({name: list(map(asdict, each)) for name, each in walks.items()}))
+        page.write_text(written(page.read_text(), walks))
     return int(any(len(steps) > LIMITS[name] for name, steps in walks.items()))

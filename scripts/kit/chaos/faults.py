@@ -32,8 +32,6 @@ from scripts.kit.chaos.halves import (
 from scripts.kit.chaos.incidents import INCIDENTS, play
 from scripts.kit.chaos.judge import Damage, Excuse
 from scripts.kit.chaos.stage import Stage
-from scripts.kit.chaos.truth import IN_TRANSIT_BLOCKS
-from scripts.kit.fleet import wait_until_ok
 from scripts.kit.http_client import HttpError
 from scripts.kit.load import LoadRequest, Outcome, SteadyLoad
 from scripts.kit.workload import MODEL
@@ -54,6 +52,7 @@ HELD_WEIGHT = 1000.0
 KILLED, STOPPED = 0, 7
 # Engines by number: full replay buffer, agent with a state file, short replay buffer.
 FIRST, KEPT, LATE = 0, 2, 3
+ONE_OF_EACH = (PREFILLS[0], DECODES[0])
 # In batches. An engine fills it within seconds, so the beginning is lost for a restarted agent.
 SHORT_REPLAY_BUFFER = 25
 # In batches: more than an engine sends between two saved states of its agent, less than it has sent so far.
@@ -98,9 +97,8 @@ async def kill_frontend(stage: Stage, load: SteadyLoad) -> Damage:
     await stage.frontend(1).kill()
     await asyncio.sleep(DOWN_S)
     load.left_out.add(url)  # no requests until it is ready, as with a load balancer
-    process = await stage.fleet.start_again("frontend-1")
     ended_at_s = time.perf_counter()
-    await wait_until_ok(stage.client, process, f"{url}/ready")
+    await stage.start("frontend-1")
     load.left_out.discard(url)
     ready_s = time.perf_counter() - ended_at_s
     return Damage(
@@ -157,16 +155,6 @@ async def cut_leaf(stage: Stage, load: SteadyLoad) -> Damage:
     )
 
 
-async def kill_agent(stage: Stage, load: SteadyLoad) -> Damage:
-    """Kill an agent. The engine's replay buffer is complete: the new agent reads everything again."""
-    return await _kill_agent(stage, FIRST)
-
-
-async def kill_agent_late(stage: Stage, load: SteadyLoad) -> Damage:
-    """Kill an agent. The replay buffer lacks the beginning: blocks below it cannot be identified."""
-    return await _kill_agent(stage, LATE)
-
-
 async def kill_agent_with_state(stage: Stage, load: SteadyLoad) -> Damage:
     """Kill an agent. The replay buffer lacks the beginning, but reaches back to the agent's saved state."""
     watch, log = stage.watches[stage.deployed.engines[KEPT].url], stage.fleet.processes[f"agent-{KEPT}"].log
@@ -175,7 +163,7 @@ async def kill_agent_with_state(stage: Stage, load: SteadyLoad) -> Damage:
     proofs = log.read_text().count(_PROOF)
     begun_s = time.time()
     age_s = begun_s - state.stat().st_mtime
-    damage = await _kill_agent(stage, KEPT)
+    damage = await _kill_agent(stage, load, KEPT)
     with contextlib.suppress(TimeoutError):
         await until(lambda: log.read_text().count(_PROOF) > proofs)
     is_proven = log.read_text().count(_PROOF) > proofs
@@ -192,7 +180,11 @@ def state_file(directory: Path) -> Path:
     return directory / "agent.state"
 
 
-async def _kill_agent(stage: Stage, number: int) -> Damage:
+async def _kill_agent(stage: Stage, load: SteadyLoad, number: int) -> Damage:
+    """Kill an agent, which reads everything again.
+
+    The replay buffer of the engine LATE lacks the beginning: blocks below it cannot be identified.
+    """
     before = await stage.index_share(number)
     url, begun_us = stage.deployed.engines[number].url, time.time_ns() // 1000
     await stage.fleet.processes[f"agent-{number}"].kill()
@@ -209,32 +201,26 @@ async def kill_worker(stage: Stage, load: SteadyLoad) -> Damage:
     """Kill a worker that was stopped, while requests of every replica wait there for their first byte."""
     engine = stage.deployed.engines[0]
     mocker = stage.fleet.processes["mocker-0"]
-    await _make_known(stage, load, worker_id_of(engine.url), KILLED)
+    await make_known(stage, load, worker_id_of(engine.url), KILLED)
     with mocker.paused():
         begun = frozenset(outcome.number for outcome in load.in_flight if outcome.ttft_s is not None)
-        waiting = await _waiting_at(stage, load, worker_id_of(engine.url), KILLED)
+        waiting = await waiting_at(stage, load, worker_id_of(engine.url), KILLED)
         at_s = time.perf_counter()
         await mocker.kill()
     await asyncio.sleep(DOWN_S)
-    process = await stage.fleet.start_again("mocker-0")
-    await wait_until_ok(stage.client, process, f"{engine.url}/health")
+    await stage.start("mocker-0")
     notes = [f"{len(waiting)} requests were waiting for their first byte when it was killed"]
     problems = [] if waiting else ["no request was waiting for its first byte: the fault proves nothing"]
     excuse = Excuse("were streaming from the killed worker", at_s, request_numbers=begun)
-
-    def is_noticed(target: dict[str, Any]) -> bool:
-        held = len(stage.watches[engine.url].held())
-        return bool(target["url"] != engine.url or target["device_blocks"] <= held + IN_TRANSIT_BLOCKS)
-
-    return Damage(time.perf_counter(), [excuse], notes, problems, is_noticed)
+    return Damage(time.perf_counter(), [excuse], notes, problems, stage.knows_restarted(0))
 
 
 async def stop_worker(stage: Stage, load: SteadyLoad) -> Damage:
     """SIGSTOP a worker: requests without a first byte move to others; streams wait, then continue."""
     worker_id = worker_id_of(stage.deployed.engines[0].url)
-    await _make_known(stage, load, worker_id, STOPPED)
+    await make_known(stage, load, worker_id, STOPPED)
     with stage.fleet.processes["mocker-0"].paused():
-        waiting = await _waiting_at(stage, load, worker_id, STOPPED)
+        waiting = await waiting_at(stage, load, worker_id, STOPPED)
         await asyncio.sleep(WORKER_STOPPED_S)
         moved = [one.ttft_s for one in waiting if one.ended_at_s is not None and one.error is None]
     note = f"{len(moved)} of {len(waiting)} requests that waited for it were answered by others meanwhile"
@@ -246,7 +232,7 @@ async def stop_worker(stage: Stage, load: SteadyLoad) -> Damage:
     )
 
 
-async def _make_known(stage: Stage, load: SteadyLoad, worker_id: str, begins_with: int) -> None:
+async def make_known(stage: Stage, load: SteadyLoad, worker_id: str, begins_with: int) -> None:
     """Let one worker compute the held prompt; returns when every replica would choose this worker for it."""
     computed = load.send(_held_request(begins_with, mode="direct", target=worker_id), stage.urls[0])
     await until(lambda: computed.ended_at_s is not None)
@@ -258,7 +244,7 @@ async def _make_known(stage: Stage, load: SteadyLoad, worker_id: str, begins_wit
                 await asyncio.sleep(0.02)
 
 
-async def _waiting_at(stage: Stage, load: SteadyLoad, worker_id: str, begins_with: int) -> list[Outcome]:
+async def waiting_at(stage: Stage, load: SteadyLoad, worker_id: str, begins_with: int) -> list[Outcome]:
     """Send the held prompt through every replica; returns the requests that wait for the worker."""
     request, waiting = _held_request(begins_with, overlap_weight=HELD_WEIGHT), []
     for url, admin_url in zip(stage.urls, stage.admin_urls, strict=True):
@@ -291,19 +277,20 @@ def _held_request(begins_with: int, **kvrouter: object) -> LoadRequest:
 async def restart_all(stage: Stage, load: SteadyLoad) -> Damage:
     """One replica after the other: SIGTERM, an orderly end, a restart, /ready."""
     problems, took_s = [], []
-    for number, url in enumerate(stage.urls):
+    for number in range(len(stage.urls)):
         begun_s = time.perf_counter()
         code = await stage.frontend(number).stop(DRAIN_LIMIT_S)
         if code != 0:
             problems.append(f"replica {number} ended with exit code {code} on SIGTERM")
-        process = await stage.fleet.start_again(f"frontend-{number}")
-        await wait_until_ok(stage.client, process, f"{url}/ready")
+        await stage.start(f"frontend-{number}")
         took_s.append(time.perf_counter() - begun_s)
-        await asyncio.sleep(
-            1.0
-        )  # HAProxy checks it every 0.5 s; a real deployment waits longer between replicas
+        await asyncio.sleep(1.0)  # HAProxy checks it every 0.5 s; a real deployment waits longer
     notes = [f"each took {min(took_s):.1f}–{max(took_s):.1f} s from SIGTERM to /ready"]
     return Damage(time.perf_counter(), notes=notes, problems=problems)
+
+
+def _split(name: str, what: str, fault: Fault, connector: str = "nixl") -> Row:
+    return Row(name, what, fault, split=connector)
 
 
 ROWS = (
@@ -311,100 +298,40 @@ ROWS = (
     Row("replica-stop", f"SIGSTOP a replica for {STOPPED_S:g} s", stop_replica),
     Row("nats-kill", "kill -9 nats-server, restart it", kill_nats),
     Row("nats-stop", f"SIGSTOP nats-server for {STOPPED_S:g} s", stop_nats),
-    Row("agent-kill", "kill -9 an agent, restart it", kill_agent, engine=FIRST),
-    Row(
-        "agent-kill-late",
-        "kill -9 an agent whose engine no longer replays its beginning",
-        kill_agent_late,
-        engine=LATE,
-    ),
-    Row(
-        "agent-kill-state",
-        "the same with --state-file at the agent",
-        kill_agent_with_state,
-        engine=KEPT,
-        loses_nothing=True,
-    ),
+    Row("agent-kill", "kill -9 an agent, restart it", partial(_kill_agent, number=FIRST), engine=FIRST),
+    Row("agent-kill-late", "kill -9 an agent whose engine no longer replays its beginning",
+        partial(_kill_agent, number=LATE), engine=LATE),
+    Row("agent-kill-state", "the same with --state-file at the agent", kill_agent_with_state,
+        engine=KEPT, loses_nothing=True),
     Row("worker-kill", "kill -9 a worker before first bytes, restart it", kill_worker),
     Row("worker-stop", f"SIGSTOP a worker before first bytes for {WORKER_STOPPED_S:g} s", stop_worker),
-    Row(
-        "rolling-restart", "rolling restart of all replicas behind HAProxy", restart_all, behind_haproxy=True
-    ),
-    Row(
-        "nats-node-kill",
-        f"kill -9 one of three NATS servers for {STOPPED_S:g} s",
-        kill_nats_node,
-        on_cluster=True,
-    ),
-    Row(
-        "split-prefill-kill",
-        "prefill and decode apart: kill -9 a prefill worker, restart it",
-        partial(kill_halves, numbers=PREFILLS[:1]),
-        split="nixl",
-    ),
-    Row(
-        "split-decode-kill",
-        "the same with a decode worker",
-        partial(kill_halves, numbers=DECODES[:1]),
-        split="nixl",
-    ),
-    Row(
-        "split-both-kill",
-        "the same with one of each",
-        partial(kill_halves, numbers=(PREFILLS[0], DECODES[0])),
-        split="nixl",
-    ),
-    Row(
-        "split-prefills-kill",
-        "the same with all prefill workers",
-        partial(kill_halves, numbers=PREFILLS),
-        split="nixl",
-    ),
-    Row(
-        "split-lease-over",
-        f"a decode worker stands still for longer than the lease of {LEASE_S:g} s",
-        end_leases,
-        split="nixl",
-    ),
-    Row(
-        "split-replica-kill",
-        "kill -9 a replica between the halves, restart it",
-        partial(between_halves, kill=kill_frontend),
-        split="nixl",
-    ),
-    Row(
-        "split-nats-kill",
-        f"the same with nats-server, which is away for {NATS_AWAY_S:g} s",
-        partial(between_halves, kill=partial(kill_nats, down_s=NATS_AWAY_S)),
-        split="nixl",
-    ),
-    Row(
-        "split-decode-joins",
-        "a decode worker of the next version joins in place of one",
-        partial(upgrade, numbers=DECODES[:1]),
-        split="nixl",
-    ),
-    Row(
-        "split-upgrade",
-        "a rolling upgrade of the other three",
-        partial(upgrade, numbers=(*PREFILLS, DECODES[1])),
-        split="nixl",
-    ),
-    Row(
-        "mooncake-kill",
-        "the same with Mooncake: kill -9 a prefill and a decode worker, restart them",
-        partial(kill_halves, numbers=(PREFILLS[0], DECODES[0])),
-        split="mooncake",
-    ),
-    Row(
-        "mooncake-upgrade",
-        "with Mooncake, a rolling upgrade of one of each",
-        partial(upgrade, numbers=(PREFILLS[0], DECODES[0])),
-        split="mooncake",
-    ),
+    Row("rolling-restart", "rolling restart of all replicas behind HAProxy", restart_all,
+        behind_haproxy=True),
+    Row("nats-node-kill", f"kill -9 one of three NATS servers for {STOPPED_S:g} s", kill_nats_node,
+        on_cluster=True),
+    _split("split-prefill-kill", "prefill and decode apart: kill -9 a prefill worker, restart it",
+           partial(kill_halves, numbers=PREFILLS[:1])),
+    _split("split-decode-kill", "the same with a decode worker", partial(kill_halves, numbers=DECODES[:1])),
+    _split("split-both-kill", "the same with one of each", partial(kill_halves, numbers=ONE_OF_EACH)),
+    _split("split-prefills-kill", "the same with all prefill workers",
+           partial(kill_halves, numbers=PREFILLS)),
+    _split("split-lease-over", f"a decode worker stands still for longer than the lease of {LEASE_S:g} s",
+           end_leases),
+    _split("split-replica-kill", "kill -9 a replica between the halves, restart it",
+           partial(between_halves, kill=kill_frontend)),
+    _split("split-nats-kill", f"the same with nats-server, which is away for {NATS_AWAY_S:g} s",
+           partial(between_halves, kill=partial(kill_nats, down_s=NATS_AWAY_S))),
+    _split("split-decode-joins", "a decode worker of the next version joins in place of one",
+           partial(upgrade, numbers=DECODES[:1])),
+    _split("split-upgrade", "a rolling upgrade of the other three",
+           partial(upgrade, numbers=(*PREFILLS, DECODES[1]))),
+    _split("mooncake-kill", "the same with Mooncake: kill -9 a prefill and a decode worker, restart them",
+           partial(kill_halves, numbers=ONE_OF_EACH), "mooncake"),
+    _split("mooncake-upgrade", "with Mooncake, a rolling upgrade of one of each",
+           partial(upgrade, numbers=ONE_OF_EACH), "mooncake"),
     Row("leaf-cut", f"a NATS leaf node without its cluster for {CUT_S:g} s", cut_leaf, on_cluster=True),
     *(
         Row(name, what, partial(play, lasting, alerts), on_cluster=True, alerts=alerts)
         for name, what, lasting, alerts in INCIDENTS
     ),
-)
+)  # fmt: skip

@@ -12,12 +12,9 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from scripts.kit.chaos.judge import Damage, Excuse
 from scripts.kit.chaos.stage import Stage
-from scripts.kit.chaos.truth import IN_TRANSIT_BLOCKS
-from scripts.kit.fleet import wait_until_ok
 from scripts.kit.load import SteadyLoad
 
 PREFILLS, DECODES = (0, 1), (2, 3)
@@ -46,7 +43,7 @@ async def kill_halves(stage: Stage, load: SteadyLoad, numbers: Sequence[int]) ->
         await asyncio.gather(*[mocker.kill() for mocker in mockers])
     await asyncio.sleep(_DOWN_S)
     for number in numbers:
-        await _start(stage, number)
+        await stage.start(f"mocker-{number}")
     excuses = [Excuse("were streaming from the killed worker", at_s, request_numbers=begun)]
     return await _damage(stage, numbers, excuses if set(numbers) & set(DECODES) else [])
 
@@ -89,9 +86,8 @@ async def upgrade(stage: Stage, load: SteadyLoad, numbers: Sequence[int]) -> Dam
         await agent.stop(_DRAIN_S)
         await mocker.stop(_DRAIN_S)
         await asyncio.sleep(_DOWN_S)
-        await fleet.start(mocker.name, [*mocker.command, NEXT_VERSION], mocker.env)
-        await wait_until_ok(stage.client, fleet.processes[mocker.name], _health(stage, number))
-        await fleet.start(agent.name, [*agent.command, NEXT_VERSION], agent.env)
+        for one in (mocker, agent):
+            await stage.start(one.name, [*one.command, NEXT_VERSION])
         await asyncio.sleep(_DOWN_S)
     failures = (await _counts(stage))["failures"] - before["failures"]
     problems = [f"{failures} hand-overs failed"] if failures else []
@@ -105,24 +101,10 @@ async def until(is_so: Callable[[], bool], patience_s: float = _PATIENCE_S) -> N
             await asyncio.sleep(0.002)
 
 
-async def _start(stage: Stage, number: int) -> None:
-    process = await stage.fleet.start_again(f"mocker-{number}")
-    await wait_until_ok(stage.client, process, _health(stage, number))
-
-
-def _health(stage: Stage, number: int) -> str:
-    return f"{stage.deployed.engines[number].url}/health"
-
-
 async def _damage(stage: Stage, numbers: Sequence[int], excuses: Sequence[Excuse] = ()) -> Damage:
-    """`numbers`: of the workers that have begun anew."""
-    urls = {stage.deployed.engines[number].url for number in numbers}
-
-    def is_noticed(target: dict[str, Any]) -> bool:
-        held = len(stage.watches[target["url"]].held())
-        return bool(target["url"] not in urls or target["device_blocks"] <= held + IN_TRANSIT_BLOCKS)
-
-    return Damage(time.perf_counter(), excuses, await _notes(stage), is_noticed=is_noticed)
+    """`numbers`: of the workers that were started again."""
+    notes = await _notes(stage)
+    return Damage(time.perf_counter(), excuses, notes, is_noticed=stage.knows_restarted(*numbers))
 
 
 async def _notes(stage: Stage) -> list[str]:

@@ -141,19 +141,6 @@ async def without_series(prometheus: Prometheus) -> list[str]:
 # What several faults do
 
 
-async def start(stage: Stage, name: str, command: Sequence[str] | None = None) -> None:
-    """Start a process that has ended; returns when it serves."""
-    if command is None:
-        process = await stage.fleet.start_again(name)
-    else:
-        process = await stage.fleet.start(name, command)
-    kind, _, number = name.partition("-")
-    if kind == "mocker":
-        await wait_until_ok(stage.client, process, f"{stage.deployed.engines[int(number)].url}/health")
-    elif kind == "frontend":
-        await wait_until_ok(stage.client, process, f"{stage.urls[int(number)]}/ready")
-
-
 @contextlib.contextmanager
 def _left_out(stage: Stage, load: SteadyLoad, name: str) -> Iterator[None]:
     """A replica gets no request of the load while inside."""
@@ -175,7 +162,7 @@ async def down(*names: str, stage: Stage, load: SteadyLoad, is_killed: bool = Tr
             yield
         finally:
             for name in names:
-                await start(stage, name)
+                await stage.start(name)
 
 
 @contextlib.asynccontextmanager
@@ -194,7 +181,7 @@ async def _restart(stage: Stage, load: SteadyLoad, commands: Mapping[str, list[s
     for name, command in commands.items():
         with _left_out(stage, load, name):
             await stage.fleet.stop(name)
-            await start(stage, name, command)
+            await stage.start(name, command)
 
 
 def _more(rate: float, make: Callable[[], Sequence[LoadRequest]], timeout_s: float = 60.0) -> Lasting:

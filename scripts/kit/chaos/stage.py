@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvrouter.bus import NatsOptions, Subjects
 from kvrouter.bus.rights import VERIFY
@@ -20,9 +21,9 @@ from kvrouter.worker.options import worker_id_of
 from scripts.kit import deployment
 from scripts.kit.chaos.cluster import Link, start_cluster
 from scripts.kit.chaos.judge import CLEAN_LIMIT_S, Damage, Leftovers
-from scripts.kit.chaos.truth import EngineWatch, agent_blocks, phantom_blocks, watching
+from scripts.kit.chaos.truth import IN_TRANSIT_BLOCKS, EngineWatch, agent_blocks, phantom_blocks, watching
 from scripts.kit.deployment import Deployment, Plan
-from scripts.kit.fleet import Fleet, Process
+from scripts.kit.fleet import Fleet, Process, wait_until_ok
 from scripts.kit.http_client import Client, HttpError
 from scripts.kit.prometheus import Prometheus
 from scripts.kit.replicas import disagreements, settled
@@ -63,6 +64,25 @@ class Stage:
     def frontend(self, number: int) -> Process:
         """The current process of a replica."""
         return self.fleet.processes[f"frontend-{number}"]
+
+    async def start(self, name: str, command: Sequence[str] | None = None) -> None:
+        """Start a process that has ended; returns when it serves."""
+        again = self.fleet.start_again(name) if command is None else self.fleet.start(name, command)
+        process, (kind, _, number) = await again, name.partition("-")
+        if kind == "mocker":
+            await wait_until_ok(self.client, process, f"{self.deployed.engines[int(number)].url}/health")
+        elif kind == "frontend":
+            await wait_until_ok(self.client, process, f"{self.urls[int(number)]}/ready")
+
+    def knows_restarted(self, *engines: int) -> Callable[[dict[str, Any]], bool]:
+        """Whether a row of a replica's /workers has no blocks that these engines held before."""
+        urls = {self.deployed.engines[number].url for number in engines}
+
+        def is_noticed(target: dict[str, Any]) -> bool:
+            held = len(self.watches[target["url"]].held())
+            return bool(target["url"] not in urls or target["device_blocks"] <= held + IN_TRANSIT_BLOCKS)
+
+        return is_noticed
 
     async def until_clean(
         self, damage: Damage, within_s: float = CLEAN_LIMIT_S
@@ -158,14 +178,14 @@ class Stage:
 
 @contextlib.asynccontextmanager
 async def open_stage(
-    name: str, plan_of: Callable[[Path], Plan], *, on_cluster: bool = False
+    where: str | Path, plan_of: Callable[[Path], Plan], *, on_cluster: bool = False
 ) -> AsyncIterator[Stage]:
     """Start NATS and everything that is planned for its directory, and watch each engine's KV events.
 
     `on_cluster`: three servers and a leaf node, with accounts, instead of one server.
     """
     async with AsyncExitStack() as stack:
-        common = await stack.enter_async_context(deployment.open_stage(name, starts_nats=not on_cluster))
+        common = await stack.enter_async_context(deployment.open_stage(where, starts_nats=not on_cluster))
         plan, link, options = plan_of(common.directory), None, NatsOptions((common.nats_url,))
         if on_cluster:
             link = await stack.enter_async_context(Link.open())

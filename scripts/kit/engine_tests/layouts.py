@@ -12,19 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import signal
-import subprocess
 import sys
-import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +31,10 @@ from kvrouter.tokens.tiny import build_tiny_model
 from kvrouter.worker.engines.metrics import read_metrics
 from kvrouter.worker.engines.vllm import VllmAdapter
 from kvrouter.worker.publisher import KvPublisher
-from scripts.kit.engine_tests.adapters import RANK, write_adapter
-from scripts.kit.engine_tests.engines import ENVIRONMENT, START_TIMEOUT_S, find_program
-from scripts.kit.ports import free_ports
+from scripts.kit.deployment import Stage, open_stage
+from scripts.kit.engine_tests.adapters import write_adapter
+from scripts.kit.engine_tests.engines import Engine, EngineTest, find_program, start_engine, wait_until_up
+from scripts.kit.script import ScriptError, run
 
 TARGET = Target(WorkerId("engine"), 0)
 ROOTS, MOST_TOKENS, VOCABULARY = 5, 700, (5, 300)
@@ -66,7 +60,6 @@ class Layout:
     """Whether the engine is killed after half of the requests, and started again."""
 
 
-_LORA_FLAGS = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", str(RANK))
 _DRAFT = "eagle-draft"
 LAYOUTS = {
     "plain": Layout(),
@@ -167,87 +160,18 @@ def prompts(rng: random.Random, past: Sequence[Sequence[int]], block_size: int) 
         yield base[:MOST_TOKENS]
 
 
-@dataclass(slots=True)
-class Engine:
-    """One vLLM engine in a process; its ports stay the same when it is started again."""
-
-    vllm: Path
-    models: Path
-    layout: Layout
-    log: Path
-    ports: list[int] = field(default_factory=lambda: free_ports(8))
-    process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.ports[0]}"
-
-    @property
-    def events(self) -> list[str]:
-        """By rank: vLLM adds the rank to the port."""
-        return [f"tcp://127.0.0.1:{self._events_port + rank}" for rank in range(self.layout.ranks)]
-
-    @property
-    def _events_port(self) -> int:
-        return 20_000 + self.ports[1] % 10_000
-
-    def start(self) -> None:
-        """Start it, and wait until it answers. Raises RuntimeError."""
-        with self.log.open("ab") as log:
-            environment = {
-                **os.environ,
-                **ENVIRONMENT,
-                "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": str(int(self.layout.int_hashes)),
-            }
-            self.process = subprocess.Popen(
-                self._command(), stdout=log, stderr=log, env=environment, start_new_session=True
-            )
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline and self.process.poll() is None:
-            try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
-                    return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.5)
-        raise RuntimeError("the engine did not start; its last lines:")
-
-    def stop(self, *, kill: bool = False) -> None:
-        """End it and its children, and wait."""
-        if self.process is None:
-            return
-        if not kill:
-            self.process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(30)
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.process = None
-
-    def _command(self) -> list[str]:
-        layout, port = self.layout, self._events_port
-        kv_events = {
-            "enable_kv_cache_events": True,
-            "publisher": "zmq",
-            "endpoint": f"tcp://[::ffff:127.0.0.1]:{port}",
-            "replay_endpoint": f"tcp://127.0.0.1:{port + 100}",
-        }
-        flags = [word.replace(_DRAFT, json.dumps(_draft(self.models / "draft"))) for word in layout.flags]
-        if any(layout.loras):
-            adapters = [f"{name}={self.models / name}" for name in ADAPTERS]
-            flags += [*_LORA_FLAGS, "--lora-modules", *adapters]
-        if layout.ranks > 1:
-            flags += ["--data-parallel-size", str(layout.ranks)]
-        return [
-            str(self.vllm), "serve", str(self.models / layout.model), "--served-model-name", "tiny",
-            "--host", "127.0.0.1", "--port", str(self.ports[0]), "--load-format", "dummy",
-            "--dtype", "float32", "--enforce-eager", "--enable-prefix-caching",
-            "--block-size", str(layout.block_size), "--num-gpu-blocks-override", str(layout.num_blocks),
-            "--max-model-len", "1024", "--gpu-memory-utilization", "0.2", "--max-num-seqs", "16",
-            *([] if "--max-num-batched-tokens" in flags else ["--max-num-batched-tokens", "4096"]),
-            *([] if "--prefix-caching-hash-algo" in flags else ["--prefix-caching-hash-algo", "sha256_cbor"]),
-            "--enable-prompt-tokens-details", "--kv-events-config", json.dumps(kv_events), *flags,
-        ]  # fmt: skip
+async def start(stage: Stage, program: Path, models: Path, layout: Layout) -> Engine:
+    """An engine of this layout."""
+    adapters = {name: models / name for name in ADAPTERS} if any(layout.loras) else {}
+    test = EngineTest("vllm", program, models / layout.model, adapters, layout.num_blocks)
+    flags = [word.replace(_DRAFT, json.dumps(_draft(models / "draft"))) for word in layout.flags]
+    if layout.ranks > 1:
+        flags += ["--data-parallel-size", str(layout.ranks)]
+    of_size = ["--block-size", str(layout.block_size), "--max-model-len", "1024"]
+    environment = {"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": str(int(layout.int_hashes))}
+    engine = await start_engine(stage.fleet, test, 0, [*of_size, *flags], environment)
+    await wait_until_up(stage.client, stage.fleet.processes[engine.name], engine)
+    return engine
 
 
 def _draft(model: Path) -> dict[str, Any]:
@@ -275,13 +199,11 @@ def build_models(directory: Path) -> None:
         write_adapter(directory / name, directory / "plain", seed)
 
 
-def ask(url: str, body: Mapping[str, Any], rank: int) -> tuple[int, list[int]]:
+async def ask(stage: Stage, url: str, body: Mapping[str, Any], rank: int) -> tuple[int, list[int]]:
     """The cached tokens and the answer's token ids."""
     whole = {"temperature": 0, "ignore_eos": True, "return_token_ids": True, **body}
-    headers = {"content-type": "application/json", "x-data-parallel-rank": str(rank)}
-    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(whole).encode(), headers)
-    with urllib.request.urlopen(request, timeout=120) as reply:
-        answer = json.load(reply)
+    headers = {"x-data-parallel-rank": str(rank)}
+    answer = await stage.client.post_json(f"{url}/v1/completions", json.dumps(whole).encode(), headers)
     details = answer["usage"].get("prompt_tokens_details") or {}
     return details.get("cached_tokens") or 0, answer["choices"][0].get("token_ids") or []
 
@@ -289,7 +211,9 @@ def ask(url: str, body: Mapping[str, Any], rank: int) -> tuple[int, list[int]]:
 class Events:
     """The KV events of every rank of an engine."""
 
-    def __init__(self, endpoints: Sequence[str]) -> None:
+    def __init__(self, first: str, ranks: int) -> None:
+        host, _, port = first.rpartition(":")
+        endpoints = [f"{host}:{int(port) + rank}" for rank in range(ranks)]  # as vLLM has them
         self._context = zmq.Context()
         self._sockets = [self._context.socket(zmq.SUB) for _ in endpoints]
         self._next = [0] * len(endpoints)
@@ -312,22 +236,21 @@ class Events:
         self._context.destroy(linger=0)
 
 
-def measure(engine: Engine, requests: int, seed: int) -> Counter[str]:
+async def measure(stage: Stage, engine: Engine, layout: Layout, requests: int, seed: int) -> Counter[str]:
     """Ask one engine, and count. Raises RuntimeError."""
-    layout, rng = engine.layout, random.Random(seed)
-    engine.start()
-    with urllib.request.urlopen(f"{engine.url}/metrics", timeout=30) as answer:
-        one_less = read_metrics(answer.read().decode()).speculates
+    rng, process = random.Random(seed), stage.fleet.processes[engine.name]
+    _, metrics = await stage.client.get(f"{engine.url}/metrics")
+    one_less = read_metrics(metrics.decode()).speculates
     found = [Prediction(layout.block_size, one_less=one_less) for _ in range(layout.ranks)]
     past: list[list[int]] = []
     wanted = prompts(rng, past, layout.block_size)
-    events = Events(engine.events)
+    events = Events(engine.events, layout.ranks)
     for number in range(requests):
         if layout.is_killed and number == requests // 2:
             events.close()
-            engine.stop(kill=True)
-            engine.start()
-            events = Events(engine.events)
+            await process.kill()
+            await wait_until_up(stage.client, await stage.fleet.start_again(engine.name), engine)
+            events = Events(engine.events, layout.ranks)
             for one in found:
                 one.forget()
         rank = number % layout.ranks
@@ -335,7 +258,7 @@ def measure(engine: Engine, requests: int, seed: int) -> Counter[str]:
         tokens = next(wanted)
         body: dict[str, Any] = {"prompt": tokens, "max_tokens": rng.choice([1, 2, 8, 40, 70])}
         body |= {"model": lora or "tiny"} | ({"cache_salt": salt} if salt else {})
-        cached_tokens, output = ask(engine.url, body, rank)
+        cached_tokens, output = await ask(stage, engine.url, body, rank)
         found[rank].compare(tokens, cached_tokens, lora, salt)
         past.append([*tokens, *output][:MOST_TOKENS])
         for place, payload in events.read():
@@ -363,28 +286,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(arguments)
     if unknown := sorted({*flags.names} - {*LAYOUTS}):
         parser.error(f"no layout {unknown[0]!r}: use {', '.join(LAYOUTS)}")
-    vllm, exact = find_program("vllm", flags.directory), True
+    return run("test-vllm", _run(flags))
+
+
+async def _run(flags: argparse.Namespace) -> int:
+    program, exact = find_program("vllm", flags.directory), True
     print("| layout | requests (with hits) | kvrouter: exact / over / under | one group |")
     print("|---|---|---|---|", flush=True)
-    with tempfile.TemporaryDirectory(prefix="kvrouter-layouts-") as directory:
-        build_models(Path(directory))
+    async with open_stage("test-vllm", starts_nats=False) as stage:
+        build_models(stage.directory)
         for name in flags.names or LAYOUTS:
-            engine = Engine(vllm, Path(directory), LAYOUTS[name], Path(directory) / "engine.log")
             try:
-                tally = measure(engine, flags.requests, flags.seed)
-            except (RuntimeError, OSError) as error:
-                print(f"| {name} | failed: {error} | | |\n", *_last_lines(engine.log), flush=True)
+                engine = await start(stage, program, stage.directory, LAYOUTS[name])
+                tally = await measure(stage, engine, LAYOUTS[name], flags.requests, flags.seed)
+            except (RuntimeError, ScriptError) as error:
+                print(f"| {name} | failed: {error} | | |", flush=True)
                 exact = False
-                continue
-            finally:
-                engine.stop()
-            print(row(name, tally), flush=True)
-            exact &= tally["all groups: exact"] >= 0.99 * tally["requests"]
+            else:
+                print(row(name, tally), flush=True)
+                exact &= tally["all groups: exact"] >= 0.99 * tally["requests"]
+            await stage.fleet.stop_all()
     return 0 if exact else 1
-
-
-def _last_lines(log: Path) -> list[str]:
-    return log.read_text(errors="replace").splitlines(keepends=True)[-40:]
 
 
 if __name__ == "__main__":

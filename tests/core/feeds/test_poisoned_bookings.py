@@ -17,8 +17,8 @@ from kvrouter.core.wire.hashes import pack_hashes
 from kvrouter.core.wire.ids import RouterId
 from kvrouter.core.wire.ops import AddRequest, Check, Free, Op, SnapshotChunk, decode_request, encode
 from kvrouter.core.wire.values import MOST_NUMBER
-from scripts.kit.fuzz.mutate import Mutator
 from tests.core.links import frame_of
+from tests.fuzz.mutate import Mutator
 from tests.long import examples
 
 pytestmark = pytest.mark.usefixtures("core")

@@ -17,10 +17,10 @@ from kvrouter.core.wire.heartbeats import RouterBeat, encode
 from kvrouter.core.wire.ids import BookingKey, PoolId, RouterId, Target, WorkerId
 from kvrouter.core.wire.ops import VERSION, AddRequest, ApproxEntry, Bind, Check
 from kvrouter.core.wire.senders import KvSource, RouterSource, Source, SyncSource, WorkerSource
-from scripts.kit.fuzz.forged import Forger, Real
-from scripts.kit.fuzz.mutate import Mutator
 from tests.core.replicas import ME, PEER, ROUNDS, new_replica, receive_worker
 from tests.core.worlds import POOL, T1, W1, W2, card, chain_from, prompt, request
+from tests.fuzz.forged import Forger, Real
+from tests.fuzz.mutate import Mutator
 from tests.long import IS_LONG
 
 MESSAGES = 10_000  # by each seed

@@ -1,80 +1,79 @@
 """A long random history of one table: blocks are stored, removed and looked up, and compared with a model.
 
-A block operation is one block stored, removed or looked up. The number of rows varies between 2 and
-1,000,000, so that shards of every size grow, shrink and are swept. The model has, for each slot, the depth to
-which it holds each chain: that describes a prefix-closed set completely.
+A block operation is one block stored, removed or looked up. In the long form the number of rows varies
+between 2 and 1,000,000, so that shards of every size grow, shrink and are swept. The model has, for each
+slot, the depth to which it holds each chain: that describes a prefix-closed set completely.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
-import time
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 
-from kvrouter.core.native import versions
-from kvrouter.core.tables.table import new_table
+import pytest
 
-MOST_ROWS = 1_000_000
+from kvrouter.core.tables.table import FlatTable, new_table
+from tests.long import IS_LONG
+
+OPERATIONS, MOST_ROWS = (20_000_000, 1_000_000) if IS_LONG else (20_000, 3000)
 CHAIN_BLOCKS = 512
 # A phase ends after this many operations or calls: calls with few rows each would take too long.
-PHASE_OPERATIONS, PHASE_CALLS = 20_000_000, 100_000
+PHASE_OPERATIONS, PHASE_CALLS = OPERATIONS // 4, 100_000
 SLOTS = (1, 3, 70)
 BOOKINGS = 50
 
 
-def run(flags: argparse.Namespace) -> int:
-    """Run the history; 0 on success. A wrong answer raises AssertionError."""
-    print(f"core {versions.choose(flags.core)}, seed {flags.seed}", flush=True)
-    churn, began = Churn(flags.seed), time.perf_counter()
-    while churn.operations < flags.operations:
-        churn.phase(flags.operations)
-        number = len(churn.sizes) // 2
-        if number % 20 == 0 or churn.operations >= flags.operations:
-            print(f"{time.perf_counter() - began:,.0f} s: {number} sizes, {churn.summary()}", flush=True)
-    return 0
+class Forgetful(FlatTable):
+    """A table that does not sweep one of its shards."""
+
+    def sweep(self, slots: Sequence[int], shard_number: int) -> None:
+        if shard_number != 5:
+            super().sweep(slots, shard_number)
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--operations", type=int, default=100_000_000, metavar="N", help="number (%(default)s)")
-    add("--seed", type=int, default=1, metavar="N", help="seed of the history (%(default)s)")
-    add("--core", choices=versions.CORES, help="version of the table (native if it is built)")
+@pytest.mark.usefixtures("core")
+@pytest.mark.timeout(1800)
+def test_equals_the_model() -> None:
+    """After every phase, with operations of every kind."""
+    churn = Churn(new_table(1))
+
+    churn.run(OPERATIONS)
+
+    assert {"stored", "removed", "looked up"} == {*churn.done}
+
+
+def test_wrong_table_is_noticed() -> None:
+    """A few blocks too many make the history fail."""
+    churn = Churn(Forgetful(1))
+
+    with pytest.raises(AssertionError):
+        churn.run(200_000)
 
 
 class Churn:
     """One table and the model. Invariant: `depths[slot][chain]` blocks of a chain are in a slot."""
 
-    def __init__(self, seed: int) -> None:
-        self._rng = random.Random(seed)
-        self._table = new_table(self._rng.getrandbits(64))
-        # Blocks stored, removed, looked up; checks.
+    def __init__(self, table: FlatTable) -> None:
+        self._rng = random.Random(1)
+        self._table = table
+        # Blocks stored, removed, looked up.
         self.done: Counter[str] = Counter()
-        # Rows at each check.
-        self.sizes: list[int] = []
 
-    @property
-    def operations(self) -> int:
-        """Block operations so far."""
-        return self.done["stored"] + self.done["removed"] + self.done["looked up"]
+    def run(self, operations: int) -> None:
+        while self.done.total() < operations:
+            self._phase()
 
-    def summary(self) -> str:
-        """The operations so far, as text."""
-        counts = ", ".join(f"{count:,} {name}" for name, count in sorted(self.done.items()))
-        rows = f"{min(self.sizes):,} to {max(self.sizes):,} rows"
-        return f"{self.operations:,} block operations ({counts}; {rows})"
-
-    def phase(self, most_operations: int) -> None:
+    def _phase(self) -> None:
         """Fill the table to a random size, store and remove blocks at that size, check, and empty it."""
         self._begin()
-        stop = min(self.operations + PHASE_OPERATIONS, most_operations)
+        acts = (self._store, self._store, self._remove, self._remove, self._look_up, self._book)
+        stop = self.done.total() + PHASE_OPERATIONS
         for _ in range(PHASE_CALLS):
-            if self.operations >= stop:
+            if self.done.total() >= stop:
                 break
-            self._rng.choice(
-                (self._store, self._store, self._remove, self._remove, self._look_up, self._book)
-            )()
+            self._rng.choice(acts)()
         self._check()
         self._empty()
         self._check()
@@ -158,5 +157,3 @@ class Churn:
             assert (sum(depths), total % 2**64) == (held.count, held.digest)
         booked = Counter(hash_ for one, depth in self._bookings for hash_ in self._chains[one][:depth])
         assert booked == self._booked.counts()
-        self.done["checks"] += 1
-        self.sizes.append(rows)

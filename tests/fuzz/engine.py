@@ -20,7 +20,7 @@ from aiohttp import web
 
 from kvrouter.core.wire.hashes import block_hashes, sequence_hashes
 from kvrouter.core.wire.ids import SequenceHash
-from scripts.kit.fuzz.mutate import EDGES, Mutator
+from tests.fuzz.mutate import EDGES, Mutator
 
 Kind: TypeAlias = Literal["vllm", "sglang"]
 BLOCK_TOKENS = 16
@@ -118,8 +118,8 @@ class ServedEngine:
         pub, router = context.socket(zmq.XPUB), context.socket(zmq.ROUTER)
         pub.set(zmq.XPUB_NODROP, 1)
         served = cls(HonestEngine(rng, kind), rng, pub, router)
-        replays = asyncio.create_task(served._answer_replays())
-        runner = web.AppRunner(served._application())
+        replays = asyncio.create_task(served.answer_replays())
+        runner = web.AppRunner(served.application())
         try:
             pub.bind("tcp://127.0.0.1:*")
             router.bind("tcp://127.0.0.1:*")
@@ -175,7 +175,7 @@ class ServedEngine:
             return rng.choice((frames[:1], frames[:2], [*frames, b"more"], [b"", rng.randbytes(7), payload]))
         return frames
 
-    async def _answer_replays(self) -> None:
+    async def answer_replays(self) -> None:
         while True:
             identity, *_, start = await self._router.recv_multipart()
             first = int.from_bytes(start, "big")
@@ -188,7 +188,7 @@ class ServedEngine:
             if not self.is_hostile or self._rng.random() < 0.7:
                 await self._router.send_multipart([identity, b"", _END_OF_REPLAY, b""])
 
-    def _application(self) -> web.Application:
+    def application(self) -> web.Application:
         app = web.Application()
         app.add_routes([web.get("/{path:.*}", self._answer)])
         return app
