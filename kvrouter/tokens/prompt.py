@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
+import msgspec
 from msgspec import Struct, field
 from msgspec.structs import replace
 
@@ -183,7 +184,7 @@ class PromptEncoder:
     def admit(self, prompt: Prompt) -> None:
         """Raise TokenizerBusyError if more text waits than may."""
         if self.jobs is not None and self.jobs.waiting:
-            self.jobs.admit(text_characters(prompt))
+            self.jobs.admit(_size(prompt))
 
     @property
     def has_own_chats(self) -> bool:
@@ -231,13 +232,13 @@ class PromptEncoder:
         if engine_model is not None and isinstance(prompt, ChatPrompt):
             return await self._tokenizer.in_thread(
                 partial(self._encode_media_now, self._tokenizer, prompt, engine_model),
-                text_characters(prompt),
+                _size(prompt),
             )
         job = partial(self._encode_now, self._tokenizer, prompt, may_estimate)
         is_harmony = self._harmony is not None and isinstance(prompt, ChatPrompt)  # takes milliseconds
         if not is_harmony and _is_short(prompt, self._tokenizer.inline_characters):
             return job()
-        return await self._tokenizer.in_thread(job, text_characters(prompt))
+        return await self._tokenizer.in_thread(job, _size(prompt))
 
     async def settle(self, probe: Prompt, engine_ids: TokenIds) -> bool:
         """Print chats as the engine does, whose ids of a probe these are; False if no way leads to them."""
@@ -331,6 +332,12 @@ def text_characters(prompt: Prompt) -> int:
     if isinstance(prompt, TextPrompt):
         return sum(map(len, prompt.texts))
     return sum(_content_characters(message.get("content")) for message in prompt.messages)
+
+
+def _size(prompt: Prompt) -> int:
+    """Characters to tokenize, with those of the tools, which agents send with each turn."""
+    tools = prompt.tools if isinstance(prompt, ChatPrompt) else None
+    return text_characters(prompt) + (len(msgspec.json.encode(tools)) if tools else 0)
 
 
 def estimated_isl(prompt: Prompt | None) -> int:
