@@ -36,8 +36,8 @@ FILES = 25
 # of SGLang, whose halves are sent at once: 220 of these in the mocker.
 LINES = 70_630
 COMMENTS = 28.8
-# Of docs/, as `wc -w` counts them, without docs/changes; 1,520 for prefill and decode apart.
-DOC_WORDS = 61_270
+# Of docs/, as `wc -w` counts them, without docs/changes; 1,890 of them for pairs, 370 of these SGLang's.
+DOC_WORDS = 61_640
 _IMPORT = re.compile(r"^\s*from kvrouter\.core\.(\w+)", re.MULTILINE)
 _FOR_TOOLS = ("noqa", "type:", "pragma", "fmt:", "cython:")
 

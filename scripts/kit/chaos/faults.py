@@ -402,6 +402,24 @@ ROWS = (
         partial(upgrade, numbers=(PREFILLS[0], DECODES[0])),
         split="mooncake",
     ),
+    Row(
+        "sglang-prefill-kill",
+        "with SGLang, both halves at once: kill -9 a prefill worker, restart it",
+        partial(kill_halves, numbers=PREFILLS[:1]),
+        split="sglang",
+    ),
+    Row(
+        "sglang-decode-kill",
+        "the same with a decode worker",
+        partial(kill_halves, numbers=DECODES[:1]),
+        split="sglang",
+    ),
+    Row(
+        "sglang-upgrade",
+        "with SGLang, a rolling upgrade of one of each",
+        partial(upgrade, numbers=(PREFILLS[0], DECODES[0])),
+        split="sglang",
+    ),
     Row("leaf-cut", f"a NATS leaf node without its cluster for {CUT_S:g} s", cut_leaf, on_cluster=True),
     *(
         Row(name, what, partial(play, lasting, alerts), on_cluster=True, alerts=alerts)

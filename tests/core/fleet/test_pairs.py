@@ -11,6 +11,8 @@ from msgspec.structs import replace
 
 from kvrouter.core.fleet.pool import Pool, PoolSettings
 from kvrouter.core.fleet.router import Placement, Router, RouterRules
+from kvrouter.core.routing.admission import AdmissionQueue, AdmissionSettings
+from kvrouter.core.routing.filters import MaxOngoing
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.tables.bookings import Service
 from kvrouter.core.tables.transfers import FAILURES_MOST, PAIRS_MOST, REST_S, Transfers
@@ -364,3 +366,15 @@ def test_pairs_only_beside_whole_workers() -> None:
     assert (P1, D1) == pair_of(router.route(ask(2), 0.0))
     assert (None, B1) == pair_of(router.route(ask(3), 0.0, exclude=frozenset([P1])))
     assert (P1, D1) == pair_of(router.route(ask(4), 0.0, exclude=frozenset([B1])))
+
+
+def test_pairs_only_in_the_queue() -> None:
+    """A request waits while one half of the pair has no room, whichever that is."""
+    for target in (P1, D1):
+        pool = pairs_only()
+        rules = RouterRules(Kv(), random.Random(1).random, filters=(MaxOngoing(1),))
+        router = Router(pool, rules, router_id=RouterId("me"), incarnation=1000, synced=True)
+        queue = AdmissionQueue(AdmissionSettings())
+        assert not router.must_wait(ask(), 0.0, queue)
+        book(pool, target, chain_from(5, 1))
+        assert router.must_wait(ask(), 0.0, queue)
