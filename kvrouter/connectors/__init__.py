@@ -1,6 +1,7 @@
 """How engines hand the KV blocks of a prompt over: what each half of a request gets in its body.
 
     client's body ──prefill_body──> prefill worker ──answer──> handed_over ──decode_body──> decode worker
+    client's body ──bodies_at_once──> prefill worker and decode worker, which find each other
 
 A connector is one file with what differs: the parameters that the prefill worker is asked with, and what of
 its answer the decode worker needs. CONTRIBUTING.md has the recipe for another one.
@@ -20,6 +21,7 @@ from kvrouter.bodies.edits import with_field
 from kvrouter.connectors.example import Example
 from kvrouter.connectors.mooncake import Mooncake
 from kvrouter.connectors.nixl import Nixl
+from kvrouter.connectors.sglang import SglangPair
 from kvrouter.connectors.source import Source
 
 PARAMETERS = "kv_transfer_params"
@@ -32,13 +34,15 @@ class Connector(Protocol):
     """`has_parameters`: without them the decode worker finds nothing."""
 
     has_parameters: bool
+    is_at_once: bool
+    """Whether both workers are asked at the same time, with the same fields."""
     lease_s: float
     """The decode worker gets no older parameters."""
     waits_for_the_lost: bool
     """Whether a decode engine waits for minutes for the blocks of a prefill engine that has died."""
 
     def asking(self, source: Source) -> Raw | None:
-        """The parameters in the prefill worker's body; None: it gets none."""
+        """The parameters in the prefill worker's body; None: it gets none. At once: the fields of both."""
         ...
 
     def handed_over(self, answer: bytes, source: Source) -> Raw | None:
@@ -47,7 +51,7 @@ class Connector(Protocol):
 
 
 SERVED: Mapping[str, Connector] = MappingProxyType(
-    {"nixl": Nixl(), "mooncake": Mooncake(), "example": Example()}
+    {"nixl": Nixl(), "mooncake": Mooncake(), "example": Example(), "sglang": SglangPair()}
 )
 """By the name on a worker's card (`CONNECTORS` in core/wire/heartbeats.py)."""
 
@@ -79,6 +83,19 @@ def _one(limit: Raw) -> Raw:
         return _ONE if float(bytes(limit).strip(b'" ')) >= 1 else limit
     except ValueError:
         return limit
+
+
+def bodies_at_once(body: bytes, asking: Raw) -> tuple[bytes, bytes]:
+    """The client's body for the prefill and for the decode worker. Raises BadRequestError.
+
+    That of the prefill worker is not streamed, so that its status is known, and its usage in one piece.
+    """
+    decode = with_field(body, bytes(asking)[1:-1])
+    fields = lax.fields_of(decode)
+    if fields.get("stream", _NO) != _YES:
+        return decode, decode
+    fields.pop("stream_options", None)
+    return lax.with_nan(msgspec.json.encode(fields | {"stream": _NO}), body), decode
 
 
 def decode_body(body: bytes, handed: Raw | None) -> bytes:

@@ -12,6 +12,7 @@ from kvrouter.connectors.source import Source
 
 class Example:
     has_parameters = False
+    is_at_once = False
     lease_s = float("inf")
     waits_for_the_lost = False
 

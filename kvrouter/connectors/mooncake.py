@@ -46,6 +46,7 @@ class _Answer(msgspec.Struct):
 
 class Mooncake:
     has_parameters = True
+    is_at_once = False
     # Of 480 s, without a minute for the way there and the transfer.
     lease_s = 420.0
     # 540 s if the engine ends while it is asked (vLLM 0.33).

@@ -35,6 +35,7 @@ class _PrefillResponse(msgspec.Struct):
 
 class Nixl:
     has_parameters = True
+    is_at_once = False
     # Of 30 s (kv_lease_duration), without 5 s until the decode engine renews it, and 5 s for the way there.
     lease_s = 20.0
     waits_for_the_lost = False

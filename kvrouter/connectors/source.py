@@ -17,6 +17,8 @@ class Source(Struct, frozen=True):
     engine_id: str = ""
     address: str = ""
     transfer_id: str = ""
+    room: int = 0
+    rank: int = 0
 
 
 def source_at(url: str, card: Card | None, rank: int) -> Source:
@@ -29,6 +31,8 @@ def source_at(url: str, card: Card | None, rank: int) -> Source:
         ids[rank] if rank < len(ids) else "",
         card.kv_address or address_of(url, card.bootstrap_port),
         f"xfer-{secrets.token_hex(16)}",
+        secrets.randbits(63),
+        rank,
     )
 
 

@@ -59,18 +59,18 @@ class EngineSettings(Settings):
     )
     kv_connector: str | None = setting(
         None,
-        "how it hands over KV blocks: nixl, mooncake or example",
+        "how it hands over KV blocks: nixl, mooncake, example or sglang",
         metavar="NAME",
         read=read_connector,
         default_text="as the engine says",
     )
     bootstrap_port: int = setting(
         0,
-        "port of a prefill engine's Mooncake bootstrap server",
+        "port of a prefill engine's bootstrap server (mooncake, sglang)",
         metavar="PORT",
         least=0,
         most=65535,
-        default_text="8998",
+        default_text="as SGLang says, else 8998",
     )
     kv_address: str | None = setting(
         None, "that server, as decode engines reach it", metavar="HOST:PORT", read=read_address

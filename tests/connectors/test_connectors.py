@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from msgspec import Raw
 
-from kvrouter.connectors import SERVED, decode_body, prefill_body
+from kvrouter.connectors import SERVED, bodies_at_once, decode_body, prefill_body
 from kvrouter.connectors.mooncake import Mooncake
 from kvrouter.connectors.nixl import ASKING, NEEDED, Nixl
+from kvrouter.connectors.sglang import SglangPair
 from kvrouter.connectors.source import Source, source_at
-from kvrouter.core.wire.heartbeats import CONNECTORS, Card
+from kvrouter.core.wire.heartbeats import CONNECTORS, PAIRS_ONLY, Card
 from kvrouter.worker.engines.roles import _CLASSES
 
 # The names in vLLM's own files (scripts/kit/engine_events.py). `scripts/test-vllm DIR --pd` compares them
@@ -58,6 +59,7 @@ def asked(**fields: Any) -> Any:
 def test_every_connector_is_served() -> None:
     """Agents and frontends know the same ones."""
     assert set(CONNECTORS) == SERVED.keys()
+    assert PAIRS_ONLY == {name for name, one in SERVED.items() if one.is_at_once}
 
 
 def test_connectors_are_the_engines() -> None:
@@ -164,3 +166,44 @@ def test_the_decode_engine_gets_the_clients_body() -> None:
     assert body == decode_body(body, None)
     assert b'"temperature": 1.50' in decode_body(body, Raw(b'{"a":1}'))
     assert {"a": 1} == json.loads(decode_body(body, Raw(b'{"a":1}')))["kv_transfer_params"]
+
+
+# SGLang 0.5.23's PDRoutingFields, without those that no router of pairs needs.
+SGLANG_READS = {"bootstrap_host", "bootstrap_port", "bootstrap_room", "disagg_prefill_dp_rank"}
+
+
+@pytest.mark.parametrize(
+    ("address", "where"),
+    [("p:8998", ("p", 8998)), ("[::1]:7", ("::1", 7)), ("10.0.0.7:0", ("10.0.0.7", None))],
+)
+def test_sglang(address: str, where: tuple[str, int | None]) -> None:
+    """Both bodies have the same fields at the top. No port: the engines' own default."""
+    asks = SglangPair().asking(Source("http://q:1", address=address, room=2**63 - 1, rank=3))
+    assert asks is not None
+    fields = json.loads(bytes(asks))
+    assert fields.keys() == SGLANG_READS
+    assert where == (fields["bootstrap_host"], fields["bootstrap_port"])
+    assert (2**63 - 1, 3) == (fields["bootstrap_room"], fields["disagg_prefill_dp_rank"])
+    assert SglangPair().handed_over(b"{}", Source("")) is None
+
+
+@pytest.mark.parametrize("stream", [{}, {"stream": False, "stream_options": None}, {"stream": True}])
+def test_bodies_at_once(stream: dict[str, Any]) -> None:
+    """What decides the first token stays: the decode engine gets that of the prefill engine."""
+    client = {"prompt": [1], "max_tokens": 9, "min_tokens": 2, "logprobs": 3, "seed": 1, "temperature": 1.5}
+    body = json.dumps(client | stream | {"stream_options": {"include_usage": True}}).encode()
+    prefill, decode = map(json.loads, bodies_at_once(body, Raw(b'{"bootstrap_room":7}')))
+    assert json.loads(body) | {"bootstrap_room": 7} == decode
+    if stream.get("stream"):
+        assert "stream_options" not in prefill
+        decode.pop("stream_options")
+    assert prefill == decode | ({"stream": False} if "stream" in decode else {})
+
+
+def test_rooms() -> None:
+    """Each hand-over has one of its own, at the prefill worker's rank."""
+    card = Card(worker_id="w", url="http://p:8000", model="m", block_size=16, bootstrap_port=8998)
+    first, second = source_at(card.url, card, 1), source_at(card.url, card, 1)
+    assert (1, "p:8998") == (first.rank, first.address)
+    assert first.room != second.room
+    assert max(first.room, second.room) < 2**63

@@ -541,3 +541,220 @@ async def test_islands(fleet_of: FleetOf) -> None:
             response = await fleet.ask(STREAM)
             pair_of = response.header("x-kvrouter-prefill-worker"), response.header("x-kvrouter-worker")
             assert pair_of in {("w0", "w2"), ("w1", "w3")}
+
+
+# --- both halves at once (SGLang) ---
+
+SGLANG: dict[str, Any] = {"connector": "sglang", "bootstrap_port": 8998}
+ROOM = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "disagg_prefill_dp_rank")
+FULL = answer(b'{"error": {"message": "full"}}', 503)
+WAITS = says_and_stalls()
+WHOLE_P = says(prefilled(kv_transfer_params=None))
+
+
+def rooms(fleet: Fleet) -> list[list[int]]:
+    """The rooms that each worker was given."""
+    return [[one.json["bootstrap_room"] for one in worker.requests] for worker in fleet.workers]
+
+
+async def test_at_once(fleet_of: FleetOf) -> None:
+    """Both get the client's body and one room, a new one each time. That of the prefill is not streamed."""
+    body = STREAM | {"max_tokens": 9, "stream_options": {"include_usage": True}, "logprobs": 2}
+    async with pair(fleet_of, "--router-mode", "kv", **SGLANG) as fleet:
+        for _ in range(2):
+            response = await fleet.ask(body)
+            assert (200, "w0", "w1") == (
+                response.status,
+                response.header("x-kvrouter-prefill-worker"),
+                response.header("x-kvrouter-worker"),
+            )
+        first, second = fleet.workers
+        for one, other in zip(first.requests, second.requests, strict=True):
+            asked, answered = one.json, other.json
+            fields = {name: answered.pop(name) for name in ROOM}
+            assert fields == {name: asked.pop(name) for name in ROOM}
+            assert {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998}.items() <= fields.items()
+            assert 0 <= fields["bootstrap_room"] < 2**63
+            assert body == answered
+            unstreamed = {name: value for name, value in body.items() if name != "stream_options"}
+            assert unstreamed | {"stream": False} == asked
+        assert await metric(fleet, 'kvrouter_pd_requests_total{path="pair"} 2')
+        assert 2 == len({room for rooms_of in rooms(fleet) for room in rooms_of})
+        await fleet.until_free()
+
+
+@pytest.mark.parametrize("mode", ["kv", "round-robin"])
+@pytest.mark.parametrize("body", [BODY, STREAM])
+async def test_at_once_in_every_mode(fleet_of: FleetOf, mode: str, body: dict[str, Any]) -> None:
+    """A prompt of any length, as no worker could serve it alone."""
+    decode = D if body.get("stream") else OK
+    async with pair(fleet_of, "--router-mode", mode, decode=(decode,), **SGLANG) as fleet:
+        assert 200 == (await fleet.ask(body | {"prompt": [1, 2]})).status
+        assert ["w0", "w1"] == sorted(fleet.requests)
+
+
+async def test_both_are_asked_at_once(fleet_of: FleetOf) -> None:
+    """Each waits for the other. The prefill's booking ends with its answer, before the other's."""
+    here = [asyncio.Event(), asyncio.Event()]
+
+    async def prefill(received: Received, wire: Wire) -> None:
+        here[0].set()
+        await here[1].wait()
+        await WHOLE_P(received, wire)
+
+    async def decode(received: Received, wire: Wire) -> None:
+        here[1].set()
+        await here[0].wait()
+        await says_and_stalls(stream("a")[:-20])(received, wire)
+
+    async with pair(fleet_of, prefill=(prefill,), decode=(decode,), **SGLANG) as fleet:
+        (router,) = fleet.frontend.replica.routers.values()
+        asking = asyncio.create_task(fleet.ask(STREAM))
+        await until(
+            lambda: [(0, 0, 0), (0, 4, 1)] == [router.pool.active.load(one) for one in router.pool.targets]
+        )
+        asking.cancel()
+        await until(lambda: [(0, 0, 0)] * 2 == [router.pool.active.load(one) for one in router.pool.targets])
+
+
+@pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES)
+async def test_a_prefill_worker_that_fails_ends_the_other_half(fleet_of: FleetOf, failure: Script) -> None:
+    """The decode worker would wait for it; another pair is tried, in another room."""
+    shared = in_turn(failure, WHOLE_P)
+    async with pair(fleet_of, prefill=(shared, shared), decode=(in_turn(WAITS, D),), **SGLANG) as fleet:
+        assert 200 == (await fleet.ask(STREAM)).status
+        assert ["w0", "w1", "w2", "w2"] == sorted(fleet.requests)
+        first, second = rooms(fleet)[2]
+        assert first != second
+        assert {first, second} == {room for (room,) in rooms(fleet)[:2]}
+        assert not fleet.workers[2].wires[0].is_open
+        assert await shows(fleet, "kvrouter_pd_pair_failures_total 0")
+
+
+async def test_the_only_prefill_worker_fails(fleet_of: FleetOf) -> None:
+    """Its error is the client's: no decode worker is asked alone."""
+    async with pair(fleet_of, prefill=(says(FULL),), decode=(WAITS,), **SGLANG) as fleet:
+        response = await fleet.ask(STREAM)
+        assert (503, "full") == (response.status, response.json["error"]["message"])
+        assert all(one.json.get("bootstrap_room") for one in fleet.workers[1].requests)
+        await until(lambda: not any(wire.is_open for wire in fleet.workers[1].wires))
+        await fleet.until_free()
+
+
+@pytest.mark.parametrize("failure", LATE.values(), ids=LATE)
+async def test_a_decode_worker_that_fails_ends_the_other_half(fleet_of: FleetOf, failure: Script) -> None:
+    shared = in_turn(failure, D)
+    async with pair(fleet_of, prefill=(in_turn(WAITS, WHOLE_P),), decode=(shared, shared), **SGLANG) as fleet:
+        assert 200 == (await fleet.ask(STREAM)).status
+        assert ["w0", "w0", "w1", "w2"] == sorted(fleet.requests)
+        assert 2 == len(set(rooms(fleet)[0]))
+        assert not fleet.workers[0].wires[0].is_open
+        await fleet.until_free()
+
+
+async def test_the_same_pair_again(fleet_of: FleetOf) -> None:
+    """A transfer that has failed is tried again where there is no other pair, in another room."""
+    failed = says(answer(b'{"error": {"message": "KVTransferError"}}', 500))
+    decode = in_turn(failed, D)
+    async with pair(fleet_of, prefill=(in_turn(WAITS, WHOLE_P),), decode=(decode,), **SGLANG) as fleet:
+        assert 200 == (await fleet.ask(STREAM)).status
+        assert 2 == len(set(rooms(fleet)[1]))
+
+
+async def test_a_bad_request_at_once(fleet_of: FleetOf) -> None:
+    refusal = says(answer(b'{"error": {"message": "max_tokens is wrong", "type": "BadRequestError"}}', 400))
+    for scripts in ({"prefill": (refusal,), "decode": (WAITS,)}, {"prefill": (WAITS,), "decode": (refusal,)}):
+        async with pair(fleet_of, **scripts, **SGLANG) as fleet:  # type: ignore[arg-type]
+            response = await fleet.ask(STREAM)
+            assert (400, "max_tokens is wrong") == (response.status, response.json["error"]["message"])
+            assert ["w0", "w1"] == sorted(fleet.requests)
+
+
+async def test_a_prefill_worker_fails_late(fleet_of: FleetOf) -> None:
+    """When the client has output, the blocks are there: nothing is broken off."""
+    go_on = asyncio.Event()
+
+    async def prefill(received: Received, wire: Wire) -> None:
+        await go_on.wait()
+        await says_and_resets()(received, wire)
+
+    async def decode(_received: Received, wire: Wire) -> None:
+        await wire.send(SSE_HEAD + chunk(event("hi")))
+        go_on.set()
+        await asyncio.sleep(0.05)
+        await wire.send(chunk(event("!", "stop")) + END)
+
+    async with pair(fleet_of, prefill=(prefill,), decode=(decode,), **SGLANG) as fleet:
+        response = await fleet.ask(STREAM)
+        assert 200 == response.status
+        assert b"!" in response.body
+        assert ["w0", "w1"] == sorted(fleet.requests)
+
+
+async def test_a_client_of_both_leaves(fleet_of: FleetOf) -> None:
+    async with (
+        pair(fleet_of, prefill=(WAITS,), decode=(WAITS,), **SGLANG) as fleet,
+        connected(fleet.url) as client,
+    ):
+        client.send(STREAM)
+        await until(lambda: ["w0", "w1"] == sorted(fleet.requests))
+        client.leave()
+        await until(lambda: not any(wire.is_open for worker in fleet.workers for wire in worker.wires))
+        await fleet.until_free()
+
+
+@pytest.mark.parametrize(
+    ("role", "lacks"), [("prefill", b"no decode worker"), ("decode", b"no prefill worker")]
+)
+async def test_half_of_a_pair_alone(fleet_of: FleetOf, role: str, lacks: bytes) -> None:
+    """503 and the reason, and the worker gets no request."""
+    async with fleet_of("--router-mode", "kv", scripts=(D,)) as fleet:
+        fleet.announce(fleet.workers[0], role=role, kv_connector="sglang", started_at_us=2)
+        (router,) = fleet.frontend.replica.routers.values()
+        await until(lambda: not router.pool.has_live_target)
+        response = await fleet.ask(STREAM)
+        assert 503 == response.status
+        assert f"role {role}" in response.json["error"]["message"]
+        await until(lambda: fleet.frontend.replica.readiness.is_ready)
+        fleet.frontend.audit.run()
+        ready = (await fleet.get("/ready")).body
+        assert lacks in ready
+        assert b"it gets no requests" in ready
+        assert [] == fleet.requests
+
+
+@pytest.mark.parametrize("fields", WHOLE.values(), ids=WHOLE)
+async def test_what_no_pair_serves(fleet_of: FleetOf, fields: dict[str, Any]) -> None:
+    """503 says what a pair serves; a whole worker beside it serves the rest."""
+    async with pair(fleet_of, decode=(OK, OK), **SGLANG) as fleet:
+        response = await fleet.ask(BODY | fields)
+        assert 503 == response.status
+        assert "one prompt and one answer" in response.json["error"]["message"]
+        assert [] == fleet.requests
+        fleet.announce(fleet.workers[2], role="both", started_at_us=3)
+        (router,) = fleet.frontend.replica.routers.values()
+        await until(lambda: bool(router.pool.split.whole))
+        assert 200 == (await fleet.ask(BODY | fields)).status
+        assert ["w2"] == fleet.requests
+
+
+async def test_pairs_and_whole_workers(fleet_of: FleetOf) -> None:
+    """Prompts go to a pair as by the rule for other connectors; the last try is a whole worker."""
+    async with pair(fleet_of, decode=(WAITS, OK), prefill=(says(FULL),), **SGLANG) as fleet:
+        fleet.announce(fleet.workers[2], role="both", started_at_us=3)
+        (router,) = fleet.frontend.replica.routers.values()
+        await until(lambda: bool(router.pool.split.whole))
+        assert 200 == (await fleet.ask(BODY)).status
+        assert ["w0", "w1", "w2"] == sorted(fleet.requests)
+        assert "bootstrap_room" not in fleet.workers[2].requests[0].json
+
+
+async def test_a_decision_about_both(fleet_of: FleetOf) -> None:
+    async with pair(fleet_of, decode=(OK,), **SGLANG) as fleet:
+        planned = (await fleet.ask(BODY, path="/v1/route")).json
+        response = await fleet.ask(BODY)
+        kept = (await fleet.get(f"/decisions/{response.header('x-request-id')}")).json["decisions"][0]
+        for one in (planned, kept):
+            assert ("w1/0", "w0/0") == (one["winner"], one["prefill"]["winner"])
+            assert {"whole_workers": 0} == one["remote"]
+            assert [] == one["removed"]

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from kvrouter.core.audit.problems import Problem
 from kvrouter.core.fleet.pool import Pool
-from kvrouter.core.fleet.split import refusal, terms
+from kvrouter.core.fleet.split import refusal, serves_alone, terms
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.transfers import FAILURES_MOST, REST_S, Transfers
 from kvrouter.core.wire.heartbeats import BOTH, CONNECTORS, DECODE, PREFILL, Card
@@ -66,7 +66,7 @@ def problems_of_pairs(pool: Pool, transfers: Transfers, now: float) -> Iterator[
 def _why_alone(pool: Pool, card: Card, workers: Mapping[WorkerId, Worker]) -> str:
     """Why a worker has no partner, what that means, and what to change."""
     other, refuses = (DECODE if card.role == PREFILL else PREFILL), pool.settings.pd_fallback == "refuse"
-    alone = "serves whole requests" if card.role == DECODE and not refuses else "gets no requests"
+    alone = "serves whole requests" if serves_alone(card) and not refuses else "gets no requests"
     if card.kv_connector not in CONNECTORS:
         return (
             f"KV connector {_shown(card.kv_connector)} is not served, so it {alone}: use "
@@ -126,7 +126,7 @@ def _resting(transfers: Transfers, now: float) -> Iterator[tuple[WorkerId, Probl
             f"failed {FAILURES_MOST} times in a row with requests handed over from "
             f"{', '.join(prefills[:_MOST_NAMES])}{more}: these pairs rest for {REST_S:g} s, and again after "
             "each failure. Look at the logs of both engines, and whether this one reaches what the other "
-            "hands over (nixl: VLLM_NIXL_SIDE_CHANNEL_HOST of the prefill engine; mooncake: its bootstrap "
-            "server; example: the shared directory)"
+            "hands over (nixl: VLLM_NIXL_SIDE_CHANNEL_HOST of the prefill engine; mooncake, sglang: its "
+            "bootstrap server; example: the shared directory)"
         )
         yield decode, Problem("pair", text)

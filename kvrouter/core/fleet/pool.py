@@ -392,10 +392,9 @@ class Pool:
 
     @property
     def has_live_target(self) -> bool:
-        """Whether a target exists that serves whole requests and whose lease has not ended."""
-        return any(
-            not worker.silent for target, worker in self.targets.items() if target not in self.split.others
-        )
+        """Whether requests are served: by a target alone or by a pair, and its lease has not ended."""
+        others = frozenset() if self.split.is_pairs_only else self.split.others
+        return any(not worker.silent for target, worker in self.targets.items() if target not in others)
 
     def size_note(self, worker: Worker) -> str:
         """A sentence if the worker's block size is not the pool's; else empty."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 from msgspec import Struct
@@ -144,8 +145,9 @@ class Router:
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether every prompt has to be tokenized, in all modes."""
-        return self.pool.settings.counts_tokens or self.modes.default.needs_tokens
+        """Whether every prompt has to be tokenized, in all modes. The halves of a pair are chosen by them."""
+        settings, split = self.pool.settings, self.pool.split
+        return settings.counts_tokens or self.modes.default.needs_tokens or split.is_pairs_only
 
     @property
     def doubt(self) -> str:
@@ -196,15 +198,15 @@ class Router:
         left_out = exclude | avoid if avoid else exclude
         candidates = self.pool.candidates(request, left_out, with_prefills=policy.reads_speed)
         eligible = selection.eligible(request, candidates, moment)
-        sharing = None
-        if request.may_split and eligible and self.pool.split.whole is not None:
+        sharing, alone = None, eligible
+        if request.may_split and self.pool.split.whole is not None:
             eligible, sharing = _shared(
-                self.pool, request, selection, candidates, eligible, moment, left_out, computed
+                self.pool, request, selection, candidates, alone, moment, left_out, computed
             )
-        if not eligible:
-            removed = selection.removed(request, candidates, moment)
-            raise NoWorkersError(_why_none(self.pool, exclude, avoid, removed, sharing))
         pair = None if sharing is None else sharing.pair
+        if pair is None and not eligible:
+            removed = selection.removed(request, candidates, moment)
+            raise NoWorkersError(_why_none(self.pool, request, exclude, avoid, removed, alone))
         if pair is not None:
             selection, eligible, best = pair.decode, pair.decoders, [pair.answers]
         else:
@@ -219,7 +221,7 @@ class Router:
         choice = best[0]
         if policy.compares_seconds:
             self.tables.shares.count(*candidates.held_of(request))
-        prefill = None if pair is None else computed or self._book_prefill(request, pair, policy, now)
+        prefill = None if pair is None else computed or _book_prefill(self, request, pair, policy, now)
         booking = self.bookings.book(request, choice, now, "" if pair is None else DECODE)
         if request.prompts and not (exclude or prefer):  # a retry is the same request
             _count_reuse(self.reuse, self.pool, request, pair.computes if pair else choice, candidates)
@@ -233,29 +235,23 @@ class Router:
         )
         return placement, candidates
 
-    def _book_prefill(
-        self, request: RouteRequest, pair: Pair, policy: BuiltInPolicy, now: float
-    ) -> Placement:
-        """Book the first half of a pair."""
-        choice = pair.computes
-        booking = self.bookings.book(request, choice, now, PREFILL)
-        # streamed: the end of its answer is that of its prefill
-        own = OwnBooking(booking, request, policy, choice.prefill_tokens, now, True, self.pool.block_size)
-        self.bookings.track(own)
-        return _placement(self.pool, booking, choice)
-
     def has_eligible(self, request: RouteRequest, now: float, *, exclude: frozenset[Target]) -> bool:
         """Whether `route` would find a target."""
         request, selection = self.pool.in_present_size(request), self._selection(request)
-        candidates = self.pool.candidates(request, exclude)
-        return bool(selection.eligible(request, candidates, self._moment(selection.policy, now)))
+        candidates, moment = self.pool.candidates(request, exclude), self._moment(selection.policy, now)
+        eligible = selection.eligible(request, candidates, moment)
+        if eligible or not request.may_split:
+            return bool(eligible)
+        _, sharing = _shared(self.pool, request, selection, candidates, eligible, moment, exclude)
+        return sharing.pair is not None
 
     def must_wait(self, request: RouteRequest, now: float, queue: AdmissionQueue) -> bool:
         """Whether the request has to wait in the queue. Books nothing and takes no turn."""
         # the overlap does not matter here, and looking it up costs most
         request = replace(request, prompts=())
-        candidates = self.pool.candidates(request)
-        return self.selection.must_wait(request, candidates, self._moment(self.selection.policy, now), queue)
+        moment = self._moment(self.selection.policy, now)
+        groups = _groups(self.pool, request)
+        return any(self.selection.must_wait(request, one, moment, queue) for one in groups)
 
     def lane(self, request: RouteRequest, now: float) -> str:
         """The lane of the queue in which the request waits."""
@@ -269,9 +265,10 @@ class Router:
         candidates, moment = self.pool.candidates(request, exclude), self._moment(selection.policy, now)
         refused = _refused(self.pool, request, exclude)
         eligible, sharing = selection.eligible(request, candidates, moment), None
-        if request.may_split and eligible and self.pool.split.whole is not None:
-            eligible, sharing = _shared(self.pool, request, selection, candidates, eligible, moment, exclude)
-            if not eligible:
+        if request.may_split and self.pool.split.whole is not None:
+            alone = eligible
+            eligible, sharing = _shared(self.pool, request, selection, candidates, alone, moment, exclude)
+            if alone and not eligible:
                 refused = refused | dict.fromkeys(candidates.targets(), UNPAIRED)  # it is the pool's own
                 candidates = eligible
         best = selection.choose(request, eligible, moment) if eligible else []
@@ -335,15 +332,36 @@ class Router:
         )
 
 
-def _why_none(
+def _book_prefill(
+    router: Router, request: RouteRequest, pair: Pair, policy: BuiltInPolicy, now: float
+) -> Placement:
+    """Book the first half of a pair."""
+    choice, pool, bookings = pair.computes, router.pool, router.bookings
+    booking = bookings.book(request, choice, now, PREFILL)
+    # streamed: the end of its answer is that of its prefill
+    bookings.track(OwnBooking(booking, request, policy, choice.prefill_tokens, now, True, pool.block_size))
+    return _placement(pool, booking, choice)
+
+
+def _groups(pool: Pool, request: RouteRequest) -> list[Candidates]:
+    """The candidates of which a request needs one; two groups where only pairs serve."""
+    candidates, split = pool.candidates(request), pool.split
+    if not split.is_pairs_only:
+        return [candidates]
+    halves = zip(*[(island.prefill, island.decode) for island in split.islands], strict=True)
+    return [pool.among(candidates, [*chain(*half)], request) for half in halves]
+
+
+def _why_none(  # noqa: PLR0917
     pool: Pool,
+    request: RouteRequest,
     exclude: frozenset[Target],
     avoid: frozenset[Target],
     removed: dict[Target, str],
-    sharing: Sharing | None,
+    alone: Candidates,
 ) -> str:
-    """Why no target is left. `removed`: by filters."""
-    if sharing is not None:
+    """Why no target is left. `removed`: by filters. `alone`: those left, but for pairs only."""
+    if alone:
         return f"all workers of {pool.model!r} are {UNPAIRED}"
     if removed:
         names = ", ".join(dict.fromkeys(removed.values()))
@@ -352,6 +370,11 @@ def _why_none(
     if exclude or avoid:
         why = "failed this request" if exclude else f"are {AVOIDED}"
         return f"all workers of {pool.model!r} {why}: {', '.join(map(str, exclude or avoid))}"
+    if request.may_split and pool.split.is_pairs_only:
+        return (
+            f"no prefill worker of {pool.model!r} and decode worker can take this together: all of one role "
+            "are full, their circuits are open, or their pairs have just failed"
+        )
     if pool.split.others:
         refused = {target.worker_id: reason for target, reason in pool.refusals(RouteRequest("")).items()}
         found = ", ".join(" ".join(why) for why in list(refused.items())[:NAMED_MOST])

@@ -2,7 +2,7 @@
 
     both     whole requests
     prefill  the prompts of requests that a decode worker of its island answers
-    decode   what prefill workers hand over; whole requests, too
+    decode   what prefill workers hand over; whole requests, too, except with SGLang (PAIRS_ONLY)
 
 An island: the workers that can hand over to each other. Engines refuse others: vLLM compares a hash of
 version, layout and way of transfer, so a rolling upgrade has two islands, and no pair crosses them.
@@ -16,7 +16,7 @@ from typing import TypeAlias
 from msgspec import Struct
 
 from kvrouter.core.routing.worker import Worker
-from kvrouter.core.wire.heartbeats import BOTH, CONNECTORS, DECODE, PREFILL, Card
+from kvrouter.core.wire.heartbeats import BOTH, CONNECTORS, DECODE, PAIRS_ONLY, PREFILL, Card
 from kvrouter.core.wire.ids import Target
 
 _Key: TypeAlias = tuple[object, ...]
@@ -40,6 +40,11 @@ class Split(Struct, frozen=True):
     serving: Set[Target] = frozenset()
     islands: tuple[Island, ...] = ()
 
+    @property
+    def is_pairs_only(self) -> bool:
+        """Whether pairs serve all requests: no worker serves one alone."""
+        return bool(self.islands) and not self.whole
+
 
 def split_of(targets: Mapping[Target, Worker], labels: Sequence[str], *, refuses: bool) -> Split:
     """`targets`: in the order of the roster. `labels`: those in which the two of a pair agree.
@@ -55,11 +60,12 @@ def split_of(targets: Mapping[Target, Worker], labels: Sequence[str], *, refuses
     whole = [
         place
         for place, role in enumerate(roles)
-        if role == BOTH or (role == DECODE and (place in paired or not refuses))
+        if role == BOTH
+        or (role == DECODE and serves_alone(workers[place].card) and (place in paired or not refuses))
     ]
     serving = set(whole)
     others = frozenset(target for place, target in enumerate(targets) if place not in serving)
-    serving.update(place for island in islands for place in island.prefill)
+    serving |= paired.union(*[island.prefill for island in islands])
     return Split(whole, others, {target for at, target in enumerate(targets) if at in serving}, islands)
 
 
@@ -86,11 +92,21 @@ def terms(card: Card, labels: Sequence[str]) -> dict[str, object]:
     }
 
 
+def serves_alone(card: Card) -> bool:
+    """Whether its engine, without another one, can serve a request."""
+    return card.role == BOTH or (card.role == DECODE and card.kv_connector not in PAIRS_ONLY)
+
+
 def refusal(card: Card) -> str:
     """Why a worker serves no whole request."""
     if card.role == PREFILL:
         lack = "" if card.kv_connector in CONNECTORS else f", {card.kv_connector!r} is not served"
         return f"computes prompts only (role prefill{lack})"
+    if card.role == DECODE and not serves_alone(card):
+        return (
+            f"serves only with a prefill worker (role decode, {card.kv_connector}), and only completions and "
+            "chats with one prompt and one answer"
+        )
     if card.role == DECODE:
         return "has no prefill worker to pair with (--pd-fallback refuse)"
     return (

@@ -224,6 +224,8 @@ def _compared(
 
     `prefill_s`: of the prefill worker; None: seconds are not compared.
     """
+    if not whole:
+        return {"whole_workers": 0, "is_remote": True}
     uncached = min(one.own_prefill_tokens for one in whole)
     terms: dict[str, float] = {"uncached_tokens": uncached}
     if prefill_s is None or least_tokens is not None:

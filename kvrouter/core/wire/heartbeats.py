@@ -49,7 +49,9 @@ _Texts = Annotated[tuple[Text, ...], Meta(max_length=MOST_NAMES)]
 
 BOTH, PREFILL, DECODE = "both", "prefill", "decode"
 # Ways to hand KV blocks over that routers serve (kvrouter/connectors).
-CONNECTORS = ("nixl", "mooncake", "example")
+CONNECTORS = ("nixl", "mooncake", "example", "sglang")
+# Those whose decode engines compute no prompt: they serve nothing without a prefill engine.
+PAIRS_ONLY = frozenset({"sglang"})
 
 
 class Card(Struct, frozen=True, kw_only=True):

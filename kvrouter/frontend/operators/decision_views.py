@@ -103,7 +103,7 @@ class DecisionViews:
         return partial(_terms, self._kept.last(1)[0]) if self._kept is not None else dict
 
     def _summary(self, decided: Decided) -> dict[str, Any]:
-        choice = next(one for one in decided.candidates if one.target == decided.order[0])
+        choice = next(one for one in decided.eligible if one.target == decided.order[0])
         pair = None if decided.sharing is None else decided.sharing.pair
         return _facts(decided.request, decided.moment.now, decided.selection) | {
             "model": choice.card.model,
@@ -116,7 +116,7 @@ class DecisionViews:
 
     def _with_blocks(self, kept: Sequence[Decided]) -> Iterator[bytes]:
         for decided in kept:
-            size = decided.candidates[0].block_size or decided.candidates[0].card.block_size
+            size = decided.eligible[0].block_size or decided.eligible[0].card.block_size
             prompts = [
                 {
                     "isl": prompt.isl,
@@ -132,7 +132,7 @@ class DecisionViews:
         facts = _facts(decided.request, decided.moment.now, decided.selection)
         # Terms from tables are computed again when they are requested; the tables have changed since.
         reads_tables = decided.selection.policy.reads_tables
-        terms_of = {"terms_of": "now" if reads_tables else "then", "model": decided.candidates[0].card.model}
+        terms_of = {"terms_of": "now" if reads_tables else "then", "model": decided.eligible[0].card.model}
         return facts | terms_of | _view(decided.explain())
 
 

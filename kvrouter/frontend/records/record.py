@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from msgspec import Struct
 
 from kvrouter.bodies.apis import Api
+from kvrouter.connectors import SERVED
 from kvrouter.connectors.source import Source
 from kvrouter.core.fleet.router import Placement, Router
 from kvrouter.core.routing.policy import RouteRequest
@@ -155,10 +156,23 @@ class AttemptRecord(Struct):
         return isinstance(self.outcome, Done) and self.outcome.status == 200 and not self.outcome.failure
 
     @property
+    def is_at_once(self) -> bool:
+        """Whether both halves of it are sent at the same time."""
+        first = self.prefill
+        return first is not None and SERVED[first.placement.connector].is_at_once
+
+    @property
     def reached(self) -> AttemptRecord:
         """The half that the request has come to, and ended at if it failed: itself if there are no two."""
         first = self.prefill
-        return first if first is not None and not first.is_good else self
+        return first if self.outcome is None and first is not None and not first.is_good else self
+
+    def sources(self) -> list[Target]:
+        """The targets of the worker whose blocks it was given; none if it can only be given them anew."""
+        first, pool = self.prefill, self.work.router.pool
+        if first is None or self.is_at_once:
+            return []
+        return pool.targets_of(first.placement.target.worker_id)
 
     def legs(self) -> list[AttemptRecord]:
         """Its halves, in turn."""

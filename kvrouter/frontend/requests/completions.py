@@ -32,11 +32,12 @@ from kvrouter.frontend.requests import engine_routes
 from kvrouter.frontend.requests.accept import Accept
 from kvrouter.frontend.requests.admission_queue import WaitingRoom
 from kvrouter.frontend.requests.exchanges import Exchanges, InFlight
-from kvrouter.frontend.requests.hand_overs import HandOvers
+from kvrouter.frontend.requests.hand_overs import HandOvers, joined
 from kvrouter.frontend.requests.lost_requests import Case, LostRequests
 from kvrouter.frontend.requests.rules import record_busy, record_outcome
 from kvrouter.relay.answer import Answer, Served, internal_error, rejected_answer
 from kvrouter.relay.begun import KeepAlive, begin_unplaced
+from kvrouter.relay.collected import Collected
 from kvrouter.relay.events import message_in
 from kvrouter.relay.exchange import (
     Done,
@@ -52,7 +53,7 @@ from kvrouter.relay.request import Request, request_id_of
 from kvrouter.relay.routes import Routes
 from kvrouter.relay.upstream import Upstream
 from kvrouter.replica.publishing import Publishing
-from kvrouter.telemetry.metrics import Sample
+from kvrouter.telemetry.metrics import RequestMetrics, Sample
 
 log = structlog.get_logger()
 
@@ -231,10 +232,9 @@ class Completions:
             # Exclude all ranks of the worker: they share its HTTP server.
             excluded = work.router.pool.targets_of(leg.placement.target.worker_id)
             failed = failed.union(excluded)
-            if leg.prefill is not None and leg.is_handed_over and not isinstance(outcome, Lost):
-                # The other half may be gone: without another decode worker, try this one alone.
-                spared = spared.union(excluded)
-                blamed = blamed.union(work.router.pool.targets_of(leg.prefill.placement.target.worker_id))
+            if leg.is_handed_over and not isinstance(outcome, Lost):
+                # The other half may be gone: without another decode worker, try this one alone, or again.
+                spared, blamed = spared.union(excluded), blamed.union(leg.sources())
             fallbacks = leg.placement.fallbacks
             refusals += leg.is_refused
             tries = len(record.attempts) - min(refusals, MOST_REFUSALS if limits.retries else 0)
@@ -285,7 +285,7 @@ class Completions:
             self._hand_overs.add_prefill(running, placement.prefill, unread)
         record.attempts.append(running)
         if work.route.prompts:
-            self._count_placed(running)
+            _count_placed(self._metrics, running)
         decisions = self.readers.decisions
         if record.trace is not None:
             running.terms = decisions.last_terms()
@@ -294,43 +294,43 @@ class Completions:
         self._publishing.flush_soon()
         return running
 
-    def _count_placed(self, running: AttemptRecord) -> None:
-        first = running.prefill or running
-        work, counts, tokens = running.work, first.counts, running.work.route.isl
-        overlap_tokens = first.placement.choice.overlap_blocks * work.router.pool.block_size
-        running.prompt_tokens, running.overlap_tokens = tokens, overlap_tokens
-        self._metrics.tokens.values[running.model, "prompt"] += tokens
-        self._metrics.tokens.values[running.model, "overlap"] += overlap_tokens
-        counts.prompt_tokens += tokens
-        counts.overlap_tokens += overlap_tokens
-
     async def _attempt(
         self, record: Record, running: AttemptRecord, case: Case | None
     ) -> tuple[Outcome, Case | None]:
         """One worker's try. Returns the case of the request, which a loss begins."""
         try:
             if running.prefill is not None and running.prefill.outcome is None:
-                failure, case = await self._prefill(record, running, running.prefill, case)
+                collected = self._hand_overs.begin(running)
+                prefill = self._prefill(record, running, collected, case)
+                if running.is_at_once:
+                    return await joined(running, prefill, self._answered(record, running, case))
+                failure, case = await prefill
                 if failure is not None:
                     return failure, case
-            outcome = await self._exchanges.exchange(record, running, running.work.request.client)
-            # nearly all need no call
-            if not isinstance(outcome, Done) or outcome.failure or self.lost.prompts.suspected:
-                case = await self.lost.ended(case, running, outcome)
-            return outcome, case
+            return await self._answered(record, running, case)
         finally:
             if case is not None:
                 self.lost.end_trial(case)
             self._end(running)
 
+    async def _answered(
+        self, record: Record, running: AttemptRecord, case: Case | None
+    ) -> tuple[Outcome, Case | None]:
+        outcome = await self._exchanges.exchange(record, running, running.work.request.client)
+        # nearly all need no call
+        if not isinstance(outcome, Done) or outcome.failure or self.lost.prompts.suspected:
+            case = await self.lost.ended(case, running, outcome)
+        return outcome, case
+
     async def _prefill(
-        self, record: Record, running: AttemptRecord, first: AttemptRecord, case: Case | None
+        self, record: Record, running: AttemptRecord, collected: Collected, case: Case | None
     ) -> tuple[Outcome | None, Case | None]:
         """Have the prompt of a request computed by the other worker of its pair; returns why it was not.
 
         Raises WorkerRejectedError if the request is at fault.
         """
-        collected = self._hand_overs.begin(first)
+        first = running.prefill
+        assert first is not None
         try:
             outcome = await self._exchanges.exchange(record, first, collected)
             if not first.is_good:
@@ -345,7 +345,7 @@ class Completions:
         router, placement, outcome, now = running.work.router, running.placement, running.outcome, self._now()
         running.ended_at = clock()
         if running.prefill is not None:
-            if not running.prefill.is_good:  # its own worker got nothing
+            if outcome is None and not running.prefill.is_good:  # its worker got nothing, or is not at fault
                 router.bookings.free(placement.key, now)
                 self._publishing.flush_soon()
                 return
@@ -393,6 +393,17 @@ class Completions:
                 raise WorkerDiedError(reason)
             case None:
                 raise NoWorkersError("no worker was tried")
+
+
+def _count_placed(metrics: RequestMetrics, running: AttemptRecord) -> None:
+    first = running.prefill or running
+    work, counts, tokens = running.work, first.counts, running.work.route.isl
+    overlap_tokens = first.placement.choice.overlap_blocks * work.router.pool.block_size
+    running.prompt_tokens, running.overlap_tokens = tokens, overlap_tokens
+    metrics.tokens.values[running.model, "prompt"] += tokens
+    metrics.tokens.values[running.model, "overlap"] += overlap_tokens
+    counts.prompt_tokens += tokens
+    counts.overlap_tokens += overlap_tokens
 
 
 def _ending_of(outcome: Outcome | None) -> str:

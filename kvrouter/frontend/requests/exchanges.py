@@ -151,7 +151,7 @@ class Exchanges:
         if work.ids is not None:
             work.ids.release()
         if running.prefill is not None:
-            self._hand_overs.first_output(running, running.prefill)
+            self._hand_overs.first_output(running, running.prefill, now)
         self._metrics.first_byte.observe(now - work.received_at, running.model)
         if ttft_s is not None:
             running.counts.first_byte_s += ttft_s

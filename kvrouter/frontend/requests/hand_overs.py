@@ -3,15 +3,20 @@
 begin ──> the prefill worker's answer ──> prefilled ──> finish ──> the decode worker's body
 │          ├── first_output: the transfer's time
 └─ failed  └── ended: whether the pair works
+
+At once (SGLang): begin ──> both workers' bodies ──> joined: what fails first ends the other half.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from kvrouter.connectors import SERVED, decode_body, prefill_body
+from kvrouter.connectors import SERVED, bodies_at_once, decode_body, prefill_body
 from kvrouter.connectors.source import source_at
 from kvrouter.core.fleet.router import Placement
 from kvrouter.core.routing.policy import RouteRequest
@@ -21,6 +26,12 @@ from kvrouter.relay.collected import Collected
 from kvrouter.relay.events import message_in
 from kvrouter.relay.exchange import Done, Lost, Outcome
 from kvrouter.telemetry.metrics import RequestMetrics
+
+# When the client has its answer, the prefill worker's is still read for so long: for its count of cached
+# tokens, and since an engine may take a request that is cut off for one that failed.
+DRAIN_S = 1.0
+
+Leg = TypeVar("Leg")
 
 
 class HandOvers:
@@ -33,9 +44,10 @@ class HandOvers:
         """What to route after `last`; and that, if what was computed for it never reached its worker."""
         if not route.may_split:
             return route, None
-        if last.is_refused and last.is_handed_over:
+        if last.is_refused and last.is_handed_over and not last.is_at_once:
             return route, last
-        if is_last and not last.work.router.pool.settings.refuses_whole:
+        pool = last.work.router.pool
+        if is_last and not pool.settings.refuses_whole and pool.split.whole:
             route = replace(route, may_split=False)  # hand-overs have failed: the last try needs none
         return route, None
 
@@ -48,13 +60,20 @@ class HandOvers:
         counts = metrics.targets.get(first.target) or metrics.new_target(first.target)
         running.prefill = replace(running, placement=first, counts=counts)
 
-    def begin(self, first: AttemptRecord) -> Collected:
-        """The prefill half is sent with this body; what takes its answer."""
-        placement, work = first.placement, first.work
+    def begin(self, running: AttemptRecord) -> Collected:
+        """The prefill half is sent with this body; what takes its answer. At once: the other half, too."""
+        first, work = running.prefill, running.work
+        assert first is not None
+        placement = first.placement
         worker = work.router.pool.workers.get(placement.target.worker_id)
         card = None if worker is None else worker.card
         first.source = source = source_at(placement.url, card, placement.target.rank)
-        first.body = prefill_body(work.body, SERVED[placement.connector].asking(source))
+        asking = SERVED[placement.connector].asking(source)
+        if running.is_at_once and asking is not None:
+            first.body, running.body = bodies_at_once(work.body, asking)
+            running.is_handed_over = True
+        else:
+            first.body = prefill_body(work.body, asking)
         return Collected()
 
     def prefilled(self, first: AttemptRecord, now: float) -> None:
@@ -75,6 +94,8 @@ class HandOvers:
             raise WorkerRejectedError(outcome.status, *message_in(answer))
         if not first.is_good:
             return Lost(outcome.failure) if isinstance(outcome, Done) else outcome
+        if running.is_at_once:
+            return None
         connector = SERVED[first.placement.connector]
         lease_s = connector.lease_s
         # Its clock may be wrong, but it did not answer before it was asked.
@@ -89,9 +110,12 @@ class HandOvers:
             return first.outcome
         return None
 
-    def first_output(self, running: AttemptRecord, first: AttemptRecord) -> None:
-        """Learn how long it took to hand the prompt over."""
+    def first_output(self, running: AttemptRecord, first: AttemptRecord, now: float) -> None:
+        """Learn how long it took to hand the prompt over. At once: as a part of the prefill, which ends."""
         running.body = None
+        if running.is_at_once:
+            running.work.router.bookings.first_byte(first.placement.key, now)
+            return
         tokens = running.placement.choice.own_prefill_tokens
         seconds = running.first_at - max(first.ended_at, running.decided[1])
         if running.is_handed_over:
@@ -108,3 +132,35 @@ class HandOvers:
         elif not isinstance(outcome, Done) or outcome.status >= 500 or outcome.failure:
             self._metrics.pd_pair_failures.inc()
             transfers.failed(*pair, now)
+
+
+async def joined(
+    running: AttemptRecord,
+    prefill: Coroutine[Any, Any, tuple[Outcome | None, Leg]],
+    decode: Coroutine[Any, Any, tuple[Outcome, Leg]],
+) -> tuple[Outcome, Leg]:
+    """Both halves at the same time; the one that fails ends the other, which would wait for it.
+
+    Once the client has output the decode worker has all blocks, and needs the other no more.
+    """
+    legs = first, second = asyncio.ensure_future(prefill), asyncio.ensure_future(decode)
+    try:
+        await asyncio.wait(legs, return_when=asyncio.FIRST_COMPLETED)
+        if not second.done() and not _has_output(running):
+            failure, case = first.result()
+            if failure is not None:
+                return failure, case
+        outcome = await second
+        if running.is_good:
+            await asyncio.wait((first,), timeout=DRAIN_S)
+        return outcome
+    finally:
+        first.cancel()
+        second.cancel()
+        await asyncio.gather(*legs, return_exceptions=True)
+
+
+def _has_output(running: AttemptRecord) -> bool:
+    """Whether output has reached the client, so that no other pair can be tried."""
+    client = running.work.request.client
+    return client.has_begun and (client.begun is None or client.begun.has_output)

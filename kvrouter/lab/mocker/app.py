@@ -7,6 +7,7 @@ import itertools
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import nullcontext
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -33,7 +34,7 @@ from kvrouter.lab.mocker.bodies import (
 )
 from kvrouter.lab.mocker.config import MockerConfig
 from kvrouter.lab.mocker.engine import Engine, EngineRequest
-from kvrouter.lab.mocker.handover import READ_PATH, Handover, LoadFailedError
+from kvrouter.lab.mocker.handover import Handover, LoadFailedError
 from kvrouter.lab.mocker.hashing import EnginePrompt
 from kvrouter.lab.mocker.messages_reply import MessagesReply
 from kvrouter.lab.mocker.publisher import PUB_HIGH_WATER_MARK
@@ -49,6 +50,7 @@ from kvrouter.lab.mocker.replies import (
     encode,
 )
 from kvrouter.lab.mocker.responses_reply import ResponsesReply
+from kvrouter.lab.mocker.rooms import TransferFailedError
 from kvrouter.lab.mocker.text import Text
 from kvrouter.tokens.messages import Message
 from kvrouter.tokens.prompt import ChatPrompt, TextPrompt, has_media
@@ -172,23 +174,27 @@ class MockService:
             self.rejections += 1
             return await _answer_error(http, EngineBusyError(), streams=bool(body.stream))
         requests = [self._request(body, prompt) for prompt in prompts for _ in range(body.answers)]
+        transfer = transfer_of(body)
         if self.handover is not None and len(requests) == 1:  # a hand-over has a single reader
             try:
-                requests = [await self.handover.prepared(rank, requests[0], transfer_of(body))]
-            except LoadFailedError as error:
+                requests = [await self.handover.prepared(rank, requests[0], transfer)]
+            except (LoadFailedError, TransferFailedError) as error:
                 return await _answer_error(http, error, streams=bool(body.stream))
 
         def lend(index: int) -> Json | None:
             if self.handover is None:
                 return None
-            return self.handover.lend(rank, requests[index], reply.id, http, transfer_of(body))
+            return self.handover.lend(rank, requests[index], reply.id, http, transfer)
 
-        with rank.serving(requests) as mailbox:
+        in_room = nullcontext() if self.handover is None else self.handover.in_room(transfer)
+        with rank.serving(requests) as mailbox, in_room:
             run = ReplyRun(requests, mailbox, reply, self.text, lend)
             if body.stream:
                 answer = await _write_stream(http, run.stream())
             else:
                 answer = _json(await run.whole())
+            if self.handover is not None and not body.stream and run.choices[0].finish_reason != "abort":
+                await self.handover.taken(transfer, run.choices[0].cached_tokens)
             if keep is not None:
                 keep(run.choices[0])
             return answer
@@ -334,10 +340,7 @@ class MockService:
             ]
         )
         if self.handover is not None:
-            app.cleanup_ctx.append(self.handover.connected)
-            app.router.add_post(READ_PATH, self.handover.read)
-            app.router.add_get("/server_info", self.handover.server_info)
-            app.router.add_get("/query", self.handover.query)
+            self.handover.add_routes(app)
         return app
 
 

@@ -64,6 +64,11 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: Any = None
     # Only a mocker with a connector reads it, except for a chat's token ids.
     kv_transfer_params: Any = None
+    # SGLang's.
+    bootstrap_host: Any = None
+    bootstrap_port: Any = None
+    bootstrap_room: Any = None
+    disagg_prefill_dp_rank: Any = None
 
     @property
     def answers(self) -> int:
@@ -114,6 +119,10 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
     remote_prefill_cached_tokens: Any = None
     transfer_id: Any = None
     remote_bootstrap_addr: Any = None
+    bootstrap_host: Any = None
+    bootstrap_port: Any = None
+    bootstrap_room: Any = None
+    disagg_prefill_dp_rank: Any = None
 
     @property
     def is_complete(self) -> bool:
@@ -222,6 +231,9 @@ def _field(message: str) -> str:
 def transfer_of(body: Body) -> Transfer:
     """What the body says about a hand-over. Nothing of it is checked here, as in vLLM."""
     params = body.kv_transfer_params
+    if body.bootstrap_room is not None:
+        names = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "disagg_prefill_dp_rank")
+        return Transfer(**{name: getattr(body, name) for name in names})
     if isinstance(params, dict):
         return msgspec.convert(params | {"prompt_token_ids": None}, Transfer)
     return params if isinstance(params, Transfer) else Transfer()

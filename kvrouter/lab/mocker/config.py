@@ -59,7 +59,10 @@ class MockerConfig(Settings):
     data_parallel_size: int = setting(1, "ranks, each with a separate cache", least=1)
     role: str = setting("both", "prefill or decode: half of a pair", choices=("both", "prefill", "decode"))
     kv_connector: str | None = setting(
-        None, "how it hands KV blocks over", choices=("nixl", "mooncake", "example"), default_text="not"
+        None,
+        "how it hands KV blocks over",
+        choices=("nixl", "mooncake", "example", "sglang"),
+        default_text="not",
     )
     kv_hash: str = setting("", "compatibility hash of hand-overs", metavar="TEXT")
     kv_lease_s: float = setting(30.0, "seconds that blocks wait for their reader", above=0)

@@ -8,7 +8,7 @@
 `nixl` (NixlConnector, pull) hands over as drawn. A lease is renewed while it is read, can be read once, and
 ends by itself. `mooncake` (MooncakeConnector): the same without parameters in the answer, as the router has
 named the transfer, and knows the engine id from /query. `example` (ExampleConnector) has no parameters: it
-writes a file for each computed block to a shared directory.
+writes a file for each computed block to a shared directory. `sglang`: rooms.py.
 
 Seen with real engines: another engine, another compatibility hash or a dead prefill engine fail the request;
 with incomplete parameters the decode engine prefills. After the lease, too.
@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,6 +36,7 @@ from kvrouter.lab.mocker.config import MockerConfig
 from kvrouter.lab.mocker.engine import EngineRequest
 from kvrouter.lab.mocker.hashing import lora_key
 from kvrouter.lab.mocker.rank import Rank
+from kvrouter.lab.mocker.rooms import ROOM_PATH, Rooms, TransferFailedError
 
 READ_PATH = "/mock/kv/read"
 # Of an answer without a transfer; a real handshake fails after 5 s.
@@ -42,7 +44,10 @@ ANSWER_S = 5.0
 # Ended leases that are remembered, to tell them from blocks that were read.
 MOST_ENDED = 1000
 _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
-_CLASSES = {"nixl": "NixlConnector", "mooncake": "MooncakeConnector", "example": "ExampleConnector"}
+_CLASSES = {
+    "nixl": "NixlConnector", "mooncake": "MooncakeConnector", "example": "ExampleConnector",
+    "sglang": "sglang",  # which is no connector of vLLM: the agent needs --kv-connector
+}  # fmt: skip
 _REFUSED, _ENDED = 409, 410
 
 
@@ -88,6 +93,7 @@ class Handover:
         # Where engines were met: a later wrong port has no effect.
         self._met: dict[str, str] = {}
         self._http: aiohttp.ClientSession | None = None
+        self._rooms = Rooms(config.kv_hash)
         if config.kv_store is not None:
             config.kv_store.mkdir(parents=True, exist_ok=True)
 
@@ -97,6 +103,14 @@ class Handover:
             yield
         for lease in self._leases.values():
             lease.timer.cancel()
+
+    def add_routes(self, app: web.Application) -> None:
+        """Add what routers and other mockers ask."""
+        app.cleanup_ctx.append(self.connected)
+        app.router.add_post(READ_PATH, self.read)
+        app.router.add_post(ROOM_PATH, self._rooms.joined)
+        app.router.add_get("/server_info", self.server_info)
+        app.router.add_get("/query", self.query)
 
     async def server_info(self, _: web.Request) -> web.Response:
         """GET /server_info, as vLLM has it with VLLM_SERVER_DEV_MODE=1."""
@@ -114,7 +128,9 @@ class Handover:
     # --- both ---
 
     async def prepared(self, rank: Rank, request: EngineRequest, transfer: Transfer) -> EngineRequest:
-        """The request as it goes into the engine, after its transfer. Raises LoadFailedError."""
+        """The request as it goes into the engine, after its transfer. Raises KvRouterError."""
+        if self.config.kv_connector == "sglang":
+            return await self._both_are_here(rank, request, transfer)
         if self.config.kv_connector == "example":
             request = request if self.config.role == "prefill" else await self._found(rank, request)
             return structs.replace(request, keeps_blocks=self.config.role != "decode")
@@ -135,7 +151,7 @@ class Handover:
 
         `name`: of the answer. `http`: how the router reaches this mocker, the decode engine does, too.
         """
-        if request.id not in rank.engine.kept or http.transport is None:
+        if request.id not in rank.engine.kept or http.transport is None or self._has_rooms:
             return None
         chain = rank.engine.kept[request.id]
         if self.config.kv_connector == "example":
@@ -165,6 +181,25 @@ class Handover:
             "transfer_mode": "pull",
             "mocker_key": secrets.token_hex(4),  # invented: relays pass on what they do not know
         }
+
+    @property
+    def _has_rooms(self) -> bool:
+        """Whether a room shows the decode engine what it needs."""
+        return self.config.kv_connector == "sglang"
+
+    async def taken(self, transfer: Transfer, cached_tokens: int) -> None:
+        """The prefill engine's answer waits until the decode engine has the blocks. Raises KvRouterError."""
+        if self._has_rooms and self.config.role == "prefill":
+            await self._rooms.taken(transfer, cached_tokens)
+
+    @contextmanager
+    def in_room(self, transfer: Transfer) -> Iterator[None]:
+        """When its request ends, well or not, the prefill engine leaves the room."""
+        try:
+            yield
+        finally:
+            if self._has_rooms and self.config.role == "prefill":
+                self._rooms.left(transfer)
 
     def _keep(self, known: str, rank: Rank, chain: Chain) -> None:
         timer = asyncio.get_running_loop().call_later(self.config.kv_lease_s, self._expire, known)
@@ -197,6 +232,24 @@ class Handover:
         return web.Response()
 
     # --- the decode engine ---
+
+    async def _both_are_here(self, rank: Rank, request: EngineRequest, transfer: Transfer) -> EngineRequest:
+        """Both halves are in the room; the decode engine has the blocks."""
+        if self.config.role == "both":
+            return request
+        if self.config.role == "prefill":
+            return await self._rooms.enter(request, transfer, [*self._ids.values()].index(rank))
+        assert self._http is not None
+        counters, blocks = rank.engine.counters, -(-len(request.prompt) // self.config.engine.block_size)
+        try:
+            cached_tokens = await self._rooms.join(self._http, transfer, self._seconds(blocks))
+        except TransferFailedError:
+            counters.failed_transfers += 1
+            raise
+        counters.transfers += 1
+        counters.transferred_blocks += blocks
+        tokens = len(request.prompt)
+        return structs.replace(request, remote_tokens=tokens, reported_cached_tokens=cached_tokens)
 
     async def _pulled(self, rank: Rank, request: EngineRequest, transfer: Transfer) -> EngineRequest:
         counters, size = rank.engine.counters, self.config.engine.block_size

@@ -65,7 +65,7 @@ async def learn(engine: EngineHttp, options: AgentOptions) -> EngineFacts:
         raise EngineError(half_of_a_pair("--no-whole", "give --role prefill or decode instead"))
     models = await engine.models()
     kind = kind_named(models.owner)
-    if kind is not _VLLM and options.role not in {None, BOTH}:
+    if models.owner == OWNER and options.role not in {None, BOTH}:
         raise EngineError(f"--role {options.role}: pairs of {models.owner} are not served yet")
     engine.health_path = kind.health_path
     return await kind.learn(engine, models, options)

@@ -9,7 +9,6 @@ from kvrouter.core.wire.heartbeats import BOTH, Card
 from kvrouter.core.wire.ops import TIERS
 from kvrouter.core.wire.values import MOST_NAMES, MOST_NUMBER, MOST_TEXT_CHARACTERS
 from kvrouter.version import __version__
-from kvrouter.worker.engines.bootstrap import PORT
 from kvrouter.worker.engines.endpoints import noted, settled_endpoints
 from kvrouter.worker.engines.http import Models
 from kvrouter.worker.engines.metrics import Scrape
@@ -28,8 +27,8 @@ class EngineFacts:
     directory or a name on a hub. `lacks` names missing settings, each with the flag that adds it.
     `assumed_block_size` counts as long as neither a flag, nor the metrics, nor an event shows the size.
     `has_metrics`: its metrics say something of its load or its blocks. `takes_token_ids`: see Card.
-    `takes_text`: it has a tokenizer, and takes more than token ids. `role`, `kv_connector`, `kv_engine_ids`:
-    see Card.
+    `takes_text`: it has a tokenizer, and takes more than token ids. `role`, `kv_connector`, `kv_engine_ids`,
+    `bootstrap_port`: see Card.
     """
 
     models: Models
@@ -49,6 +48,7 @@ class EngineFacts:
     role: str = BOTH
     kv_connector: str = ""
     kv_engine_ids: tuple[str, ...] = ()
+    bootstrap_port: int = 0
 
     def block_size(self, options: AgentOptions, event_block_size: int = 0) -> int:
         """The larger of the engine's own size and that of its events.
@@ -123,7 +123,7 @@ def build_card(
         agent_version=__version__,
         role=facts.role,
         kv_connector=facts.kv_connector,
-        bootstrap_port=options.bootstrap_port or (PORT if facts.kv_engine_ids else 0),
+        bootstrap_port=options.bootstrap_port or facts.bootstrap_port,
         kv_address=options.kv_address,
         kv_hash=options.kv_hash,
         kv_engine_ids=facts.kv_engine_ids,

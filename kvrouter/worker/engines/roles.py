@@ -3,6 +3,7 @@
 --role, --kv-connector ───────────────┐
 kv_role, kv_connector of the engine ──┼──settled──> Half, or EngineError
 vllm:nixl_…, vllm:mooncake_xfer_… ────┘ in its metrics
+disaggregation_mode of SGLang ──settled_sglang──> Half, or EngineError
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ _CLASSES = {
     "MoRIIOConnector": "moriio",
     "ExampleConnector": "example", "SharedStorageConnector": "example",
 }  # fmt: skip
+_SGLANG = "sglang"
 _ROLES = {"kv_producer": PREFILL, "kv_consumer": DECODE, "kv_both": BOTH}
 ROLE_UNKNOWN = (
     "the role of its KV connector ({shown_by}) is unknown, and it is taken to compute whole requests: give "
@@ -61,6 +63,23 @@ def settled(kv_role: str, kv_connector: str, options: AgentOptions) -> Half:
     if role != BOTH:
         _check_served(role, connector or kv_connector)
     return Half(role, connector)
+
+
+def settled_sglang(mode: str, options: AgentOptions) -> Half:
+    """The half that SGLang's `disaggregation_mode` names; flags must agree. Raises EngineError.
+
+    `mode` empty: it does not tell, so the flags do.
+    """
+    role = mode if mode in {PREFILL, DECODE} else BOTH
+    asked = options.role or (BOTH if options.whole else None)
+    if mode and asked not in {None, role}:
+        flag = f"--role {options.role}" if options.role else "--whole"
+        shown_by = f"--disaggregation-mode {mode}"
+        raise EngineError(f"the engine has {shown_by}: remove {flag}, or start it with another mode")
+    role = role if mode else asked or BOTH
+    if options.kv_connector not in {"", _SGLANG}:
+        raise EngineError(f"--kv-connector {options.kv_connector}: SGLang's engines have only {_SGLANG}")
+    return Half(role, "" if role == BOTH else _SGLANG)
 
 
 def _check_served(role: str, connector: str) -> None:

@@ -22,19 +22,22 @@ only the fields below are read. /metrics exists only with --enable-metrics.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, Any, TypeAlias
 from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta, Struct
 
+from kvrouter.core.wire.heartbeats import PREFILL
 from kvrouter.core.wire.ops import UNREADABLE
 from kvrouter.core.wire.values import MOST_AMOUNT, Amount, BlockSize, Ranks, Text, TokenId
 from kvrouter.worker.engines.adapter import Adapter, Batch
 from kvrouter.worker.engines.endpoints import EVENTS_ARE_OFF, endpoint_lacks, read_config
 from kvrouter.worker.engines.facts import EngineFacts
-from kvrouter.worker.engines.http import EngineError, EngineHttp, Models, half_of_a_pair
+from kvrouter.worker.engines.http import EngineError, EngineHttp, Models
 from kvrouter.worker.engines.metrics import Scrape
+from kvrouter.worker.engines.roles import settled_sglang
 from kvrouter.worker.engines.vllm import (
     BLOCK_SIZE_ASSUMED,
     DEFAULT_BLOCK_SIZE,
@@ -89,6 +92,7 @@ class SglangInfo(Struct, frozen=True):
     enable_cache_report: bool = False
     kv_events_config: str | dict[str, Any] | None = None
     disaggregation_mode: str | None = None
+    disaggregation_bootstrap_port: Annotated[int, Meta(ge=0, le=65535)] = 0
 
     @property
     def max_batched_tokens(self) -> int:
@@ -112,13 +116,14 @@ async def learn_sglang(engine: EngineHttp, models: Models, options: AgentOptions
     """Ask /server_info and /metrics. Raises EngineError."""
     body = await engine.find_if_shown("server_info") or await engine.find_if_shown("get_server_info")
     info = read_server_info(body) if body is not None else None
-    if info is not None and info.disaggregation_mode in {"prefill", "decode"}:
-        shown_by = f"--disaggregation-mode {info.disaggregation_mode}"
-        raise EngineError(half_of_a_pair(shown_by, "SGLang's are not served yet, start it without that"))
+    half = settled_sglang("" if info is None else info.disaggregation_mode or "null", options)
     scrape, _ = await engine.scrape_if_any()
     if info is None:
-        return _facts_without_settings(models, scrape, options)
-    return _facts(info, models, scrape, options)
+        facts = _facts_without_settings(models, scrape, options)
+        return replace(facts, role=half.role, kv_connector=half.connector)
+    port = info.disaggregation_bootstrap_port if half.role == PREFILL else 0
+    facts = _facts(info, models, scrape, options)
+    return replace(facts, role=half.role, kv_connector=half.connector, bootstrap_port=port)
 
 
 def _facts_without_settings(models: Models, scrape: Scrape, options: AgentOptions) -> EngineFacts:
@@ -178,7 +183,7 @@ def _endpoints(info: SglangInfo, host: str) -> tuple[EventEndpoints, ...]:
 
 
 def _lacks(info: SglangInfo, endpoints: tuple[EventEndpoints, ...], options: AgentOptions) -> Iterator[str]:
-    if info.disable_radix_cache:
+    if info.disable_radix_cache and info.disaggregation_mode != "decode":  # which has none by default
         yield CACHING_OFF
     if not endpoints:
         yield EVENTS_OFF

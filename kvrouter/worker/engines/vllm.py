@@ -43,7 +43,7 @@ from kvrouter.errors import MalformedFrameError
 from kvrouter.worker.blocks.engine_blocks import BlockIds
 from kvrouter.worker.blocks.resume_points import ALL
 from kvrouter.worker.engines.adapter import Adapter, Batch
-from kvrouter.worker.engines.bootstrap import learn_engine_ids
+from kvrouter.worker.engines.bootstrap import PORT, learn_engine_ids
 from kvrouter.worker.engines.endpoints import EVENTS_ARE_OFF, endpoint_lacks, read_sources
 from kvrouter.worker.engines.facts import EngineFacts
 from kvrouter.worker.engines.http import (
@@ -571,6 +571,7 @@ async def learn_vllm(engine: EngineHttp, models: Models, options: AgentOptions) 
         role=half.role,
         kv_connector=half.connector,
         kv_engine_ids=await learn_engine_ids(options) if half.needs_bootstrap else (),
+        bootstrap_port=PORT if half.needs_bootstrap else 0,
     )
 
 

@@ -329,6 +329,12 @@ ROWS = (
            partial(kill_halves, numbers=ONE_OF_EACH), "mooncake"),
     _split("mooncake-upgrade", "with Mooncake, a rolling upgrade of one of each",
            partial(upgrade, numbers=ONE_OF_EACH), "mooncake"),
+    _split("sglang-prefill-kill", "with SGLang, both halves at once: kill -9 a prefill worker, restart it",
+           partial(kill_halves, numbers=PREFILLS[:1]), "sglang"),
+    _split("sglang-decode-kill", "the same with a decode worker",
+           partial(kill_halves, numbers=DECODES[:1]), "sglang"),
+    _split("sglang-upgrade", "with SGLang, a rolling upgrade of one of each",
+           partial(upgrade, numbers=ONE_OF_EACH), "sglang"),
     Row("leaf-cut", f"a NATS leaf node without its cluster for {CUT_S:g} s", cut_leaf, on_cluster=True),
     *(
         Row(name, what, partial(play, lasting, alerts), on_cluster=True, alerts=alerts)

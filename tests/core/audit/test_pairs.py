@@ -65,11 +65,13 @@ def test_nothing_to_say() -> None:
             "has role decode and no prefill worker is up in its pool, so it serves whole requests",
         ),
         ("decode", {"pd_fallback": "refuse"}, "so it gets no requests"),
+        ("decode", {"kv_connector": "sglang"}, "no prefill worker is up in its pool, so it gets no requests"),
     ],
 )
 def test_one_role_only(role: str, settings: dict[str, Any], words: str) -> None:
     """A pool of prefill or of decode workers only says which role is missing."""
-    assert words in told(fleet(("w1", role, {}), **settings))["w1"]
+    facts, settings = ({}, settings) if "pd_fallback" in settings else (settings, {})
+    assert words in told(fleet(("w1", role, facts), **settings))["w1"]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from msgspec.structs import replace
 
 from kvrouter.core.fleet.pool import Pool, PoolSettings
 from kvrouter.core.fleet.router import Placement, Router, RouterRules
+from kvrouter.core.routing.admission import AdmissionQueue, AdmissionSettings
+from kvrouter.core.routing.filters import MaxOngoing
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.tables.bookings import Service
 from kvrouter.core.tables.transfers import FAILURES_MOST, PAIRS_MOST, REST_S, Transfers
@@ -301,3 +303,78 @@ def test_transfers_are_learnt() -> None:
     for _ in range(400):  # a wire that has become slower, though
         transfers.observe(0.003 + 1000 * 100e-6, 1000)
     assert 0.103 == pytest.approx(transfers.seconds(1000), rel=0.05)
+
+
+# --- workers that serve in pairs only (SGLang) ---
+
+
+def pairs_only(**others: str) -> Pool:
+    """p1 and d1 of SGLang, with other workers by name and role."""
+    roles = {"p1": "prefill", "d1": "decode"} | others
+    return split_pool(
+        *[
+            worlds.card(name, role=role, kv_connector="sglang", block_size=16)
+            for name, role in sorted(roles.items())
+        ]
+    )
+
+
+def test_only_pairs() -> None:
+    """Any prompt goes to a pair, also where seconds are not known and in modes without tokens."""
+    for rules in (Kv(), RoundRobin()):
+        pool = pairs_only()
+        router = Router(
+            pool,
+            RouterRules(rules, random.Random(1).random),
+            router_id=RouterId("me"),
+            incarnation=1000,
+            synced=True,
+        )
+        assert router.needs_tokens
+        assert pool.has_live_target
+        assert {P1, D1} == pool.split.serving
+        assert (P1, D1) == pair_of(router.route(ask(tokens=32), 0.0))
+        assert router.has_eligible(ask(), 0.0, exclude=frozenset())
+        for gone in (P1, D1):
+            assert not router.has_eligible(ask(), 0.0, exclude=frozenset([gone]))
+
+
+def test_no_pair_no_answer() -> None:
+    """Neither half serves alone, a decode worker not even as a fallback; the reason names both."""
+    for name in ("p1", "d1"):
+        pool = pairs_only()
+        pool.remove(WorkerId(name))
+        assert not pool.has_live_target
+        with pytest.raises(NoWorkersError, match=r"role (decode, sglang|prefill)"):
+            new_router(pool).route(ask(), 0.0)
+
+    router = new_router(pairs_only())
+    with pytest.raises(NoWorkersError, match="one prompt and one answer"):
+        router.route(replace(ask(), may_split=False), 0.0)
+    for _ in range(FAILURES_MOST):
+        router.tables.transfers.failed(P1.worker_id, D1.worker_id, 0.0)
+    with pytest.raises(NoWorkersError, match="pairs have just failed"):
+        router.route(ask(), 1.0)
+    assert (P1, D1) == pair_of(router.route(ask(), REST_S + 1))
+
+
+def test_pairs_only_beside_whole_workers() -> None:
+    """The whole worker serves what no pair serves, and what it serves sooner."""
+    router = decoding(new_router(pairs_only(b1="both")))
+
+    assert (None, B1) == pair_of(router.route(replace(ask(), may_split=False), 0.0))
+    assert (P1, D1) == pair_of(router.route(ask(2), 0.0))
+    assert (None, B1) == pair_of(router.route(ask(3), 0.0, exclude=frozenset([P1])))
+    assert (P1, D1) == pair_of(router.route(ask(4), 0.0, exclude=frozenset([B1])))
+
+
+def test_pairs_only_in_the_queue() -> None:
+    """A request waits while one half of the pair has no room, whichever that is."""
+    for target in (P1, D1):
+        pool = pairs_only()
+        rules = RouterRules(Kv(), random.Random(1).random, filters=(MaxOngoing(1),))
+        router = Router(pool, rules, router_id=RouterId("me"), incarnation=1000, synced=True)
+        queue = AdmissionQueue(AdmissionSettings())
+        assert not router.must_wait(ask(), 0.0, queue)
+        book(pool, target, chain_from(5, 1))
+        assert router.must_wait(ask(), 0.0, queue)

@@ -347,15 +347,28 @@ async def test_sglang_nonsense(sglang: Recorded, answer: bytes) -> None:
         await sglang.learn()
 
 
-@pytest.mark.parametrize("mode", ["prefill", "decode"])
-async def test_half_of_a_pair_of_sglang(sglang: Recorded, mode: str) -> None:
-    """An engine that only prefills or decodes is refused with the reason; the mode `null` is a whole one."""
-    sglang.change("/server_info", disaggregation_mode="null")
-    await sglang.learn()
-    sglang.change("/server_info", disaggregation_mode=mode)
+@pytest.mark.parametrize(
+    ("mode", "half"),
+    [
+        (None, ("both", "", 0)),
+        ("null", ("both", "", 0)),
+        ("prefill", ("prefill", "sglang", 8765)),
+        ("decode", ("decode", "sglang", 0)),
+    ],
+)
+async def test_half_of_a_pair_of_sglang(
+    sglang: Recorded, mode: str | None, half: tuple[str, str, int]
+) -> None:
+    """SGLang names its half, and a prefill engine the port of its bootstrap server."""
+    changes = {"disable_radix_cache": mode == "decode", "disaggregation_bootstrap_port": 8765}
+    sglang.change("/server_info", disaggregation_mode=mode, **changes)
+    facts = await sglang.learn()
 
-    with pytest.raises(EngineError, match=f"pair .--disaggregation-mode {mode}.*SGLang's are not served"):
-        await sglang.learn()
+    card = build_card(
+        with_discovered(sglang.options, facts), facts, event_block_size=0, widest_tier=0, started_at_us=1
+    )
+    assert half == (card.role, card.kv_connector, card.bootstrap_port)
+    assert sglang_texts.CACHING_OFF not in facts.lacks  # a decode engine has no cache of prompts by default
 
 
 NIXL = b'vllm:nixl_num_failed_transfers_total{engine="0"} 0.0\n'
@@ -505,17 +518,31 @@ async def test_no_bootstrap_server(vllm: Recorded, answer: bytes) -> None:
         await vllm.learn(replace(options, bootstrap_port=urlsplit(vllm.url).port or 0))
 
 
+WRONG_HALVES: list[tuple[str, dict[str, Any], str]] = [
+    ("null", {"role": "decode"}, "--disaggregation-mode null: remove --role decode"),
+    ("null", {"whole": False}, "--no-whole"),
+    ("decode", {"whole": True}, "--disaggregation-mode decode: remove --whole"),
+    ("decode", BOTH, "--disaggregation-mode decode: remove --role both"),
+    ("prefill", {"role": "decode"}, "--disaggregation-mode prefill: remove --role decode"),
+    ("decode", HALF, "--kv-connector nixl: SGLang's engines have only sglang"),
+]
+
+
+@pytest.mark.parametrize(("mode", "flags", "said"), WRONG_HALVES)
+async def test_wrong_roles_of_sglang(sglang: Recorded, mode: str, flags: dict[str, Any], said: str) -> None:
+    sglang.change("/server_info", disaggregation_mode=mode)
+    with pytest.raises(EngineError, match=said):
+        await sglang.learn(replace(sglang.options, **flags))
+
+
 async def test_roles_of_sglang(sglang: Recorded) -> None:
-    """Pairs of other engines are refused, by the flags and by their own mode."""
+    """Flags that agree, and those of an engine that shows no settings."""
     for flags in (BOTH, {"whole": True}):
         assert "both" == (await sglang.learn(replace(sglang.options, **flags))).role
-    for flags, said in ((HALF, "--role decode: pairs of sglang"), ({"whole": False}, "--no-whole")):
-        with pytest.raises(EngineError, match=said):
-            await sglang.learn(replace(sglang.options, **flags))
-
-    sglang.change("/server_info", disaggregation_mode="decode")
-    with pytest.raises(EngineError, match="prefill/decode pair"):
-        await sglang.learn(replace(sglang.options, whole=True))
+    sglang.answers.pop("/server_info")
+    options = replace(sglang.options, role="prefill", kv_connector="sglang", block_size=16)
+    facts = await sglang.learn(options)
+    assert ("prefill", "sglang") == (facts.role, facts.kv_connector)
 
 
 HTML = b"<!doctype html><html><body>It works</body></html>"
