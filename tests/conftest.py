@@ -116,7 +116,7 @@ def free_port() -> Callable[[], int]:
 
 @pytest.fixture(scope="session", autouse=True)
 def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where embedded NATS servers keep their users: never among those of the person who runs the tests."""
+    """Where embedded NATS servers keep their users: never in the state directory of who runs the tests."""
     with pytest.MonkeyPatch.context() as patch:
         home = tmp_path_factory.mktemp("state")
         patch.setenv("XDG_STATE_HOME", str(home))
@@ -176,3 +176,9 @@ def core(request: pytest.FixtureRequest) -> Iterator[str]:
         pytest.skip(f"not built here: {versions.why_not_built}")
     yield versions.choose(request.param)
     versions.choose(before)
+
+
+@pytest.fixture
+def remote_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """127.0.0.2 stands for the address of another machine."""
+    monkeypatch.setattr("kvrouter.frontend.operators.rights.is_loopback", lambda host: host == "127.0.0.1")

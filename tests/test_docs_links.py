@@ -85,7 +85,7 @@ def test_cited_tests_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_cited_files_exist(page: Path) -> None:
-    """A page names files from the root of the repository, those of the core also from kvrouter/."""
+    """A page names files from the root of the repository, files of the core also from kvrouter/."""
     cited = CITED_FILE.findall(page.read_text())
 
     assert [] == [

@@ -30,5 +30,5 @@ def test_reaches(version: str, first: Version | None, does_reach: bool | None) -
 
 
 def test_unknown_kind() -> None:
-    """Nothing is assumed of an engine whose kind is not known."""
+    """Nothing is assumed of an engine of unknown kind."""
     assert since("other").token_ids_of_chats is None

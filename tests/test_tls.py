@@ -81,7 +81,7 @@ def test_nats_certificate(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [None, "", "no certificate"])
 def test_unusable_authority(tmp_path: Path, content: str | None) -> None:
-    """A file of authorities that does not exist, or has none, is rejected."""
+    """A file of authorities that does not exist, or has no certificate, is rejected."""
     path = tmp_path / "ca.pem"
     if content is not None:
         path.write_text(content)

@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from kvrouter.frontend.operators import rights
 from kvrouter.frontend.requests import engine_routes
 from tests.frontend.clients import Client, get
 from tests.frontend.fleet import Fleet, FleetOf
@@ -117,12 +116,6 @@ def test_documented() -> None:
     text = DOCS.read_text()
 
     assert "\n".join(table()) in text, "\n".join(table())
-
-
-@pytest.fixture
-def remote_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """127.0.0.2 stands for the address of another machine."""
-    monkeypatch.setattr(rights, "is_loopback", lambda host: host == "127.0.0.1")
 
 
 @pytest.mark.parametrize("has_key", [True, False])

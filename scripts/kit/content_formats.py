@@ -2,7 +2,7 @@
 
     cd CHECKOUT; VENV/bin/python -m scripts.kit.content_formats
 
-VENV is that of a vLLM; run it with each version. It writes tests/data/content_formats.json: a new template is
+VENV belongs to a vLLM; run it with each version. It writes tests/data/content_formats.json: a new template is
 added there first. The exit code is 1 if one template is read in another way.
 """
 

@@ -40,7 +40,7 @@ class Plan:
     """Whether the frontends get --model-path."""
     # Additional flags of single mockers, by number.
     mocker_flags: Mapping[int, Sequence[str]] = field(default_factory=dict)
-    # Additional flags of their agents, by number; {port} is that of the engine.
+    # Additional flags of their agents, by number; {port} is the engine's.
     agent_flags: Mapping[int, Sequence[str]] = field(default_factory=dict)
     # The port of each engine, followed by two more that are free; empty: drawn when it starts.
     engine_ports: Sequence[int] = ()

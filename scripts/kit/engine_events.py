@@ -2,7 +2,7 @@
 
     python -m scripts.kit.engine_events FILE.whl …    shows what is new, and writes the file
 
-Of vLLM also its KV connectors, and the hand-over parameters of those that are served. Tests compare this with
+Of vLLM also its KV connectors, and the hand-over parameters of the served ones. Tests compare this with
 the structs of the agent's adapters and with kvrouter/connectors. The wheels are read, not installed or run.
 """
 
@@ -45,7 +45,7 @@ def _own_fields(made: ast.ClassDef) -> Iterator[str]:
 
 
 def hand_over_of(read: Read) -> dict[str, list[str]]:
-    """The names of vLLM's connectors, and the parameters that each side of those that are served has.
+    """The names of vLLM's connectors, and the parameters on each side of the served ones.
 
     `needs`: without one of them the decode engine fetches nothing.
     """
@@ -89,7 +89,7 @@ def _needed(node: ast.AST) -> Iterator[str]:
 
 
 def _read(node: ast.AST) -> Iterator[str]:
-    """Of `params.get(…)` and `params[…]`, without those that the engine sets itself."""
+    """Of `params.get(…)` and `params[…]`, without keys that the engine sets itself."""
     match node:
         case ast.Call(
             func=ast.Attribute(ast.Name(name), "get"), args=[ast.Constant(str(key)), *_]

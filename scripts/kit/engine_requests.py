@@ -59,7 +59,7 @@ def _classes(folder: Path) -> dict[str, ast.ClassDef]:
 
 
 def _fields(name: str, classes: Mapping[str, ast.ClassDef]) -> Iterator[tuple[str, dict[str, object]]]:
-    """Name, type, limits and presence of each field, those of the bases first."""
+    """Name, type, limits and presence of each field, the bases' fields first."""
     node = classes.get(name)
     if node is None:
         return

@@ -67,7 +67,7 @@ def expressions_of(rules: str) -> list[str]:
 
 
 def dashboard_expressions(interval_s: int = 10) -> list[str]:
-    """Of all panels of deploy/grafana, with rates over so many seconds."""
+    """Of all panels of deploy/grafana, with rates over `interval_s`."""
     panels = json.loads((DEPLOY / "grafana" / "kvrouter.json").read_text())["panels"]
     found = [target["expr"] for panel in panels for target in panel.get("targets", ())]
     return [expression.replace("$__rate_interval", f"{interval_s}s") for expression in found]
@@ -106,7 +106,7 @@ class Prometheus:
         }
 
     async def until_firing(self, names: Collection[str], timeout_s: float) -> dict[str, float]:
-        """Seconds until each of these alerts fired; those that did not within `timeout_s` are missing."""
+        """Seconds until each of these alerts fired; alerts that did not within `timeout_s` are missing."""
         began, found = time.perf_counter(), dict[str, float]()
         while len(found) < len(names) and time.perf_counter() - began < timeout_s:
             for name in await self.firing():
@@ -116,7 +116,7 @@ class Prometheus:
         return found
 
     async def until_quiet(self, timeout_s: float, ignored: Collection[str] = ()) -> dict[str, str]:
-        """Wait until no alert fires but the ignored ones; returns those that still do."""
+        """Wait until no alert fires but the ignored ones; returns the alerts that still do."""
         began = time.perf_counter()
         while time.perf_counter() - began < timeout_s:
             left = {name: text for name, text in (await self.firing()).items() if name not in ignored}

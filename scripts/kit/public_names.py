@@ -67,7 +67,7 @@ def _commands() -> Iterator[str]:
 
 
 def _metrics() -> Iterator[str]:
-    """Those of the page, which a test compares with the code."""
+    """The metrics of the page, which a test compares with the code."""
     page = (_PACKAGE.parent / "docs/metrics.md").read_text()
     for name, labels in re.findall(r"^\| `(kvrouter_\w+)` \| \w+ \|([^|]*)\|", page, re.MULTILINE):
         yield f"metric {name}"
@@ -147,7 +147,7 @@ def _reports() -> Iterator[str]:
 
 @contextlib.asynccontextmanager
 async def small_fleet(folder: Path) -> AsyncIterator[tuple[Deployment, Client]]:
-    """Two replicas, which have compared their token ids with those of an engine.
+    """Two replicas, which have compared their token ids with an engine's.
 
     The engine states its speed, so that decisions compare seconds from the first one on.
     """
@@ -189,7 +189,7 @@ async def served(deployed: Deployment, client: Client) -> set[str]:
 
 
 def fields(value: Any) -> Iterator[str]:
-    """The names in an answer, behind those of what they are in. A name that is data is a `*`."""
+    """The names in an answer, behind the names that contain them. A name that is data is a `*`."""
     if isinstance(value, list):
         for item in value:
             yield from fields(item)
@@ -229,7 +229,7 @@ def _typed(schema: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[s
 
 
 async def all_names() -> set[str]:
-    """Those of the code, and those that a small fleet serves."""
+    """The names in the code, and the names that a small fleet serves."""
     with tempfile.TemporaryDirectory() as folder:
         async with small_fleet(Path(folder)) as (deployed, client):
             return named_in_code() | await served(deployed, client)

@@ -29,7 +29,7 @@ from scripts.kit.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 CONSTRAINTS = ROOT / "scripts" / "constraints.txt"
-# Of pyproject.toml: the last tables before those of the tools.
+# Of pyproject.toml: the last tables before the tools' tables.
 _EXTENSIONS = re.compile(
     r"^(#[^\n]*\n)*\[\[tool\.setuptools\.ext-modules\]\]\n(?:[^\[\n][^\n]*\n)*\n?", re.MULTILINE
 )
@@ -62,7 +62,7 @@ def without_extensions(pyproject: str) -> str:
 
 
 def pythons(named: Sequence[str]) -> list[str]:
-    """Interpreters by path: those that are named, or every supported one on the PATH or known to pyenv."""
+    """Interpreters by path: the named ones, or every supported one on the PATH or known to pyenv."""
     if named:
         return [path for name in named if (path := shutil.which(name))]
     found: list[str] = []

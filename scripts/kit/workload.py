@@ -103,7 +103,7 @@ def _tokens_of(hash_id: int) -> list[int]:
 
 
 def completion(prompt: list[int], output_tokens: int) -> bytes:
-    """A body with exactly so many output tokens."""
+    """A body that asks for exactly `output_tokens`."""
     body = {
         "model": MODEL,
         "prompt": prompt,
@@ -130,14 +130,14 @@ class Documents:
     seed: int = 7
 
     def texts(self) -> list[str]:
-        """The documents: slices of Python's documentation, each with a beginning of its own."""
+        """The documents: slices of Python's documentation, each with its own beginning."""
         chance, source = random.Random(self.seed), "\n".join(topics.values())
         length = round(self.tokens * _CHARACTERS_PER_TOKEN)
         starts = [chance.randrange(len(source) - length) for _ in range(self.count)]
         return [f"Document {n}.\n{source[start : start + length]}" for n, start in enumerate(starts)]
 
     def chats(self, count: int, *, stamped: bool = False) -> list[LoadRequest]:
-        """So many streamed chats, to send at a rate. `stamped`: each begins with another time."""
+        """`count` streamed chats, to send at a rate. `stamped`: each begins with another time."""
         chance, texts = random.Random(self.seed + 1), self.texts()
         weights = [rank**-self.zipf for rank in range(1, self.count + 1)]
         drawn = chance.choices(texts, weights, k=count)

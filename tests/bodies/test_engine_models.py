@@ -32,7 +32,7 @@ LIMITS = ("ge", "le", "gt", "lt", "min_length", "max_length")
 
 
 def model_of(fields: Mapping[str, Mapping[str, Any]]) -> type[BaseModel]:
-    """A pydantic model with these fields; those that are not required are None if absent."""
+    """A pydantic model with these fields; optional fields are None if absent."""
     made: dict[str, Any] = {}
     for name, about in fields.items():
         limits = {limit: about[limit] for limit in LIMITS if limit in about}
@@ -144,7 +144,7 @@ def test_never_stricter(engine: str, route: str, given: dict[str, Any]) -> None:
 
 @needs_long("needs the engines' wheels, unpacked")
 def test_recorded() -> None:
-    """The recorded fields are those of the wheels in KVROUTER_ENGINE_WHEELS, with vllm/ and sglang/."""
+    """The recorded fields equal those in the wheels of KVROUTER_ENGINE_WHEELS, with vllm/ and sglang/."""
     folder = os.environ.get("KVROUTER_ENGINE_WHEELS")
     if folder is None:
         pytest.skip("KVROUTER_ENGINE_WHEELS is not set")

@@ -147,7 +147,7 @@ def test_fields_that_the_template_sees() -> None:
 
 
 def test_own_template() -> None:
-    """A template sent with the request is not run here: the prompt is not known."""
+    """A template sent with the request is not run here: the prompt is unknown."""
     assert chat(chat_template="{{ 1 }}").prompt is None
 
 
@@ -249,7 +249,7 @@ def test_empty_prompts() -> None:
     ],
 )
 def test_unreadable_field_of_the_prompt(field: str, value: object) -> None:
-    """If a field on which the prompt depends cannot be read, the prompt is not known; the engine judges."""
+    """If a field on which the prompt depends cannot be read, the prompt is unknown; the engine decides."""
     asked = chat(**{"model": "m", "stream": True, field: value})
 
     assert (None, "m", True) == (asked.prompt, asked.model, asked.stream)

@@ -100,7 +100,7 @@ def test_history() -> None:
 
 
 def test_tools() -> None:
-    """Functions as they are, custom tools with one parameter, and those of a namespace with its name."""
+    """Functions as they are, custom tools with one parameter, and tools of a namespace with its name."""
     custom = {"type": "custom", "name": "cc", "description": "dd"}
     space = {"type": "namespace", "name": "ns", "tools": [TOOL]}
 

@@ -50,7 +50,7 @@ async def test_no_server() -> None:
 
 @pytest.mark.parametrize("error", [socket.gaierror(-2, "Name or service not known"), TimeoutError()])
 async def test_another_address(error: Exception) -> None:
-    """A name that is not known, or a port where something else listens: the setting is wrong."""
+    """An unknown name, or a port where something else listens: the setting is wrong."""
     outage = Outage("nats://x")
     with capture_logs() as logs:
         outage.failed(error)

@@ -199,7 +199,7 @@ def test_no_other_feed_obeys(op: Op) -> None:
 
 
 def subjects_of(carriers: tuple[str, ...]) -> list[str]:
-    """Those of the worker w1 or the replica r1, and those of the worker in a group."""
+    """Subjects of the worker w1 or the replica r1, and subjects of the worker in a group."""
     return [rows[name][0] for rows in (ROWS, GROUP_ROWS) for name in carriers if name in rows]
 
 
@@ -269,7 +269,7 @@ def with_control(file: Path, new: Callable[..., NatsServer]) -> NatsServer:
 
 @pytest.fixture
 def server(tmp_path: Path, new_nats_server: Callable[..., NatsServer]) -> NatsServer:
-    """With the users of `kvrouter nats accounts`: agents w1 and w2, those of two groups, and a tool."""
+    """With the users of `kvrouter nats accounts`: agents w1 and w2, agents of two groups, and a tool."""
     words = ["--namespace", NS, "--agent", W1, "--agent", OTHER_AGENT, "--tool", TOOL_USER]
     words += [
         "--agent",
@@ -336,7 +336,7 @@ async def test_nobody_without_a_user(
 
 
 async def test_seed_of_another_server(server: NatsServer, local: tuple[NatsServer, Path]) -> None:
-    """A user of one server is nobody on another one."""
+    """A user of one server is unknown on another one."""
     client = Client()
     with pytest.raises((Error, NoServersError)):
         await client.connect(

@@ -49,7 +49,7 @@ def test_lora_and_salt_are_other_blocks(indexer: KvIndexer) -> None:
 
 
 def test_nothing_is_known(indexer: KvIndexer) -> None:
-    """No worker, no match; and a prompt below a block has none."""
+    """Without a worker nothing matches; a prompt below a block has no match."""
     assert {} == indexer.find_matches_for_request(PROMPT)
     take(indexer, Hand().stores(1, PROMPT))
     assert {} == indexer.find_matches_for_request(PROMPT[:3])

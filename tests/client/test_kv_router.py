@@ -348,7 +348,7 @@ def bookings(fleet: Fleet) -> int:
 
 
 async def test_a_replica_among_frontends(nats_url: str) -> None:
-    """Bookings are shared in both directions; leaving ends those of the library."""
+    """Bookings are shared in both directions; leaving ends the library's bookings."""
     namespace = uuid.uuid4().hex
     async with running_fleet(nats_url, namespace, frontends=1, mockers=2) as fleet:
         async with KvRouter.connect(nats_url, namespace, "tiny", replica_sync=True) as router:

@@ -132,7 +132,7 @@ def no_handler() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_handler")
 def test_sigterm_is_given_back() -> None:
-    """The handler is there while something is open, and only if the program has none."""
+    """The handler is there while something is open, and only if the program has no handler."""
     ending = endings.Ending(lambda: None, _nothing)
     with endings.open_until(ending):
         with endings.open_until(endings.Ending(lambda: None, _nothing)):

@@ -226,7 +226,7 @@ def _differences_of_overlap(
 
 
 def _told(booking: Booking) -> str:
-    """All fields; packed hashes equal those of a list."""
+    """All fields; packed hashes equal hashes in a list."""
     return repr(replace(booking, hashes=list(booking.hashes), sent_at=0.0))
 
 

@@ -46,7 +46,7 @@ def test_metrics_are_documented(expression: str) -> None:
 
 
 def test_shows_each_metric() -> None:
-    """Those of docs/metrics.md, except a list."""
+    """The metrics of docs/metrics.md, except a list."""
     documented = set(re.findall(r"^\| `(kvrouter_\w+)` \|", METRICS, re.MULTILINE))
     used = {re.sub("_(bucket|sum|count)$", "", name) for name in _names(expressions())}
 

@@ -29,7 +29,7 @@ IN_A_ROW = 20
 
 
 def binary_of(proxy: Proxy) -> str:
-    """Its path; skips the test if there is none."""
+    """Its path; skips the test without the program."""
     binary = proxy.find()
     if binary is None:
         pytest.skip(f"{proxy.name} is not installed: {proxy.how_to_get}")

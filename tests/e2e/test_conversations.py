@@ -131,7 +131,7 @@ async def test_growing_conversation(fleet: Fleet, ask: Callable[[str, list[Any]]
 
 
 async def _until_indexed(fleet: Fleet, prompt_tokens: int) -> None:
-    """Until both replicas have the engines' blocks, those of an answered prompt too, and no booking of it."""
+    """Until both replicas have the engines' blocks, including the answered prompt's, and no booking of it."""
     held = {worker_id_of(mocker.url): mocker.engine.cache for mocker in fleet.mockers}
     routers = [router for each in fleet.frontends for router in each.replica.routers.values()]
     await until(

@@ -43,7 +43,7 @@ TRACE = "traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 def events(fleet: Fleet) -> list[Any]:
-    """Those of the access log."""
+    """The lines of the access log."""
     fleet.frontend.completions.readers.access.flush()  # else some lines wait for others
     return [one for one in fleet.trouble.logs if one["event"] in {"request.served", "request.failed"}]
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.frontend.operators import rights
 from kvrouter.frontend.operators.rights import is_loopback
 from tests.frontend.clients import Client, Response, connected
 from tests.frontend.fleet import FleetOf
@@ -268,9 +267,9 @@ async def _from_elsewhere(url: str, *headers: str, path: str = "/workers") -> Re
         writer.transport.abort()
 
 
-async def test_key_of_other_peers(fleet_of: FleetOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other peers need the key, whatever the scheme's case; a changed file counts after a reload."""
-    monkeypatch.setattr(rights, "is_loopback", lambda host: host == "127.0.0.1")
+@pytest.mark.usefixtures("remote_peers")
+async def test_key_of_other_peers(fleet_of: FleetOf, tmp_path: Path) -> None:
+    """Other peers need the key, in any case of the scheme; a changed file counts after a reload."""
     file = tmp_path / "key"
     file.write_text("first\n")
     async with fleet_of("--admin-key-file", str(file)) as fleet:
@@ -293,9 +292,9 @@ async def test_key_of_other_peers(fleet_of: FleetOf, tmp_path: Path, monkeypatch
         assert [401, 200] == [await status(f"authorization: Bearer {key}") for key in ("first", "second")]
 
 
-async def test_other_peers_without_a_key(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("remote_peers")
+async def test_other_peers_without_a_key(fleet_of: FleetOf) -> None:
     """They are refused with what to set, but for probes and the page's files; the start has said so."""
-    monkeypatch.setattr(rights, "is_loopback", lambda host: host == "127.0.0.1")
     async with fleet_of("--admin-host", "0.0.0.0") as fleet:
         url = fleet.frontend.admin_url.replace("0.0.0.0", "127.0.0.1")
         refused = await _from_elsewhere(url, "authorization: Bearer x")

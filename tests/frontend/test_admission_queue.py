@@ -411,7 +411,7 @@ async def test_first_leaves_as_it_is_woken() -> None:
 
 
 async def test_other_routes_do_not_wait(fleet_of: FleetOf) -> None:
-    """Routes of passthrough.py never wait: their tokens are not known."""
+    """Routes of passthrough.py never wait: their tokens are unknown."""
     gate = Gate()
     async with fleet_of(*KV, scripts=(gate.script,), **STEP) as fleet, one_at_work(fleet, gate):
         passed = asyncio.create_task(fleet.ask({"model": "m", "seed": 9}, path="/v1/embeddings"))

@@ -51,7 +51,7 @@ def told(body: bytes) -> list[bytes]:
 
 
 def failures(api: ApiStream) -> dict[str, Script]:
-    """Every way in which a stream ends before its first output, after every beginning that is none."""
+    """Every way in which a stream ends before its first output, after every beginning without output."""
     openings = [b"".join(api.opening[:count]) for count in range(len(api.opening) + 1)]
     beginnings = [*openings, *[openings[-1] + quiet for quiet in QUIET[:4]], QUIET[0] + openings[-1]]
     ends: dict[str, Any] = {

@@ -155,7 +155,7 @@ HARD = ("--session-affinity", "hard")
 
 
 async def test_sessions_belong_to_clients(fleet_of: FleetOf) -> None:
-    """A session of one name is another one for each client; nobody can move another's."""
+    """One name is a different session for each client; no client can move another client's session."""
     async with fleet_of(*HARD, scripts=(OK, OK, OK)) as fleet:
         session = "x-session-id: chat"
         home = (await fleet.ask(None, session, ALICE)).header("x-kvrouter-worker")

@@ -278,7 +278,7 @@ async def test_many_come_and_go(fleet_of: FleetOf) -> None:
 
 
 async def test_nothing_is_written_twice(fleet_of: FleetOf) -> None:
-    """Nothing is added to a relayed answer: the next bytes are those of the next answer."""
+    """Nothing is added to a relayed answer: the next bytes belong to the next response."""
     async with fleet_of(scripts=(OK,)) as fleet, fleet.connected() as client:
         for _ in range(3):
             client.send(BODY)

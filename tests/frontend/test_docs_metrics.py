@@ -48,7 +48,7 @@ def test_events_of_a_replica() -> None:
 
 
 async def test_kinds_and_labels(fleet_of: FleetOf) -> None:
-    """Kinds and labels of a frontend's metrics after a request are those of the catalog."""
+    """Kinds and labels of a frontend's metrics after a request equal the catalog's."""
     async with fleet_of("--router-mode", "kv", "--router-queue-threshold", "4") as fleet:
         await fleet.ask()
         text = (await fleet.get("/metrics")).body.decode()

@@ -1,4 +1,4 @@
-"""The list of the engines' routes, against those of vLLM and SGLang, and the API of each path."""
+"""The list of the engines' routes, against the routes of vLLM and SGLang, and the API of each path."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def operations(described: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any
 
 
 async def test_each_port_describes_its_routes(fleet_of: FleetOf) -> None:
-    """Both ports; the admin listener has those of operators, too. Every described route is served."""
+    """Both ports; the admin listener has the operators' routes, too. Every described route is served."""
     async with fleet_of("--router-mode", "kv", scripts=(OK,)) as fleet:
         admin = (await get(fleet.frontend.admin_url, "/openapi.json")).json
         found = operations(admin)
@@ -113,7 +113,7 @@ def test_the_page_has_every_route() -> None:
 
 
 def test_every_answer_of_our_own_has_a_schema() -> None:
-    """None is `{}`; those of engines are theirs."""
+    """No schema is `{}`; engines' routes have the engines' schemas."""
     for route, one in operations(document(_ROUTES)).items():
         for status, answer in one["responses"].items():
             schemas = [content.get("schema") for content in answer["content"].values()]

@@ -85,7 +85,7 @@ def heimdall(tmp_path: Path) -> str:
 
 
 def test_indexer_config_has_the_defaults(heimdall: str) -> None:
-    """Its values are those of the settings that do the same; a setting that is given wins."""
+    """Its values equal the settings that do the same; a setting that is given wins."""
     options = parse_options([heimdall, "--index-max-blocks=7", "--tokenizer-workers=2"])
 
     assert (500_000, 0.8) == (options.tokens.cache.max_parts, options.tokens.cache.enough)

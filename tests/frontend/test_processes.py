@@ -226,7 +226,7 @@ async def answer_of(url: str, path: str) -> Response | None:
 
 
 async def killed_under_load(parent: Parent) -> None:
-    """Under load the only lost connections are those of the killed process."""
+    """Under load only connections of the killed process are lost."""
     broken: list[Exception] = []
     ended = asyncio.Event()
 

@@ -208,7 +208,7 @@ def test_engine_model(cards: list[dict[str, Any]], name: str) -> None:
 
 @pytest.mark.parametrize(("engine", "is_apart"), [("sglang", True), ("vllm", False)])
 def test_extra_key(engine: str, is_apart: bool) -> None:
-    """SGLang's extra key keeps a request's blocks apart from those of plain ones; vLLM ignores it."""
+    """SGLang's extra key keeps a request's blocks apart from plain requests' blocks; vLLM ignores it."""
     pool, ids = new_pool(card("w1", engine=engine)), list(range(64))
     keys = (None, "a", "a", "b")
     hashes = [named([Encoded(ids, 64)], Naming(pool, "m", extra_key=key))[0].hashes for key in keys]

@@ -70,7 +70,7 @@ async def test_errors_keep_their_form(fleet_of: FleetOf) -> None:
 
 
 async def test_openapi_names_it(fleet_of: FleetOf) -> None:
-    """A client that is made from the document asks under the prefix; its paths have none."""
+    """A client that is made from the document asks under the prefix; its paths have no prefix."""
     async with fleet_of("--root-path", ROOT, scripts=(OK,)) as fleet:
         for url in (fleet.url, fleet.frontend.admin_url):
             found = (await get(url, "/openapi.json")).json

@@ -72,7 +72,7 @@ async def ids_of(tiny: Path) -> list[int]:
 
 
 def bodies(fleet: Fleet) -> list[bytes]:
-    """Those of clients' chats, as engines got them."""
+    """Token ids of clients' chats, as engines got them."""
     found = [received.body for worker in fleet.workers for received in worker.requests]
     return [body for body in found if b'"max_tokens":7' in body.replace(b" ", b"")]
 

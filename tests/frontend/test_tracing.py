@@ -239,7 +239,7 @@ def test_full_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 async def test_variables(environ: dict[str, str], is_on: bool) -> None:
-    """Those of OpenTelemetry switch it on and off."""
+    """OpenTelemetry's variables switch it on and off."""
     with capture_logs() as logs:
         async with open_tracing(None, None, "r", environ) as found:
             assert is_on == (found is not None)

@@ -58,7 +58,7 @@ _KEPT = 200
 @needs_long("six minutes")
 @pytest.mark.timeout(1800)
 async def test_replicas_outlive_an_attacker(tmp_path: Path) -> None:
-    """Every replica then holds the blocks that the agents publish, and these those of their engines.
+    """Every replica then holds the blocks that the agents publish, and these hold their engines' blocks.
 
     /live answers all the time, memory returns, and no exception is logged.
     """

@@ -42,7 +42,7 @@ async def rows_of(fleet: Fleet) -> tuple[Any, Any]:
 
 
 async def test_targets_equal_workers(fleet_of: FleetOf) -> None:
-    """The load, the blocks and the feed of each target are those of /workers."""
+    """The load, the blocks and the feed of each target equal /workers."""
     async with (
         fleet_of("--router-mode", "kv", scripts=(STALLS, STALLS), ranks=2, publishes_events=True) as fleet,
         fleet.connected() as client,

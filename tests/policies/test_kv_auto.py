@@ -141,7 +141,7 @@ def test_a_hot_prefix_is_copied() -> None:
 
 
 def test_without_tokens_the_fewest_requests() -> None:
-    """No seconds can be predicted for a prompt that is not known."""
+    """No seconds can be predicted for an unknown prompt."""
     few = [candidate("w1", requests=3), candidate("w2", requests=1)]
 
     assert ["w2"] == picked(Kv(overlap_weight=AUTO), few, request())

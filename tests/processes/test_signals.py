@@ -74,7 +74,7 @@ async def next_line(process: asyncio.subprocess.Process) -> str:
     ],
 )
 async def test_ends(first: signal.Signals, second: signal.Signals, expected: list[str]) -> None:
-    """SIGTERM has a grace, Ctrl-C has none, and the second one hurries."""
+    """SIGTERM has a grace, Ctrl-C does not, and a second signal hurries."""
     async with running() as process:
         process.send_signal(first)
         said = [await next_line(process)]

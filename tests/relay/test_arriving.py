@@ -19,7 +19,7 @@ def arriving(framing: LengthFraming | ChunkFraming, shared: ArrivingBytes, most:
 
 
 async def test_bytes_are_counted() -> None:
-    """The bytes of an unfinished body count; those of a complete or rejected one do not."""
+    """The bytes of an unfinished body count; the bytes of a complete or rejected body do not."""
     shared = ArrivingBytes(100)
     whole, left = arriving(LengthFraming(10), shared), arriving(ChunkFraming(), shared)
     whole.feed(b"12345")

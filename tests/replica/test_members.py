@@ -144,7 +144,7 @@ def test_worker_that_comes_back(logs: list[dict[str, Any]]) -> None:
 
 
 def test_replicas_come_and_go(logs: list[dict[str, Any]]) -> None:
-    """One line for each replica that joins, leaves or is lost; the replica itself has none."""
+    """One line for each replica that joins, leaves or is lost; the replica itself has no line."""
     space = Namespace()
     for peer in ("p", "p", "q"):
         space.peer(peer)

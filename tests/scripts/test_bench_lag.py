@@ -1,4 +1,4 @@
-"""The arithmetic of `scripts/bench lag`, and its mock workers, whose messages equal those of agents."""
+"""The arithmetic of `scripts/bench lag`, and its mock workers, which send the same messages as agents."""
 
 from __future__ import annotations
 

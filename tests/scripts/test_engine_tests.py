@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 
 from scripts.kit.engine_tests.adapters import write_adapter
-from scripts.kit.engine_tests.answers import Answer, Sample, _completion, _events, _message, _response
+from scripts.kit.engine_tests.answers import (
+    Answer,
+    Sample,
+    events_of,
+    read_completion,
+    read_message,
+    read_response,
+)
 from scripts.kit.engine_tests.engines import Kind, find_program
 from scripts.kit.engine_tests.report import Report
 from scripts.kit.engine_tests.script import main
@@ -116,13 +123,13 @@ RESPONSE = {
 
 @pytest.mark.parametrize(
     ("read", "events"),
-    [(_completion, CHUNKS), (_message, MESSAGE_EVENTS), (_response, [{"response": RESPONSE}])],
+    [(read_completion, CHUNKS), (read_message, MESSAGE_EVENTS), (read_response, [{"response": RESPONSE}])],
 )
 def test_answers_of_each_api(read: Callable[..., Answer], events: list[Any]) -> None:
     """Text and tokens of a stream; of several answers the first."""
     body = b"".join(b"event: x\ndata: %b\n\n" % json.dumps(event).encode() for event in events)
 
-    answer = read(Head(200, {}), _events(body + b"data: [DONE]\n\n"))
+    answer = read(Head(200, {}), events_of(body + b"data: [DONE]\n\n"))
 
     assert ("ab", 9, 4) == (answer.text, answer.prompt_tokens, answer.cached_tokens)
 
@@ -141,7 +148,7 @@ def test_an_error_ends_the_run() -> None:
     with pytest.raises(HttpError, match="no workers"):
         Answer(503, {}, "no workers").sample(1, "both engines", REQUEST, block_size=32)
     with pytest.raises(HttpError, match="holds an error"):
-        _events(b'data: {"error": {"message": "oh"}}\n\n')
+        events_of(b'data: {"error": {"message": "oh"}}\n\n')
 
 
 def test_share_of_exact_predictions() -> None:

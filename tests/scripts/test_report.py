@@ -243,7 +243,7 @@ def test_demo_requests() -> None:
 
 
 def test_trace_requests() -> None:
-    """Those of chaos and benchmarks: 640 in 35 s, equal each time they are made."""
+    """Requests of chaos and benchmarks: 640 in 35 s, equal each time they are made."""
     requests = load_requests(640)
 
     assert requests == load_requests(640)

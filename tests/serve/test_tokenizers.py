@@ -65,7 +65,7 @@ def test_named_even_if_alone(directories: dict[str, Path]) -> None:
 
 
 def test_some_named_by_hand(directories: dict[str, Path]) -> None:
-    """A path given for one model does not change those of others."""
+    """A path given for one model does not change other models' paths."""
     tokens = TokenOptions((("one", "/by/hand"),), way="local")
     one, two, far = engine("one", directories["one"]), engine("two", directories["two"]), engine("far", "O/R")
     tokenizers = learnt(tokens, one, two, far)

@@ -46,7 +46,7 @@ def test_pages_of_the_docs_are_current(path: object) -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_the_page_names_each_setting(name: str) -> None:
-    """The part of a command names all of its settings, also those of which another command has the row."""
+    """The part of a command names all of its settings, also settings with their row at another command."""
     _, _, rest = settings_page.settings_page().partition(f"\n## kvrouter {name}\n")
     part, _, _ = rest.partition("\n## ")
     named = {text.replace("[no-]", "").split(" ")[0] for text in re.findall(r"`([^`]+)`", part)}

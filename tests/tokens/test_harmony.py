@@ -178,7 +178,7 @@ async def test_model_directory(
 
 
 async def test_engine_that_uses_the_template(gpt_oss: Path, tiny: Path) -> None:
-    """If a probe shows it, as of SGLang, chats are those of the template from then on."""
+    """If a probe shows it, as of SGLang, chats are rendered by the template from then on."""
     probe = ChatPrompt(CHAT[1:2])
     with PromptEncoder.load(gpt_oss) as encoder, PromptEncoder.load(tiny) as other:
         (ids,) = await other.encode(probe) or [[]]

@@ -1,4 +1,4 @@
-"""Images in chats: their names and numbers of tokens are those of vLLM."""
+"""Images in chats: their names and numbers of tokens equal vLLM's."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_tokens_of_llava(tmp_path: Path, kind: str, strategy: str, tokens: int) 
     "text", ["", "[]", "{", '{"model_type": "llava"}', '{"model_type": "qwen2"}', '{"model_type": []}']
 )
 def test_other_models(tmp_path: Path, text: str) -> None:
-    """A model that carries no images, or whose configuration is broken, has none."""
+    """A model that carries no images, or with a broken configuration, has no reader."""
     (tmp_path / "config.json").write_text(text, "utf-8")
 
     assert VisionModel.load(tmp_path) is None

@@ -202,7 +202,7 @@ def test_text_parts_as_ray_takes_them() -> None:
 
 
 def test_plain_text_of_other_prompts() -> None:
-    """The plain text of a text is itself; token ids and unknown prompts have none."""
+    """The plain text of a text is itself; token ids and unknown prompts have no text."""
     assert "xy" == plain_text(TextPrompt(["x", "y"]))
     assert "" == plain_text(TokenPrompt([[1, 2]])) == plain_text(None)
 

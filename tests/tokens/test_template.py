@@ -135,7 +135,7 @@ def test_json_is_not_escaped() -> None:
 
 
 def test_absent_variables() -> None:
-    """Without tools and documents both are none; an unset variable prints nothing."""
+    """Without tools and documents both are None; an unset variable prints nothing."""
     assert "True True ||" == ChatTemplate("{{ tools is none }} {{ documents is none }} |{{ other }}|").render(
         HELLO
     )

@@ -22,7 +22,7 @@ def hashed(text: str, **identity: Any) -> Prompt:
 
 @given(st.text("ab", min_size=1, max_size=40), st.text("ab", max_size=40))
 def test_blocks_fit_the_length(text: str, more: str) -> None:
-    """There is a hash for each full block, and a longer text keeps those of its beginning."""
+    """There is a hash for each full block, and a longer text keeps the hashes of its beginning."""
     short, long = hashed(text), hashed(text + more)
 
     assert len(short.hashes) == len(text) // 8 == short.isl // 2
@@ -30,7 +30,7 @@ def test_blocks_fit_the_length(text: str, more: str) -> None:
 
 
 def test_identity() -> None:
-    """LoRA and salt change every hash, and hashes of text differ from those of tokens."""
+    """LoRA and salt change every hash, and hashes of text differ from hashes of tokens."""
     text = "0123456789abcdef"
     named = [hashed(text), hashed(text, lora_name="a"), hashed(text, salt="a"), hashed(text[::-1])]
 

@@ -194,7 +194,7 @@ async def test_an_older_agent_beside_a_group(previous: Path, tmp_path: Path) -> 
 
 
 async def test_versions_differ(previous: Path, tmp_path: Path) -> None:
-    """A process named in `old` runs the files of the version before, the others those of this checkout."""
+    """A process named in `old` runs the files of the version before, the others run this checkout."""
     async with MixedFleet(tmp_path, previous) as fleet:
         fleet.old = {"old"}
         for name in ("old", "new"):

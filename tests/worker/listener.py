@@ -99,7 +99,7 @@ class Listener:
                     await self._has_heard.wait()
 
     async def usurp(self, later: WorkerBeat) -> None:
-        """Send heartbeats of a later agent with the same worker id, between those of the agent."""
+        """Send heartbeats of a later agent with the same worker id, between the agent's heartbeats."""
         subject = self.subjects.live_worker(self._worker_id)
         self.bus.publish(subject, encode_op(later))
         await self.beat(lambda beat: beat == later)

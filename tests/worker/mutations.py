@@ -30,7 +30,7 @@ def mutate(message: Message, chance: random.Random) -> list[Message]:
 
 
 def pervert(message: Message, chance: random.Random, hashes: list[int]) -> list[Message]:
-    """A well-formed batch that no engine would send. `hashes` are those of the whole capture."""
+    """A well-formed batch that no engine would send. `hashes`: of the whole capture."""
     ts, events, rank = msgpack.unpackb(message[2])
     for _ in range(chance.randint(1, 3)):
         event: dict[str, Any] | list[Any] = chance.choice([*events, *_orders(chance, hashes)])

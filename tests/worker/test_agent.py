@@ -22,7 +22,6 @@ from kvrouter.core.wire.ops import VERSION, Cleared, ReplayRequest
 from kvrouter.core.wire.ops import encode as encode_op
 from kvrouter.version import __version__
 from kvrouter.worker import agent, pool_choice
-from kvrouter.worker import rank as rank_module
 from kvrouter.worker.agent import serve
 from kvrouter.worker.announcer import TakenOverError
 from kvrouter.worker.engines.adapter import Batch
@@ -193,9 +192,9 @@ async def test_publishes_events(scene: Scene) -> None:
         await scene.listener.until_held({A, B})
 
 
+@pytest.mark.usefixtures("reads_again_soon")
 async def test_events_raise(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unexpected error in an event stops its rank for a pause; then the history is read again."""
-    monkeypatch.setattr(rank_module, "READ_AGAIN_S", 0.05)
     is_sound = asyncio.Event()
     publish = VllmAdapter.publish
 
@@ -211,9 +210,9 @@ async def test_events_raise(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> No
         await scene.listener.until_held({A})
 
 
+@pytest.mark.usefixtures("reads_again_soon")
 async def test_reading_raises(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error before a batch is queued ends after a pause, too."""
-    monkeypatch.setattr(rank_module, "READ_AGAIN_S", 0.05)
     async with scene.agent():
         await scene.listener.until_held({A})
         await scene.events.until_subscribed()
@@ -231,10 +230,9 @@ async def test_reading_raises(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> 
         await scene.listener.until_held({A, B})
 
 
-async def test_history_is_read_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("reads_again_soon")
+async def test_history_is_read_again(scene: Scene) -> None:
     """An engine that reports too few blocks for a while is whole again afterwards."""
-    monkeypatch.setattr(rank_module, "READ_AGAIN_S", 0.02)
-    monkeypatch.setattr(rank_module, "MOST_READ_AGAIN_S", 0.05)
     sound = scene.engine.metrics
     async with scene.agent():
         await scene.listener.until_held({A})
@@ -476,9 +474,14 @@ async def test_another_model(scene: Scene) -> None:
     assert raised.group_contains(EngineError, match="now serves 'other'")
 
 
-async def test_adapters_come(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An adapter that the engine loads later is announced."""
+@pytest.fixture
+def asks_for_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent, "MODELS_EVERY_S", 0.02)
+
+
+@pytest.mark.usefixtures("asks_for_models")
+async def test_adapters_come(scene: Scene) -> None:
+    """An adapter that the engine loads later is announced."""
     async with scene.agent():
         await scene.listener.beat(lambda beat: bool(beat.card and beat.card.lora_names == ("adapter",)))
         scene.engine.adapters = ["adapter", "other"]
@@ -488,9 +491,9 @@ async def test_adapters_come(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> N
         )
 
 
-async def test_another_model_without_an_outage(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("asks_for_models")
+async def test_another_model_without_an_outage(scene: Scene) -> None:
     """An engine that serves another model without an outage ends its agent, with the reason."""
-    monkeypatch.setattr(agent, "MODELS_EVERY_S", 0.02)
     with pytest.RaisesGroup(pytest.RaisesExc(EngineError, match="'tiny' and now serves 'other'")):
         async with scene.agent() as task:
             await scene.listener.beat(lambda beat: beat.state == "up")

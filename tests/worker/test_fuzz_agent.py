@@ -18,7 +18,6 @@ import pytest
 from kvrouter.bus import Bus, NatsOptions, Subjects
 from kvrouter.observe.verify import VerifyError
 from kvrouter.observe.verify.agents import Requests
-from kvrouter.worker import rank as rank_module
 from kvrouter.worker.agent import serve
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.zmq.sockets import EventEndpoints
@@ -49,13 +48,10 @@ async def hostile(engine: ServedEngine, frames: int) -> None:
     engine.is_hostile = False
 
 
+@pytest.mark.usefixtures("reads_again_soon")
 @pytest.mark.parametrize("kind", KINDS)
-async def test_agent_outlives_its_engine(
-    kind: Kind, nats_url: str, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_agent_outlives_its_engine(kind: Kind, nats_url: str, free_port: Callable[[], int]) -> None:
     """After hostile events, replays and metrics it publishes the engine's blocks."""
-    monkeypatch.setattr(rank_module, "READ_AGAIN_S", 0.02)
-    monkeypatch.setattr(rank_module, "MOST_READ_AGAIN_S", 0.1)
     namespace = f"fuzz-{kind}-{free_port()}"
     stop = asyncio.Event()
     async with ServedEngine.open(kind, seed=7) as engine, Bus.open(NatsOptions((nats_url,)), name="t") as bus:

@@ -47,7 +47,7 @@ class Cost:
     """Instructions per request, or per event of a stream."""
 
     units: int  # requests or events of the run
-    instructions: float  # without those of an idle frontend
+    instructions: float  # without an idle frontend's
     idle: float  # which were subtracted
 
 
@@ -118,7 +118,7 @@ async def run(flags: argparse.Namespace) -> int:
 
 
 def works(share: float) -> list[Work]:
-    """Those of `relay`, with fewer requests."""
+    """The works of `relay`, with fewer requests."""
     short, *more = standard_works()
     return [
         replace(

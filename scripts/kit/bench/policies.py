@@ -3,7 +3,7 @@
 In this process: the pool's tables, the candidates, the filters and the policy, as called by the request
 path, without booking. `candidates` is the part shared by all modes; a mode's own part is the difference.
 `text` is the prompt's 36,000 characters, for the mode that uses them. `kv:auto, hot` is the
-longest way through `kv:auto`: the prompt's deepest cached block is that of many requests, and one target
+longest way through `kv:auto`: many requests share the prompt's deepest cached block, and one target
 has it, so a place for a copy is searched each time.
 """
 

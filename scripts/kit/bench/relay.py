@@ -1,7 +1,7 @@
 """Cost of a request and of a streamed event at one frontend.
 
 Fake workers and a load generator in C (scripts/kit/bench/wire) are faster than the frontend: `direct` is
-the load without a frontend. CPU time is that of the frontend's process alone.
+the load without a frontend. CPU time covers the frontend's process alone.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A whole frontend runs in this process, with two replacements: this module writes the clients' bytes, and
 answers for the workers at once. So the figure is CPU time of kvrouter's Python (and of the loop's callbacks),
-repeatable to a few percent, and `--profile` shows its parts. It is lower than that of `scripts/bench relay`
+repeatable to a few percent, and `--profile` shows its parts. It is lower than in `scripts/bench relay`
 with real sockets: it has no kernel time, and warmer caches.
 """
 

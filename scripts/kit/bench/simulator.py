@@ -3,7 +3,7 @@
     chats ──┬──> NATS, four mockers with agents, two replicas ──> cached tokens, TTFT ──┐
             └──> simulator with the step model of the mocker's times, two routers ──────┴──> differences
 
-The mockers are slow, so that the times are the engines' and not those of HTTP and of this machine.
+The mockers are slow, so that engines take the time, not HTTP and this machine.
 """
 
 from __future__ import annotations

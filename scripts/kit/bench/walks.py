@@ -57,7 +57,7 @@ class Step(NamedTuple):
     part: str
     file: str
     function: str
-    """The longest of those that a walk calls: the first is often only a question."""
+    """The longest function that a walk calls: the first is often only a question."""
 
 
 class _Loop(asyncio.SelectorEventLoop):

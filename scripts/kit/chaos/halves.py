@@ -20,7 +20,7 @@ from scripts.kit.load import SteadyLoad
 PREFILLS, DECODES = (0, 1), (2, 3)
 # What a prefill worker keeps is gone after this; vLLM's lease is 30 s.
 LEASE_S = 3.0
-# The flag by which workers of the next version differ: they hand nothing over to those of this one.
+# The flag by which workers of the next version differ: they hand nothing over to workers of this version.
 NEXT_VERSION = "--kv-hash=next"
 _DOWN_S = 2.0
 _BETWEEN_S = 1.0

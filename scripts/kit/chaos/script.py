@@ -110,7 +110,7 @@ async def _run_stage(
 
 
 async def _run_watched(console: Console, rows: Sequence[Row]) -> list[RowResult]:
-    """The rows with alerts, on a fleet of their own."""
+    """The rows with alerts, on a separate fleet."""
     if not has_prometheus():
         return [RowResult(row.name, row.what, skipped=NO_PROMETHEUS) for row in rows]
     results = []

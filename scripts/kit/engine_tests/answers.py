@@ -66,12 +66,12 @@ async def ask(client: Client, base_url: str, request: Request) -> Answer:
     head = await client.send("POST", url, body.extend, request.encoded())
     if head.status != 200:
         return Answer(head.status, head.headers, body.decode(errors="replace"))
-    events = _events(bytes(body)) if request.is_stream else [json.loads(body)]
-    read = {"/v1/messages": _message, "/v1/responses": _response}.get(request.path, _completion)
+    events = events_of(bytes(body)) if request.is_stream else [json.loads(body)]
+    read = {"/v1/messages": read_message, "/v1/responses": read_response}.get(request.path, read_completion)
     return read(head, events)
 
 
-def _events(body: bytes) -> list[Json]:
+def events_of(body: bytes) -> list[Json]:
     """The data of a stream's events, without `[DONE]`. Raises HttpError if one is an error."""
     lines = [line.removeprefix(b"data: ") for line in body.split(b"\n") if line.startswith(b"data: ")]
     events: list[Json] = [json.loads(line) for line in lines if line != b"[DONE]"]
@@ -81,7 +81,7 @@ def _events(body: bytes) -> list[Json]:
     return events
 
 
-def _completion(head: Head, events: list[Json]) -> Answer:
+def read_completion(head: Head, events: list[Json]) -> Answer:
     """A chat or a completion."""
     usage: Json = next((event["usage"] for event in reversed(events) if event.get("usage")), {})
     details = usage.get("prompt_tokens_details") or {}
@@ -93,7 +93,7 @@ def _completion(head: Head, events: list[Json]) -> Answer:
     )
 
 
-def _message(head: Head, events: list[Json]) -> Answer:
+def read_message(head: Head, events: list[Json]) -> Answer:
     """An answer of /v1/messages; `input_tokens` is what was neither cached before nor stored now."""
     blocks = [block for event in events for block in event.get("content") or ()]
     deltas = [event["delta"] for event in events if event.get("type") == "content_block_delta"]
@@ -106,7 +106,7 @@ def _message(head: Head, events: list[Json]) -> Answer:
     return Answer(head.status, head.headers, text, total, cached)
 
 
-def _response(head: Head, events: list[Json]) -> Answer:
+def read_response(head: Head, events: list[Json]) -> Answer:
     """An answer of /v1/responses; the last event of a stream has the whole of it."""
     response: Json = events[-1].get("response") or events[-1]
     usage = response.get("usage") or {}

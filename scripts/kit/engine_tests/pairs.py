@@ -2,8 +2,8 @@
 
     scripts/test-vllm DIR --pd nixl|mooncake|example
 
-Each answer is compared with that of one engine alone; blocks are counted by the decode engine's own metrics.
-The names in the engine's files are compared with those that tests/connectors knows.
+Each answer is compared with one engine's alone; blocks are counted by the decode engine's own metrics.
+The names in the engine's files are compared with the names in tests/connectors.
 nixl and mooncake need their libraries in DIR/nixl and DIR/mooncake, as `scripts/test-vllm --build DIR` makes
 them; mooncake also libibverbs1 (`apt-get install libibverbs1`, or its files in DIR/ibverbs), but no device.
 """

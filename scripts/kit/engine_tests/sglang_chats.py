@@ -4,7 +4,7 @@
     … sglang_chats.py RECORDED FILE --random 2000 --seed 7     chats mixed at random of those
 
 with the Python of an environment that has SGLang, which needs no engine and no GPU for this. Bodies and
-templates are those of RECORDED (tests/data/sglang_chats_0.5.23.json): a new body is added there first.
+templates come from RECORDED (tests/data/sglang_chats_0.5.23.json): a new body is added there first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def random_chat(rng: random.Random, chats: list[Json]) -> Json:
 
 
 class Defaults(SimpleNamespace):
-    """SGLang's settings: all are off but those that are given."""
+    """SGLang's settings: all are off except the given ones."""
 
     def __getattr__(self, _name: str) -> None:
         return None

@@ -1,4 +1,4 @@
-"""Requests like those of one company's clients: shared system prompts, turns, tools, tenants, adapters.
+"""Requests as one company's clients send them: shared system prompts, turns, tools, tenants, adapters.
 
 Each group has its own system prompt, with which its requests begin. All groups together need
 more blocks than the engines have, so the engines evict.

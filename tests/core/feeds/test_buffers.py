@@ -45,7 +45,7 @@ def test_lowest_number_comes_out_first() -> None:
 
 
 def test_older_incarnation_comes_out_first() -> None:
-    """A newer incarnation's frames come after those of an older one."""
+    """A newer incarnation's frames come after an older incarnation's."""
     kept = held((7, 0))
     kept.hold(Decoded(1, 6, 1, []), 10, 0)
     kept.hold(Decoded(1, 5, 8, []), 10, 0)

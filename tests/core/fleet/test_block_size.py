@@ -65,7 +65,7 @@ def of_three(*sizes: int) -> Pool:
 
 
 def test_most_targets_decide() -> None:
-    """Targets count, not workers: two ranks of one engine outweigh one of another."""
+    """Targets count, not workers: two ranks of one engine outweigh one rank of another engine."""
     assert 16 == of_three(32, 16, 16).block_size
     assert 16 == new_pool(card("w1", block_size=32), card("w2", ranks=2)).block_size
 

@@ -50,7 +50,7 @@ def test_many_shared_names() -> None:
 
 
 def test_replica_tells_of_shared_names() -> None:
-    """Names of base models that live workers of two pools serve; not those of one pool, and no adapters."""
+    """Names of base models that live workers of two pools serve; no names of one pool only, no adapters."""
     replica = new_replica()
     receive_worker(replica, card("w1", model="k", served_names=("k",), lora_names=("sql",)), pool=PoolId("k"))
     receive_worker(replica, card("w2", model="q", served_names=("q",), lora_names=("sql",)), pool=PoolId("q"))

@@ -211,7 +211,7 @@ def test_invented_pool(replica: Replica) -> None:
 
 
 def test_forged_workers_delay_nothing_for_long(replica: Replica) -> None:
-    """A forged peer names new workers all the time: a joiner waits for those of its first lease only."""
+    """A forged peer names new workers all the time: a joiner waits for workers of its first lease only."""
     receive_worker(replica, card("w1"))
     for number in range(2 * ROUNDS + 1):
         names = [f"invented-{number}-{each}" for each in range(3)]
@@ -242,7 +242,7 @@ def test_feeds_that_nobody_answers_for(replica: Replica) -> None:
 
 
 def test_each_serves_what_the_other_cannot() -> None:
-    """Clients of one pool would lose as much as those of the other gain: both replicas stay ready."""
+    """Clients of one pool would lose as much as clients of the other gain: both replicas stay ready."""
     first, second = ready(ME, POOL), ready(PEER, OTHER)
 
     pass_rounds(2 * ROUNDS, first, second)

@@ -72,7 +72,7 @@ def test_columns_that_do_not_fit(wrong: Any, place: int) -> None:
 
 
 def test_amounts_beyond_64_bits() -> None:
-    """They raise OverflowError, as array('q') does; sums equal those of Python's numbers."""
+    """They raise OverflowError, as array('q') does; sums equal the sums of Python's numbers."""
     reckon, costs = native("columns").reckon_overlap, native("columns").costs
     for most, size, start in ((2**40, 2**40, 0), (1, 1, MOST)):
         with pytest.raises(OverflowError):

@@ -90,7 +90,7 @@ def test_progress_is_taken_off() -> None:
 
 @pytest.mark.usefixtures("core")
 def test_each_prompt_takes_its_fixed_part() -> None:
-    """The request's own, the head's, of which 6 ms are done, and those of the two that wait."""
+    """The request's own, the head's, of which 6 ms are done, and the seconds of the two that wait."""
     found = costs_of((100, 3, 40, 0, 9.994, 20), (0, 0, 0, 0, 0.0, 6000), fixed=0.01)
 
     assert [pytest.approx(0.008 + 2 * 0.01 + 0.006), 0.0] == list(found.wait_s)

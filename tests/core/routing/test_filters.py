@@ -178,7 +178,7 @@ def test_circuit_breaker() -> None:
 
 @given(st.lists(st.sampled_from([0, 10, 20, 30]), min_size=1), st.integers(0, 40))
 def test_contexts(lengths: list[int], needed: int) -> None:
-    """A target stays if the request fits, or its context is not known. If it fits none, the longest stay."""
+    """A target stays if the request fits or its context is unknown; if it fits none, the longest stay."""
     candidates = [candidate(f"w{place}", max_model_len=length) for place, length in enumerate(lengths)]
     fit = [f"w{place}" for place, length in enumerate(lengths) if not length or length >= needed]
     longest = [f"w{place}" for place, length in enumerate(lengths) if length == max(lengths)]

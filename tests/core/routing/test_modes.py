@@ -120,7 +120,7 @@ def test_ties_are_reported(router: Router) -> None:
 
 
 def test_why_not_the_others(router: Router) -> None:
-    """What removed a target, its terms beside those of the choice, or that chance chose."""
+    """What removed a target, its terms next to the choice's terms, or that chance chose."""
     router.pool.update(W1, worker_beat(state="draining"))
     router.pool.index.store(T2, CHAIN[:8])
     decision = router.decide(asked(), 0.0)

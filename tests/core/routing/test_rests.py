@@ -25,7 +25,7 @@ def test_rest_ends() -> None:
 
 
 def test_longer_rest_stays() -> None:
-    """A shorter rest does not end a longer one; a target that is gone has none."""
+    """A shorter rest does not end a longer one; a target that is gone does not rest."""
     rests = Rests()
     rests.ask(W1, until=10.0)
     rests.ask(W1, until=5.0)

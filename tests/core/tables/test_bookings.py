@@ -121,7 +121,7 @@ def test_output_blocks_are_never_shared(active: BookingTable) -> None:
 
 
 def test_anonymous_blocks_count(active: BookingTable) -> None:
-    """Blocks whose hashes are not known are active too."""
+    """Blocks with unknown hashes are active too."""
     active.book(booking(anonymous_blocks=7))
 
     assert 11 == active.blocks(T1)
@@ -358,7 +358,7 @@ class ActiveHistory(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        """Sums, depths and digests are those of the bookings."""
+        """Sums, depths and digests equal the bookings'."""
         self.active.check()
         for target in (T1, T2):
             here = [one for one in self.model.values() if one.target == target]

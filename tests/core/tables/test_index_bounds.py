@@ -239,7 +239,7 @@ def _check(links: list[Link]) -> None:
 
 @pytest.mark.parametrize("full", ["refuse", "lru"])
 def test_resume_points_take_no_row(full: Literal["refuse", "lru"]) -> None:
-    """With a bound only those of blocks that are held are kept, and they leave with their blocks."""
+    """With a bound only resume points of blocks that are held are kept, and they leave with their blocks."""
     index = BlockIndex(IndexBounds(max_blocks=3, full=full))
     index.resume(T1, b"")
     for root in (100, 200):

@@ -147,7 +147,7 @@ def test_doubtful_predictions_raise_no_alarm(facts: dict[str, Any]) -> None:
 
 
 def test_several_prompts_are_not_compared() -> None:
-    """Engines report the cached tokens of one prompt only; the number of prompt tokens is that of all."""
+    """Engines report the cached tokens of one prompt only; the number of prompt tokens counts all prompts."""
     record = observed((predicted(4, is_single=False), Usage(101, 0)))
 
     assert {} == record.predictions

@@ -103,7 +103,7 @@ def test_service_is_without_the_wait(active: BookingTable) -> None:
 
 
 def test_an_unobserved_end_teaches_nothing(active: BookingTable) -> None:
-    """After an abort, or an end that was only predicted, it is not known when the next prefill began."""
+    """After an abort, or an end that was only predicted, the beginning of the next prefill is unknown."""
     active.service(A, 10.5, 0.5)
     active.mark_prefill_completed(A, 10.5)
     active.free(B, 10.6)

@@ -79,7 +79,7 @@ def test_departed_target_is_forgotten(rates: PrefillRates) -> None:
 
 
 def test_pool_median_is_of_the_latest() -> None:
-    """In a large fleet it is the median of the latest samples, without those of targets that left."""
+    """In a large fleet it is the median of the latest samples, without samples of targets that left."""
     rates = PrefillRates()
     for number in range(POOL_SAMPLES):
         rates.observe(Target(WorkerId(f"w{number}")), 1000, 1.0)

@@ -214,9 +214,14 @@ def test_eviction_happens_every_interval(evicting: TextIndex) -> None:
     assert (0, 20) == (evicting.chars(A), evicting.chars(B))
 
 
-def test_eviction_in_steps(evicting: TextIndex, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two steps texts are inserted, used and removed: those used meanwhile stay."""
+@pytest.fixture
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_index, "STEP_NODES", 1)
+
+
+@pytest.mark.usefixtures("small_steps")
+def test_eviction_in_steps(evicting: TextIndex) -> None:
+    """Between two steps texts are inserted, used and removed: texts used meanwhile stay."""
     for number in range(6):
         evicting.insert(A, f"{number}----", float(number))
 
@@ -235,9 +240,9 @@ def test_eviction_in_steps(evicting: TextIndex, monkeypatch: pytest.MonkeyPatch)
     assert 15 <= 5 + left
 
 
-def test_target_that_leaves_during_its_eviction(evicting: TextIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("small_steps")
+def test_target_that_leaves_during_its_eviction(evicting: TextIndex) -> None:
     """The eviction ends."""
-    monkeypatch.setattr(text_index, "STEP_NODES", 1)
     for number in range(6):
         evicting.insert(A, f"{number}----", float(number))
     steps = evicting.eviction(100.0)
@@ -305,7 +310,7 @@ def test_texts_that_went_leave_no_trace(index: TextIndex) -> None:
     st.lists(st.tuples(st.sampled_from("ire"), st.sampled_from(ALL), st.text("ab", max_size=8)), max_size=40)
 )
 def test_random_histories(history: list[tuple[str, Target, str]]) -> None:
-    """Matches are those of plain sets of texts; characters are those of their distinct prefixes."""
+    """Matches equal those of plain sets of texts; characters equal the number of their distinct prefixes."""
     index = TextIndex()
     held: dict[Target, set[str]] = {target: set() for target in ALL}
     for now, (what, target, text) in enumerate(history):

@@ -152,7 +152,7 @@ def test_clear(cache: BlockCache) -> None:
 
 
 def test_extra_keys(cache: BlockCache) -> None:
-    """The LoRA name is in the keys of every block, the salt in those of the first only."""
+    """The LoRA name is in the keys of every block, the salt in the keys of the first block only."""
     serve(cache, [*range(8)], lora_name="adapter", salt="pepper")
 
     (event,) = cache.take_events()

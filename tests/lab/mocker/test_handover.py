@@ -175,7 +175,7 @@ async def test_half_is_known(post: Post) -> None:
 
 
 async def test_cached_tokens_left_out(post: Post) -> None:
-    """Without those of the prefill engine the decode engine reports the whole prompt."""
+    """Without the prefill engine's tokens the decode engine reports the whole prompt."""
     async with pair() as (first, second):
         params = await prefill(post, first)
         del params["remote_prefill_cached_tokens"]

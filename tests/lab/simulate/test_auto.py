@@ -78,7 +78,7 @@ def test_eight_replicas_share_a_hot_prefix() -> None:
 
 
 def test_unsynced_replicas_are_no_ruin() -> None:
-    """A head that is overdue because of requests that are not known of does not count as nearly done."""
+    """A head that is overdue because of unknown requests does not count as nearly done."""
     cell = Cell(TRACE, cache=0.5, load=0.6, replicas=4, sync=None)
 
     assert run(cell).ttft_p90_s < 1.1 * run(cell, EIGHT).ttft_p90_s

@@ -72,7 +72,7 @@ def serve(
 
 
 def request(at: float, prompt: int, output: int, family: int = 0, shared: int = 0) -> Arrival:
-    """A prompt whose first `shared` blocks are those of its family."""
+    """A prompt that shares its first `shared` blocks with its family."""
     own = hash((at, prompt, output)) & (1 << 40) - 1
     blocks = [
         hash((family, place)) if place < shared else hash((own, place)) for place in range(prompt // BLOCK)
@@ -104,7 +104,7 @@ def arrivals(draw: st.DrawFn) -> list[Arrival]:
 def test_times_of_a_step_by_step_engine(
     asked: list[Arrival], capacity: int, order: str, parallel: int, speed: float, leaving: dict[int, float]
 ) -> None:
-    """First and last tokens, and cached tokens, are those of a version without jumps."""
+    """First and last tokens, and cached tokens, equal a version without jumps."""
     model = replace(SMALL, order=order, parallel=parallel, speed=speed)
     leaves = {number: asked[number].at + after for number, after in leaving.items() if number < len(asked)}
 

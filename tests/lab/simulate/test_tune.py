@@ -37,7 +37,7 @@ CELL = Cell(trace(read_trace(CONVERSATION_EXCERPT, 200)), 0.5, load=0.7, workers
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_choice_can_be_served(mode: str) -> None:
-    """The flags are those of a frontend, and mean what was simulated; so does the file of mode scored."""
+    """A frontend takes the flags and behaves as simulated; the same for the file of mode scored."""
     for number in range(8 if IS_LONG else 2):
         drawn_from = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=number))
         drawn_from.enqueue_trial({"mode": mode})
@@ -100,7 +100,7 @@ def test_pareto() -> None:
 
 
 def test_sessions_are_searched_where_there_are_some() -> None:
-    """A trace has none."""
+    """A trace has no sessions."""
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=1))
     drawn_ = [drawn(study.ask(), with_sessions=False) for _ in range(30)]
 

@@ -18,7 +18,7 @@ CHAIN, OTHER = chain_from(1000, 10), chain_from(5000, 10)
 
 @pytest.mark.parametrize("keeps", [True, False])
 async def test_counts_by_the_last_block_found(*, keeps: bool) -> None:
-    """Of one request for a prefix, three for another, and one for none; who holds them."""
+    """One request for a prefix, three for another, one without a prefix; and the holders."""
     pool, kept = new_pool(card("w1"), card("w2"), card("w3")), DecisionRing(10)
     for target, blocks in ((T1, CHAIN[:8]), (T2, CHAIN[:8]), (T1, OTHER[:2])):
         pool.index.store(target, blocks)

@@ -1,4 +1,4 @@
-"""What is found of NATS itself: real servers, and programs that are none."""
+"""What is found of NATS itself: real servers, and other programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker whose answers begin much later than those of the others: made up, and a real mocker."""
+"""A worker whose answers begin much later than the others': made up, and a real mocker."""
 
 from __future__ import annotations
 

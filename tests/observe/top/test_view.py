@@ -23,7 +23,7 @@ A, B = "http://a", "http://b"
 
 
 def test_since_an_earlier_answer() -> None:
-    """Rates, times and shares are those of the time between, not of the life of the replica."""
+    """Rates, times and shares cover the time between two looks, not the life of the replica."""
     old = fleet(target("w0"))
     traffic = replace(
         old.traffic, requests=30, failed=3, output_tokens=600, ttft=Times((0.1, 1.0), [8, 12, 0]),
@@ -87,7 +87,7 @@ def test_an_older_replica() -> None:
 
 
 def test_two_replicas_count_the_same_requests() -> None:
-    """The first line is that of one of them: both count the requests of all."""
+    """The first line comes from one of them: both count the requests of all."""
     before = [fleet(), fleet(router_id="b")]
     grown = replace(before[0].traffic, requests=14)
     one, other = [Seen(replace(each, time=2.0, fleet_traffic=grown), each) for each in before]

@@ -154,7 +154,7 @@ async def test_block_size(vllm: Recorded, flag: int | None, events: int, size: i
 
 
 async def test_old_vllm(vllm: Recorded) -> None:
-    """A vLLM that reports no endpoints uses those of the flags; `lacks` has the flags if there are none."""
+    """For a vLLM that reports no endpoints the flags count; without flags `lacks` names them."""
     del vllm.answers["/kv_event_sources"]
     given = replace(vllm.options, endpoints=[EventEndpoints("tcp://e:1", "tcp://e:2")])
 
@@ -259,7 +259,7 @@ async def test_vllm_ranks_without_events(vllm: Recorded) -> None:
 
 
 def test_flags_before_discovery() -> None:
-    """Endpoints in the flags are kept; those of the first rank give those of all ranks."""
+    """Endpoints in the flags are kept; the first rank's endpoints give the endpoints of all ranks."""
     given = AgentOptions("http://e:1", "w", endpoints=[EventEndpoints("tcp://e:5557", "tcp://e:5657", "t")])
     feeds = (EventEndpoints("tcp://x:1"), EventEndpoints("tcp://x:2"))
     facts = EngineFacts(Models(("m",), ()), "", Scrape(), ranks=2, endpoints=feeds)
@@ -417,7 +417,7 @@ ROLES: list[tuple[bytes | None, bytes, dict[str, Any], tuple[str, str, bool]]] =
 async def test_roles_of_vllm(
     vllm: Recorded, info: bytes | None, metrics: bytes, flags: dict[str, Any], shown: tuple[str, str, bool]
 ) -> None:
-    """Role and connector are those of the flags, else of the engine; the card has them.
+    """Role and connector come from the flags, else from the engine; the card has them.
 
     An unknown role counts as both, and `lacks` has the flag that settles it.
     """
@@ -484,7 +484,7 @@ BOOTSTRAP = b'{"1":{"engine_id":"e1","worker_addr":{"0":{"0":"tcp://h:1"}}},"0":
 
 
 async def test_a_mooncake_prefill_engine(vllm: Recorded) -> None:
-    """Its bootstrap server names the engine of each rank, for the card; a decode engine has none."""
+    """Its bootstrap server names the engine of each rank, for the card; a decode engine has no server."""
     port = urlsplit(vllm.url).port or 0
     half = replace(vllm.options, kv_connector="mooncake", bootstrap_port=port, ranks=2)
     vllm.answers |= {"/query": BOOTSTRAP}
@@ -620,7 +620,7 @@ async def test_events_are_asked_for_again(vllm: Recorded, status: int) -> None:
 
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
 async def test_gateway_that_fails_on_other_paths(vllm: Recorded, status: int) -> None:
-    """A gateway that answers errors to all but OpenAI's paths is used: those of its engine stay unknown."""
+    """A gateway that answers errors to all but OpenAI's paths is used: its engine's routes stay unknown."""
     for path in ("/kv_event_sources", "/version", "/server_info", "/metrics"):
         vllm.statuses[path] = status
 

@@ -1,4 +1,4 @@
-"""The fields of the engines' KV events, against those of the adapters' structs."""
+"""The fields of the engines' KV events, against the fields of the adapters' structs."""
 
 from __future__ import annotations
 

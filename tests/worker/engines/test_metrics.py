@@ -194,7 +194,7 @@ def test_endless_adapters() -> None:
 
 
 def test_llama_cpp() -> None:
-    """The load of llama.cpp is that of one rank; it reports no block size."""
+    """llama.cpp's load counts for one rank; it reports no block size."""
     text = "llamacpp:requests_processing 3\nllamacpp:requests_deferred 2\nllamacpp:prompt_tokens_total 9\n"
 
     scrape = read_metrics(text)

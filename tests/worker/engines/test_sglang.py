@@ -62,7 +62,7 @@ def stored(index: int, medium: str | None = "GPU") -> list[object]:
 
 
 def test_pages() -> None:
-    """Each page is an event; its sequence hashes are those of the router."""
+    """Each page is an event; its sequence hashes equal the router's."""
     assert set(NAMES) == Bench().receive(*(stored(index) for index in range(3)))[0]
 
 

@@ -32,7 +32,7 @@ def other(name: str) -> str:
 
 
 class Ratio(NamedTuple):
-    """Over the rounds: CPU time of a router over that of another in the same round."""
+    """Over the rounds: CPU time of a router over another router's in the same round."""
 
     lower: float
     """The lower quartile."""

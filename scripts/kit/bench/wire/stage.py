@@ -86,7 +86,7 @@ def namespace(workers: Workers) -> str:
 
 
 def direct(workers: Workers) -> Contender:
-    """The first fake worker without a router. Its CPU time is that of all of them."""
+    """The first fake worker without a router. Its CPU time counts all of them."""
     return Contender(DIRECT, workers.ports[0], workers.process.pid)
 
 

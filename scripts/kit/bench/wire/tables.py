@@ -74,7 +74,7 @@ def _ms(value: float) -> str:
 
 
 def chat_table(results: Results) -> Table:
-    """The figures of chats. CPU is that of the frontend's process."""
+    """The figures of chats. CPU covers the frontend's process."""
     rows = [
         [name, f"{run.cpu_us_per_request / 1e3:.2f}", _ms(run.ttft_p50_ms), _ms(run.gap_p50_ms),
          f"{run.requests_per_s:,.0f}"]
