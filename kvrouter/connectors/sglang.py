@@ -3,8 +3,10 @@
     P and D: {…, "bootstrap_host", "bootstrap_port", "bootstrap_room", "disagg_prefill_dp_rank": that of P}
 
 D takes the first token from P, so both get what the client wants of tokens: limits, sampling, log
-probabilities. A room serves one attempt: a second request in it fails both. Where one half is missing the
-other waits for 300 s (SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT, …_WAITING_TIMEOUT).
+probabilities. A room serves one attempt: of two requests in one, 0.5.23 left one hanging and gave the other
+the first one's token. Only the same request comes into it again, if an idle connection was closed as it was
+sent. Where one half is missing the other waits for 300 s (SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT and
+…_WAITING_TIMEOUT).
 Source: SGLang 0.5.23, srt/entrypoints/openai/protocol.py and srt/disaggregation/{common/conn,decode}.py.
 """
 

@@ -35,10 +35,10 @@ FILES = 25
 # 2,160 of them for prefill and decode apart, 530 of these in the mocker, 150 its problems; 460 more for pairs
 # of SGLang, whose halves are sent at once: 220 of these in the mocker. 450 for fastokens, its comparison with
 # the reference library, and the order of what waits for a thread.
-LINES = 71_100
+LINES = 71_102
 COMMENTS = 30
-# Of docs/, as `wc -w` counts them, without docs/changes; 1,890 of them for pairs, 370 of these SGLang's.
-DOC_WORDS = 60_520
+# Of docs/, as `wc -w` counts them, without docs/changes; 1,920 of them for pairs, 400 of these SGLang's.
+DOC_WORDS = 60_550
 _IMPORT = re.compile(r"^\s*from kvrouter\.core\.(\w+)", re.MULTILINE)
 _FOR_TOOLS = ("noqa", "type:", "pragma", "fmt:", "cython:")
 
