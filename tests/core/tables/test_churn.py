@@ -49,7 +49,7 @@ def test_wrong_table_is_noticed() -> None:
     churn = Churn(Forgetful(1))
 
     with pytest.raises(AssertionError):
-        churn.run(200_000)
+        churn.run(40 * PHASE_OPERATIONS)
 
 
 class Churn:
