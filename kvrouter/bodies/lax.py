@@ -131,6 +131,11 @@ def read(kind: type[_Body], body: bytes) -> Found[_Body]:
     return Found(kind(**values), frozenset(unreadable), tuple(sorted(guarded_in(fields))))
 
 
+def names(*kinds: type[Struct]) -> frozenset[str]:
+    """The fields of these kinds of bodies, as bodies name them."""
+    return frozenset(field.encode_name for kind in kinds for field in msgspec.structs.fields(kind))
+
+
 def fields_of(body: bytes) -> dict[str, Raw]:
     """The fields of an object, each as it is written, or mended. Raises BadRequestError."""
     if not body.strip():

@@ -32,11 +32,13 @@ LARGER = {
 # Answer, which others import (tests/test_moved.py).
 TWICE = {"Answer", "ApproxKvIndexer", "Collected", "KvIndexer"}
 FILES = 25
-# 2,160 of them for prefill and decode apart, 530 of these in the mocker, 150 its problems.
-LINES = 70_170
+# 2,160 of them for prefill and decode apart, 530 of these in the mocker, 150 its problems; 430 for bodies
+# that are read in steps, with a Python and a C version of the scan.
+LINES = 70_600
 COMMENTS = 28.8
-# Of docs/, as `wc -w` counts them, without docs/changes; 1,520 for prefill and decode apart.
-DOC_WORDS = 61_270
+# Of docs/, as `wc -w` counts them, without docs/changes; 1,520 for prefill and decode apart, 170 for the
+# figures of large bodies.
+DOC_WORDS = 61_450
 _IMPORT = re.compile(r"^\s*from kvrouter\.core\.(\w+)", re.MULTILINE)
 _FOR_TOOLS = ("noqa", "type:", "pragma", "fmt:", "cython:")
 
