@@ -38,7 +38,7 @@ LINES = 70_600
 COMMENTS = 28.8
 # Of docs/, as `wc -w` counts them, without docs/changes; 1,520 for prefill and decode apart, 170 for the
 # figures of large bodies.
-DOC_WORDS = 61_450
+DOC_WORDS = 61_460
 _IMPORT = re.compile(r"^\s*from kvrouter\.core\.(\w+)", re.MULTILINE)
 _FOR_TOOLS = ("noqa", "type:", "pragma", "fmt:", "cython:")
 

@@ -180,10 +180,11 @@ class Accept:
         if not body.startswith(PLAIN) and is_json:
             body = in_utf8(body) if len(body) <= LARGE_BYTES else await asyncio.to_thread(in_utf8, body)
         large = None
-        if parse is not None and len(body) > LARGE_BYTES:
-            large = await LargeBody.read(body)
-        elif is_json and len(body) > passthrough.MOST_INPUT_BYTES:
-            large = await LargeBody.read_fields(body, passthrough.FIELDS)
+        if len(body) > LARGE_BYTES:
+            if parse is not None:
+                large = await LargeBody.read(body)
+            elif is_json and len(body) > passthrough.MOST_INPUT_BYTES:
+                large = await LargeBody.read_fields(body, passthrough.FIELDS)
         asked, large = await _parsed(parse or partial(passthrough.parse, request), body, large)
         router = self._pools.router_for(self.aliases.get(asked.model or "", asked.model))
         if isinstance(asked, responses.ResponseRequest):
