@@ -23,12 +23,12 @@ from msgspec import Raw, Struct
 
 from kvrouter.errors import BadRequestError, NotMendedError
 
-# Larger bodies are mended in slices only (large.py): this much may take 20 ms.
+# Larger bodies are mended in slices only (reader.py): this much may take 20 ms.
 MOST_MENDED_BYTES = 32 * 1024
 _SLICE_BYTES = 64 * 1024
 # A step costs as much as this many bytes of a string.
 _STEP_COST_BYTES = 512
-# 3 s altogether. A body without lists of ids that an API reads has at most a fifth of it (large.py).
+# 3 s altogether. A body without lists of ids that an API reads has at most a fifth of it (reader.py).
 _MOST_STEPS = 1_000_000
 # Fields of kvrouter's own: a wrong one is an error here, as no engine gets it.
 _OWN = frozenset({"kvrouter", "nvext"})
@@ -129,6 +129,11 @@ def read(kind: type[_Body], body: bytes) -> Found[_Body]:
         except (ValueError, RecursionError):
             unreadable.add(field.name)
     return Found(kind(**values), frozenset(unreadable), tuple(sorted(guarded_in(fields))))
+
+
+def names(*kinds: type[Struct]) -> frozenset[str]:
+    """The fields of these kinds of bodies, as bodies name them."""
+    return frozenset(field.encode_name for kind in kinds for field in msgspec.structs.fields(kind))
 
 
 def fields_of(body: bytes) -> dict[str, Raw]:

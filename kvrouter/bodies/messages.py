@@ -108,6 +108,7 @@ class _MessagesRequest(_MessagesFields):
 
 
 _BODY = msgspec.json.Decoder(_MessagesRequest)
+FIELDS = lax.names(_MessagesRequest)
 
 
 def parse(body: bytes) -> CompletionRequest:

@@ -133,6 +133,7 @@ _MOST_MESSAGE_CHARACTERS = 2_000
 
 _CHAT = msgspec.json.Decoder(_ChatBody)
 _COMPLETION = msgspec.json.Decoder(_CompletionBody)
+FIELDS = lax.names(_ChatBody, _CompletionBody)
 TRANSFER = "kv_transfer_params"
 # What the prompt does not depend on. If another field cannot be read, the engine makes another prompt of it.
 BESIDES_PROMPT = frozenset(

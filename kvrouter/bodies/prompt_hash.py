@@ -22,9 +22,11 @@ from hashlib import blake2b
 import msgspec
 from msgspec import Raw
 
-from kvrouter.bodies.large import LARGE_BYTES
 from kvrouter.core.wire.ids import PoolId, PromptHash
 from kvrouter.core.wire.values import PROMPT_HASH_BYTES
+
+# Larger bodies are hashed in a thread, and larger values as they are spelled.
+LARGE_BYTES = 256 * 1024
 
 # The fields of requests on all routes. Left out: how the answer is sent, who asks, and where the request
 # should go. A salt changes only what is cached.

@@ -108,6 +108,7 @@ _LAST_EVENT = b"\ndata: "
 _decode_answer = msgspec.json.Decoder(_ResponseBody).decode
 _decode_last_event = msgspec.json.Decoder(_LastEvent).decode
 _BODY = msgspec.json.Decoder(_ResponsesRequest)
+FIELDS = lax.names(_ResponsesRequest)
 
 
 def parse(body: bytes, history: Sequence[Message] | None = None) -> ResponseRequest:

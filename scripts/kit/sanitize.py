@@ -23,6 +23,7 @@ NATIVE = Path("kvrouter/core/native")
 FLAGS = "-fsanitize=address,undefined"
 COMPILED = f"{FLAGS} -fno-sanitize-recover=undefined -fno-wrapv -fno-omit-frame-pointer -g"
 TESTS = [
+    "tests/bodies/test_reader.py",
     "tests/core/native",
     "tests/core/wire/test_hashes.py",
     "tests/core/tables/test_approx.py",

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from kvrouter.bodies import forms, lax
 from kvrouter.bodies.apis import BY_PATH
 from kvrouter.bodies.edits import apply, edits_of, removed_from
-from kvrouter.bodies.large import LargeBody
 from kvrouter.bodies.openai import CompletionRequest
+from kvrouter.bodies.reader import LargeBody
 from kvrouter.errors import BadRequestError
 from tests.frontend.fleet import BODY, FleetOf
 
@@ -173,6 +173,7 @@ async def test_large_bodies_that_python_reads(parse: Callable[[bytes], Completio
     fields = body_of(odd=[math.nan, math.inf, "\ud83d"], more="\n\ud83d" * 100_000, stream=1)
     body = json.dumps({**fields, "bootstrap_room": 7, "vllm_xargs": {"disagg_x": math.nan, "b": 1}}).encode()
     large = await LargeBody.read(body)
+    assert large is not None
     asked = await large.parse(parse)
 
     assert ("m", True) == (asked.model, asked.stream)
@@ -184,6 +185,7 @@ async def test_large_bodies_that_python_reads(parse: Callable[[bytes], Completio
 @parses
 async def test_large_bodies_that_are_no_json(parse: Callable[[bytes], CompletionRequest]) -> None:
     large = await LargeBody.read(b'{"model": "m", "n": NaN, "more": "%b", nan}' % (b"x" * 300_000))
+    assert large is not None
     with pytest.raises(BadRequestError, match="not valid JSON"):
         await large.parse(parse)
 

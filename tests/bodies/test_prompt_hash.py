@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvrouter.bodies.large import LARGE_BYTES
-from kvrouter.bodies.prompt_hash import hash_of, prompt_hash
+from kvrouter.bodies.prompt_hash import LARGE_BYTES, hash_of, prompt_hash
 from kvrouter.core.wire.ids import PoolId
 
 POOL, CHATS = PoolId("m-12345678"), "/v1/chat/completions"

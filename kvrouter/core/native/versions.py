@@ -1,4 +1,4 @@
-"""Which version of the hot tables and hashes this process uses: the one in Python, or the one in C.
+"""Which version of the hot tables, hashes and scans this process uses: the one in Python, or the one in C.
 
 A process chooses once, at its start, before it makes a table. The C version is built where a C compiler is
 at hand; without it everything works, and tables of a large fleet cost more time and memory.
@@ -23,18 +23,20 @@ class Version:
     hashes: ModuleType | None = None
     table: ModuleType | None = None
     columns: ModuleType | None = None
+    bodies: ModuleType | None = None
 
 
 def _load_native() -> tuple[Version | None, str]:
     """The C version, or why it is not built."""
     try:
+        import kvrouter.core.native.bodies
         import kvrouter.core.native.columns
         import kvrouter.core.native.hashes
         import kvrouter.core.native.table
     except ImportError as error:
         return None, str(error)
     native = kvrouter.core.native
-    return Version(NATIVE, native.hashes, native.table, native.columns), ""
+    return Version(NATIVE, native.hashes, native.table, native.columns, native.bodies), ""
 
 
 _PYTHON = Version(PYTHON)

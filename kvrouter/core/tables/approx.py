@@ -35,6 +35,7 @@ each run at the run's place or an earlier one.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from array import array
 from bisect import bisect_left
@@ -42,7 +43,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import NamedTuple
 
 from kvrouter.core.tables.block_index import BlockIndex
@@ -161,8 +162,13 @@ class _Assumed:
 
     def _begin(self, chain: array[int], place: int) -> _Run:
         """A new run of the unknown blocks from `place` on."""
-        run, end = _Run(chain), place
-        while end < len(chain) and chain[end] not in self.runs:
+        run, end, new = _Run(chain), place, chain[place:]
+        unknown = next(compress(itertools.count(), map(self.runs.__contains__, new)), len(new))
+        if len(runs := dict.fromkeys(new[:unknown], run)) == unknown:  # in C, as there may be thousands
+            self.runs.update(runs)
+            run.hashes = new[:unknown]
+            return run
+        while end < len(chain) and chain[end] not in self.runs:  # a faulty peer has named a block twice
             self.runs[chain[end]] = run
             end += 1
         run.hashes = chain[place:end]

@@ -29,11 +29,12 @@ from kvrouter.bodies.edits import (
     with_request_id,
     without_priority,
 )
-from kvrouter.bodies.large import LARGE_BYTES, LargeBody, in_slices
 from kvrouter.bodies.lax import PLAIN, in_utf8
+from kvrouter.bodies.reader import LARGE_BYTES, LargeBody, in_slices
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.pools import Pools
 from kvrouter.core.fleet.router import Router
+from kvrouter.core.routing.builtin_policy import BuiltInPolicy
 from kvrouter.core.routing.policy import Prompt, RouteRequest, Wanted
 from kvrouter.core.tables.predictions import PredictionKind
 from kvrouter.errors import BadRequestError, NotMendedError, UnknownResponseError
@@ -80,6 +81,8 @@ class _Read(Struct, frozen=True):
     body: bytes
     large: LargeBody | None
     asked: openai.CompletionRequest
+    """Of a large body without what is in its holes (reader.py)."""
+    parse: Parse | None
     router: Router
     before: KeptResponse | None
     """The response that it continues."""
@@ -124,10 +127,12 @@ class Accept:
         policy = (router.modes.of(mode) if mode else router.modes.default).policy
         lora_name = _lora_name(router, asked)
         found_ids: list[Sendable] = []
+        if read.large is not None and read.large.holes:
+            asked = await _whole(read, read.large, api, policy)
         # A request in a mode without tokens is tokenized, too, if other requests of the pool are placed by
         # the tokens and blocks that its booking holds.
         needs_tokens = router.needs_tokens or policy.needs_tokens
-        prompts = await self._prompts(read, api, record, found_ids) if needs_tokens else ()
+        prompts = await self._prompts(asked, router, api, record, found_ids) if needs_tokens else ()
         # by position: CPython passes more than 15 keywords by a dict, which takes 1 % of a request
         route = RouteRequest(
             record.id,
@@ -176,8 +181,10 @@ class Accept:
             body = in_utf8(body) if len(body) <= LARGE_BYTES else await asyncio.to_thread(in_utf8, body)
         large = None
         if len(body) > LARGE_BYTES:
-            # Of routes without `parse` no values are decoded (passthrough.py).
-            large = await LargeBody.read(body) if parse is not None else LargeBody(body)
+            if parse is not None:
+                large = await LargeBody.read(body)
+            elif is_json and len(body) > passthrough.MOST_INPUT_BYTES:
+                large = await LargeBody.read_fields(body, passthrough.FIELDS)
         asked, large = await _parsed(parse or partial(passthrough.parse, request), body, large)
         router = self._pools.router_for(self.aliases.get(asked.model or "", asked.model))
         if isinstance(asked, responses.ResponseRequest):
@@ -187,8 +194,8 @@ class Accept:
             if before is not None:
                 parse = partial(responses.parse, history=before.chat)
                 asked = responses.continued(asked, before.chat)
-        if large is not None and large.runs and parse is not None:
-            asked = await large.with_ids(asked, parse, _longest_context(router.pool))
+        if large is not None:
+            large.check_length(asked, _longest_context(router.pool))
         rename = None
         if asked.model and (model := self.aliases.get(asked.model)) is not None:
             asked, rename = _without_alias(request, asked, asked.model, model)
@@ -196,6 +203,7 @@ class Accept:
             body=body,
             large=large,
             asked=asked,
+            parse=parse,
             router=router,
             before=before,
             is_json=is_json,
@@ -209,7 +217,11 @@ class Accept:
         if is_plain and may_override:  # nearly always
             return read.body
         body, edits, removed = read.body, edits_of(read.asked), removed_from(read.asked)
-        if not may_override and read.is_json and may_have_priority(body):
+        if (
+            not may_override
+            and read.is_json
+            and may_have_priority(body if read.large is None else read.large.rest)
+        ):
             edits.append(without_priority)
         if read.rename is not None:
             edits.append(read.rename)
@@ -266,13 +278,18 @@ class Accept:
         self._metrics.removed_fields.inc("overrides")
 
     async def _prompts(
-        self, read: _Read, api: Api, record: Record, found_ids: list[Sendable]
+        self,
+        asked: openai.CompletionRequest,
+        router: Router,
+        api: Api,
+        record: Record,
+        found_ids: list[Sendable],
     ) -> tuple[Prompt, ...]:
         """Token ids, then hashes. Empty if the tokens are not known.
 
         `found_ids` gets the ids of a chat that are to be sent with it.
         """
-        asked, router, prompt = read.asked, read.router, read.asked.prompt
+        prompt = asked.prompt
         if prompt is None or (api.parse is None and not _caches(router.pool)):
             return ()
         if asked.token_ids is not None and router.pool.takes_token_ids and not texts.has_media(prompt):
@@ -301,6 +318,17 @@ async def _parsed(
         except NotMendedError:
             large = LargeBody(body)
     return await large.parse(parse), large
+
+
+async def _whole(read: _Read, large: LargeBody, api: Api, policy: BuiltInPolicy) -> openai.CompletionRequest:
+    """The request with what is in the holes of its body, if something depends on its prompt."""
+    asked, router = read.asked, read.router
+    needs_tokens = router.needs_tokens or policy.needs_tokens or policy.needs_text
+    is_remembered = isinstance(asked, responses.ResponseRequest)
+    if read.parse is None or not (needs_tokens or is_remembered or not router.pool.has_equal_contexts):
+        return asked
+    longest = _longest_context(router.pool)
+    return await large.whole(asked, read.parse, longest, is_native=api.converted is None)
 
 
 def _wanted(request: Request, read: _Read, overrides: Overrides) -> tuple[Wanted | None, str]:

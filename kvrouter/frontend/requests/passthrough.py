@@ -14,7 +14,6 @@ import msgspec
 
 from kvrouter.bodies import lax
 from kvrouter.bodies.forms import FORM, guarded_in, parts, without_guarded
-from kvrouter.bodies.large import LARGE_BYTES
 from kvrouter.bodies.openai import CompletionRequest, parse_completion
 from kvrouter.errors import BadRequestError
 from kvrouter.relay.request import Request
@@ -24,6 +23,7 @@ EMBEDDINGS = "/v1/embeddings"
 # A shorter input shares no blocks whose reuse is worth asking an engine for its tokens. More inputs are a
 # batch of documents, which begin differently, and would be as many questions.
 _FEWEST_INPUT_BYTES = 512
+MOST_INPUT_BYTES = 256 * 1024
 _MOST_INPUTS = 4
 
 # Overrides have a few short fields. Larger ones are rejected before objects are made of them.
@@ -45,6 +45,8 @@ class _Body(lax.Guarded):
 
 
 _BODY = msgspec.json.Decoder(_Body)
+# What is read of a body in which the inputs are too long to be read.
+FIELDS = lax.names(_Body) - {"input"}
 _decode_overrides: Callable[[msgspec.Raw], dict[str, Any] | None] = msgspec.json.Decoder(
     dict[str, Any] | None
 ).decode
@@ -88,7 +90,7 @@ def _inputs(fields: _Body) -> Prompt | None:
     """Texts or ids, as in a completion; None if they are not worth it, or have another form."""
     given = bytes(fields.input)
     is_cut = bytes(fields.truncate_prompt_tokens) != b"null"
-    if is_cut or not _FEWEST_INPUT_BYTES <= len(given) <= LARGE_BYTES:
+    if is_cut or not _FEWEST_INPUT_BYTES <= len(given) <= MOST_INPUT_BYTES:
         return None
     try:
         prompt = parse_completion(b'{"prompt":%b}' % given).prompt
