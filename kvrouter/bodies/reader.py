@@ -34,7 +34,7 @@ from kvrouter.tokens.prompt import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 
 # Bodies up to this size are not even scanned: two passes of msgspec over the worst of them take 6 M.
 LARGE_BYTES = 16 * 1024
-SLICE_BYTES = 128 * 1024  # 3.3 M instructions
+SLICE_BYTES = 64 * 1024  # 1.7 M instructions; a step may end one loop and begin another
 # What is parsed in one step.
 REST_BYTES = 64 * 1024
 REST_VALUES = 6_000

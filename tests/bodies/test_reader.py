@@ -279,8 +279,10 @@ def counted(patch: pytest.MonkeyPatch) -> list[int]:
 
     class Counting(PythonScan):
         def step(self, most: int) -> bool:
-            steps[-1] += SCANNED * most
-            return super().step(most)
+            before = self._at
+            more = super().step(most)
+            steps[-1] += SCANNED * (self._at - before)
+            return more
 
     async def turn(_: float) -> None:
         steps.append(0)
