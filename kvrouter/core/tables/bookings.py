@@ -325,7 +325,7 @@ class BookingTable:
         load.output_blocks += booking.output_blocks
         if booking.role != DECODE:
             del load.unfinished[id(booking)]
-            # Whichever it was, the engine turns to another prompt now: also where it finishes in another order.
+            # Whichever it was, the engine turns to another prompt now, also if it finishes in another order.
             load.began = max(load.began, now)
             if load.first_byte_at != now:
                 load.unobserved_at = now
