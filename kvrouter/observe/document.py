@@ -197,11 +197,19 @@ class HeldTarget(Struct, frozen=True):
     problems: list[str] = []
 
 
+class LearntSpeed(Struct, frozen=True):
+    """How fast a pool's engines compute prompts, as a replica has measured it."""
+
+    tokens_per_s: float = 0.0
+    samples: int = 0
+
+
 class PoolState(Struct, frozen=True):
     pool: str
     block_size: int
     model: str = ""
     problems: list[str] = []
+    prefill: LearntSpeed = LearntSpeed()
 
 
 class FollowedFeed(Struct, frozen=True):

@@ -61,11 +61,14 @@ def chain_from(start: int, blocks: int) -> list[int]:
     return list(range(start, start + blocks))
 
 
-def book(pool: Pool, target: Target, hashes: Sequence[int], prefill_tokens: int = 0) -> BookingKey:
+def book(
+    pool: Pool, target: Target, hashes: Sequence[int], prefill_tokens: int = 0, *, role: str = ""
+) -> BookingKey:
     """Book a request of a peer on the target."""
     number = sum(pool.active.owners().values()) + 1
     key = BookingKey(OTHER, number)
-    pool.active.book(Booking(key, "req", target, hashes, len(hashes) * 16, 0, prefill_tokens))
+    booking = Booking(key, "req", target, hashes, len(hashes) * 16, 0, prefill_tokens, role=role)
+    pool.active.book(booking)
     return key
 
 

@@ -209,7 +209,9 @@ async def test_kept_decisions_as_a_trace(fleet_of: FleetOf) -> None:
             answered.status, rows[0]["request_id"], [one["isl"] for one in newest], len(newest[0]["hashes"]),
         )  # fmt: skip
         live = await read_live(fleet.frontend.admin_url, ReplicaAccess(), None)
-        assert (2, 16) == (live.workers, live.block_size)
+        assert (2, 16, 0.0) == (live.workers, live.block_size, live.prefill_tokens_per_s), (
+            "3 samples are too few"
+        )
         assert [64, 64, 72] == [one.prompt_tokens for one in live.requests], "each once, the oldest first"
         first, second, third = (one.hash_ids for one in live.requests)
         assert (first, first[:2]) == (second, third[:2])

@@ -184,7 +184,7 @@ class Candidates(Sequence[Candidate]):
         return self._amounts(self._columns.requests)
 
     def decoding(self) -> list[int]:
-        """The sequences that each one generates now."""
+        """The sequences that each one generates, or will when their prompts have been handed over."""
         columns = self._columns
         counts = zip(self._amounts(columns.requests), self._amounts(columns.unfinished), strict=True)
         return [requests - unfinished for requests, unfinished in counts]

@@ -17,6 +17,9 @@ tokens that decoding sequences hold. Times are dated here, never taken from a pe
     sent_at ──> unfinished: head, next, next …       first byte ──> out; the next one begins now
                             └─ began: the later of its sending and the previous first byte
 
+The decode half of a pair is not among them: its target computes no prompt. Its first byte says nothing about
+the prefills there.
+
 Invariants: a hash's reference count on a target is the number of bookings there that name it, including
 dropped ones that are not yet swept; charged tokens are the sum over bookings whose prefill is not completed.
 """
@@ -35,6 +38,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvrouter.core.tables.table import CountedSet, Slots, new_table
 from kvrouter.core.wire.hashes import pack_hashes
+from kvrouter.core.wire.heartbeats import DECODE
 from kvrouter.core.wire.ids import BookingKey, RouterId, Target
 from kvrouter.core.wire.ops import AddRequest, MarkPrefillCompleted, Op, Progress
 from kvrouter.core.wire.values import MOST_ID_CHARACTERS
@@ -268,9 +272,10 @@ class BookingTable:
             load.output_blocks += booking.output_blocks
         else:
             load.charged_tokens += booking.prefill_tokens
-            if not load.unfinished and load.began < booking.sent_at:
-                load.began = booking.sent_at
-            load.unfinished[id(booking)] = booking
+            if booking.role != DECODE:
+                if not load.unfinished and load.began < booking.sent_at:
+                    load.began = booking.sent_at
+                load.unfinished[id(booking)] = booking
         self._outdated.add(load)
         if owner is None:
             owner = self._owners[router_id] = _Owner()
@@ -318,11 +323,12 @@ class BookingTable:
         load.charged_tokens -= booking.prefill_tokens
         load.prompt_tokens += booking.isl
         load.output_blocks += booking.output_blocks
-        del load.unfinished[id(booking)]
-        # Whichever it was, the engine turns to another prompt now: also where it finishes in another order.
-        load.began = max(load.began, now)
-        if load.first_byte_at != now:
-            load.unobserved_at = now
+        if booking.role != DECODE:
+            del load.unfinished[id(booking)]
+            # Whichever it was, the engine turns to another prompt now, also if it finishes in another order.
+            load.began = max(load.began, now)
+            if load.first_byte_at != now:
+                load.unobserved_at = now
         self._outdated.add(load)
         owner.changed.add(key.number)
         return booking
@@ -515,7 +521,7 @@ class BookingTable:
         held = load.held.counts()
         if expected != (held, load.charged_tokens, load.nameless_blocks, load.requests):
             raise AssertionError(f"{target} does not add up: {expected} != {held}, {load}")
-        unfinished = {id(one) for one in bookings if not one.prefill_completed}
+        unfinished = {id(one) for one in bookings if not one.prefill_completed and one.role != DECODE}
         decoding = [one for one in bookings if one.prefill_completed]
         context = (sum(one.isl for one in decoding), sum(one.output_blocks for one in decoding))
         if unfinished != load.unfinished.keys() or context != (load.prompt_tokens, load.output_blocks):
@@ -568,10 +574,11 @@ class BookingTable:
             load.output_blocks -= booking.output_blocks
         else:
             load.charged_tokens -= booking.prefill_tokens
-            if next(iter(load.unfinished)) == id(booking):  # aborted: the next one begins
-                load.began = max(load.began, now)
-            del load.unfinished[id(booking)]
-            load.unobserved_at = max(load.unobserved_at, now)
+            if booking.role != DECODE:
+                if next(iter(load.unfinished)) == id(booking):  # aborted: the next one begins
+                    load.began = max(load.began, now)
+                del load.unfinished[id(booking)]
+                load.unobserved_at = max(load.unobserved_at, now)
         self._outdated.add(load)
 
     def _release(self, booking: Booking, hashes: Sequence[int]) -> None:

@@ -8,6 +8,7 @@ from itertools import accumulate
 
 import msgspec
 
+from kvrouter.core.tables.prefill_speeds import FEW
 from kvrouter.lab.simulate.traces import TraceError, TraceRequest
 from kvrouter.observe.document import HeldTarget, Workers
 from kvrouter.observe.replica import open_replicas
@@ -25,6 +26,8 @@ class Live:
     workers: int
     blocks_each: int
     block_size: int
+    prefill_tokens_per_s: float
+    """As the router has measured it; 0: not yet."""
 
 
 class _Prompt(msgspec.Struct, frozen=True):
@@ -59,7 +62,13 @@ async def read_live(url: str, access: ReplicaAccess, model: str | None) -> Live:
         workers=len(targets),
         blocks_each=sum(capacities) // len(capacities) if capacities else 0,
         block_size=requests[-1].id_tokens,
+        prefill_tokens_per_s=_speed(state, chosen),
     )
+
+
+def _speed(state: Workers, model: str) -> float:
+    learnt = [row.prefill for row in state.pools if row.model == model]
+    return next((one.tokens_per_s for one in learnt if one.samples >= FEW), 0.0)
 
 
 def _targets(state: Workers, model: str) -> list[HeldTarget]:

@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from kvrouter.lab.analyze.analysis import Analysis
+from kvrouter.lab.analyze.apart import Apart
 from kvrouter.lab.analyze.guide import Advice
 from kvrouter.lab.page import Chart, Series, cdf
 from kvrouter.lab.report import Section
@@ -44,9 +45,10 @@ def summary(found: Analysis) -> str:
     )
 
 
-def as_json(found: Analysis, advice: Sequence[Advice]) -> dict[str, Any]:
+def as_json(found: Analysis, advice: Sequence[Advice], apart: Apart | None) -> dict[str, Any]:
     """All figures."""
     body: dict[str, Any] = asdict(found) | {"guide": [asdict(one) for one in advice]}
+    body["apart"] = None if apart is None else asdict(apart) | {"pays": apart.pays}
     for lengths in filter(None, (body["input"], body["output"])):
         del lengths["counts"]  # one number for each length that occurs
     return body

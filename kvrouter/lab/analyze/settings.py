@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from kvrouter.errors import ConfigError
+from kvrouter.lab.simulate.step_model import STEP_MODELS
 from kvrouter.observe.settings import ReplicaAccess, read_url
 from kvrouter.settings.declare import Command, Settings, setting
 
@@ -46,8 +47,12 @@ class AnalyzeSettings(Settings):
         is_top=True,
     )
     output_tokens: int | None = setting(
-        None, "with --save-trace: the length of every answer, which decisions do not have", least=1
+        None, "with --live: the length of every answer, which decisions do not have", least=1
     )
+    timing: str = setting(
+        "h100", "prefill and decode apart: the engines' step model", choices=tuple(STEP_MODELS)
+    )
+    pace: float = setting(1.0, "prefill and decode apart: times the rate of the requests", above=0)
     json: Path | None = setting(None, "also write the figures to this file", is_top=True)
     html: Path | None = setting(
         None, "also write a page with plots to this file (needs kvrouter[report])", is_top=True
@@ -59,8 +64,10 @@ class AnalyzeSettings(Settings):
             raise ConfigError("give a trace, or --live ADMIN_URL: one of the two")
         if self.save_trace is not None and self.live is None:
             raise ConfigError("--save-trace needs --live")
-        if (self.save_trace is None) != (self.output_tokens is None):
-            raise ConfigError("give --save-trace and --output-tokens together")
+        if self.output_tokens is not None and self.live is None:
+            raise ConfigError("--output-tokens needs --live: a trace has the lengths of its answers")
+        if self.save_trace is not None and self.output_tokens is None:
+            raise ConfigError("--save-trace needs --output-tokens")
         return self
 
 

@@ -21,6 +21,7 @@ from kvrouter.lab.simulate.engines import Arrival
 from kvrouter.lab.simulate.fleet import NewPlacer, Run, SimulatedFleet
 from kvrouter.lab.simulate.measures import Measures, Slo, measure
 from kvrouter.lab.simulate.placement import Frontend, Oracle, Placer, SimulatedReplicas, Sync
+from kvrouter.lab.simulate.split import AUTO_RULE, RULE, Roles
 from kvrouter.lab.simulate.step_model import FIRST_COME, REFERENCE, StepModel
 from kvrouter.lab.simulate.workloads import Workload, achievable, largest_blocks, working_set_blocks
 from kvrouter.policies import CUSTOM, PolicySettings, new_policy
@@ -59,6 +60,8 @@ class Cell:
     leaving: float = 0.0
     """The share of the requests whose clients leave within 5 s."""
     slo: Slo = field(default_factory=Slo)
+    roles: Roles | None = None
+    """Those of the engines in modes with a rule for handing prompts over, `kv@auto`; whole in the others."""
 
     @cached_property
     def capacity_blocks(self) -> int:
@@ -92,6 +95,7 @@ class Cell:
                 joins=(),
                 leaving=0.0,
                 slo=Slo(),
+                roles=None,
             )
         )
 
@@ -107,9 +111,11 @@ class Cell:
     def run(self, mode: str, settings: PolicySettings, seed: int) -> Run:
         """Serve the arrivals of a seed, starting with empty caches."""
         chance = random.Random(f"{mode} {seed}")
-        return self._fleet(lambda agenda: self._placer(agenda, mode, settings, chance)).run(
-            self.arrivals(seed)
-        )
+        mode, _, rule = mode.partition(RULE)
+        return self._fleet(
+            lambda agenda: self._placer(agenda, mode, settings, chance, rule or AUTO_RULE),
+            self.roles if rule else None,
+        ).run(self.arrivals(seed))
 
     def arrivals(self, seed: int) -> list[Arrival]:
         """The requests of a seed."""
@@ -121,7 +127,9 @@ class Cell:
         possible = achievable(run.arrivals, self.workers * self.capacity_blocks, warm_up=warm_up)
         return measure(run.after(warm_up), self.slo, possible)
 
-    def _placer(self, agenda: Agenda, mode: str, settings: PolicySettings, chance: random.Random) -> Placer:
+    def _placer(
+        self, agenda: Agenda, mode: str, settings: PolicySettings, chance: random.Random, rule: str
+    ) -> Placer:
         if mode == ORACLE:
             return Oracle(chance.random)
         if mode == CUSTOM and settings.custom is not None:
@@ -130,14 +138,22 @@ class Cell:
         first = [0] + [chance.randrange(1 << 16) for _ in range(self.replicas - 1)]
         policies = [policy_of(mode, settings, turn) for turn in first]
         return SimulatedReplicas(
-            agenda, policies, chance, self.sync, kv_delay_s=self.kv_delay_s, frontend=self.frontend
+            agenda,
+            policies,
+            chance,
+            self.sync,
+            kv_delay_s=self.kv_delay_s,
+            frontend=self.frontend,
+            rule=rule,
         )
 
-    def _fleet(self, new_placer: NewPlacer) -> SimulatedFleet:
+    def _fleet(self, new_placer: NewPlacer, roles: Roles | None = None) -> SimulatedFleet:
         speeds = [self.speeds[number % len(self.speeds)] for number in range(self.workers)]
         joins = {f"w{self.workers + number}": at for number, at in enumerate(self.joins, start=1)}
         fails = dict(self.fails)
-        return SimulatedFleet(new_placer, self.model, self.capacity_blocks, speeds, joins=joins, fails=fails)
+        return SimulatedFleet(
+            new_placer, self.model, self.capacity_blocks, speeds, joins=joins, fails=fails, roles=roles
+        )
 
 
 @cache

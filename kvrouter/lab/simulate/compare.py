@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from kvrouter.lab.simulate.cells import ORACLE, Cell
 from kvrouter.lab.simulate.measures import Measures, mean, spread
 from kvrouter.lab.simulate.placement import Frontend
+from kvrouter.lab.simulate.split import RULE
 from kvrouter.policies import PolicySettings
 
 # Seeds as far apart as those of the published figures.
@@ -89,6 +90,8 @@ def compare(
 def _task(cell: Cell, mode: str, settings: PolicySettings, seed: int) -> Task:
     if mode == ORACLE:  # cells that differ in their routers alone share its runs
         cell = replace(cell, replicas=1, sync=None, frontend=Frontend(), kv_delay_s=0.0)
+    if RULE not in mode:  # so do cells that differ in their roles
+        cell = replace(cell, roles=None)
     return Task(cell, mode, settings, seed)
 
 

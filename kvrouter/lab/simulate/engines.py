@@ -40,3 +40,6 @@ class BlockListener(Protocol):
 
     def removed(self, hashes: Sequence[int]) -> None:
         """Blocks were evicted."""
+
+    def reads(self, number: int, tokens: int) -> None:
+        """A decode engine has reserved the blocks of a request, and reads these tokens of its prompt."""

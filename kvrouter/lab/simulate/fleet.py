@@ -12,17 +12,18 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
 
-from kvrouter.core.wire.heartbeats import Card
+from kvrouter.core.wire.heartbeats import BOTH, DECODE, PREFILL, Card
 from kvrouter.core.wire.ids import Target, WorkerId
 from kvrouter.lab.simulate.agenda import Agenda
 from kvrouter.lab.simulate.engines import Arrival
 from kvrouter.lab.simulate.percentiles import Percentiles, percentiles
 from kvrouter.lab.simulate.placement import Placer
 from kvrouter.lab.simulate.reference_engine import ReferenceEngine
+from kvrouter.lab.simulate.split import PREFILL_STEP_TOKENS, Links, Roles
 from kvrouter.lab.simulate.step_model import StepModel
 
 BEAT_S = 1.0
@@ -40,6 +41,8 @@ class Run:
     """When the request came."""
     end_s: list[float] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)
+    handed: list[bool] = field(default_factory=list)
+    """Whether one engine computed the prompt and another one generated the answer."""
     held: list[int] = field(default_factory=list)
     """Of each prompt, the most tokens that any engine held when it was placed."""
     deepest: Counter[WorkerId] = field(default_factory=Counter)
@@ -54,6 +57,7 @@ class Run:
             sent_s=self.sent_s[first:],
             end_s=self.end_s[first:],
             cached=self.cached[first:],
+            handed=self.handed[first:],
             held=self.held[first:],
             deepest=self.deepest,
         )
@@ -109,7 +113,9 @@ class Run:
         return sum(self.held) / self.prompt_tokens
 
 
-def card_of(worker_id: str, model: StepModel, capacity_blocks: int, labels: Mapping[str, str]) -> Card:
+def card_of(
+    worker_id: str, model: StepModel, capacity_blocks: int, labels: Mapping[str, str], role: str = BOTH
+) -> Card:
     """What a worker states about its engine."""
     return Card(
         worker_id=worker_id,
@@ -121,6 +127,8 @@ def card_of(worker_id: str, model: StepModel, capacity_blocks: int, labels: Mapp
         max_batched_tokens=model.step_tokens,
         max_sequences=model.max_num_seqs,
         labels=dict(labels),
+        role=role,
+        kv_connector="" if role == BOTH else "nixl",
     )
 
 
@@ -145,13 +153,16 @@ class _Sounding:
     def removed(self, hashes: Sequence[int]) -> None:
         self._fleet.placer.removed(self._target, hashes)
 
+    def reads(self, number: int, tokens: int) -> None:
+        self._fleet.reads(number, tokens)
+
 
 class SimulatedFleet:
     """Engines and one placer, for one run.
 
     Every engine has `capacity_blocks`; `speeds` are the relative speeds of the engines, one each. `joins`
     maps workers that join later to the time, `fails` those that fail, `labels` maps workers to the labels on
-    their cards.
+    their cards. `roles` None: every engine serves whole requests.
     """
 
     def __init__(
@@ -164,14 +175,20 @@ class SimulatedFleet:
         joins: Mapping[str, float] | None = None,
         fails: Mapping[str, float] | None = None,
         labels: Mapping[str, Mapping[str, str]] | None = None,
+        roles: Roles | None = None,
     ) -> None:
         self._labels = labels or {}
+        self._roles = roles or Roles(0, 0)
+        self._links = Links(self._roles.token_s)
         self._model, self._capacity_blocks = model, capacity_blocks
         self._agenda = Agenda()
         self.placer = new_placer(self._agenda)
         self.engines: dict[Target, ReferenceEngine] = {}
         self.record = Run(())
         self._flights: dict[int, Target] = {}
+        # Of requests that two engines serve: where the prompt is computed; where it is kept until it is read.
+        self._computing: dict[int, Target] = {}
+        self._kept: dict[int, Target] = {}
         self._depths: Counter[Target] = Counter()
         self._done = 0
         self._unplaced = 0
@@ -192,6 +209,7 @@ class SimulatedFleet:
         record.arrivals, record.cached = arrivals, [0] * count
         record.first_s, record.end_s = [math.nan] * count, [math.nan] * count
         record.sent_s, record.held = [math.nan] * count, [0] * count
+        record.handed = [False] * count
         record.targets = [Target(WorkerId(""))] * count
         self._unplaced = count
         self._on_done = on_done
@@ -211,17 +229,40 @@ class SimulatedFleet:
 
     def began(self, number: int, cached_tokens: int, now: float) -> None:
         """The first token of a request."""
-        if number in self._flights:
-            self.record.first_s[number] = now
+        if number not in self._flights:
+            return
+        if number in self._computing or not self.record.handed[number]:
             self.record.cached[number] = cached_tokens
+        if number not in self._computing:
+            self.record.first_s[number] = now
             self.placer.began(number, now)
             self._look_soon(now)
 
     def ended(self, number: int, now: float) -> None:
-        """The last token of a request."""
-        if number in self._flights:
+        """The last token of a request, or the only one of a prefill engine."""
+        if number in self._computing:
+            self._hand_over(number, now)
+        elif number in self._flights:
             self.record.end_s[number] = now
             self._leave(number, now, self.record.arrivals[number].output_tokens)
+
+    def _hand_over(self, number: int, now: float) -> None:
+        self._kept[number] = self._computing.pop(number)
+        self.placer.computed(number, now)
+        self._add(self._flights[number], number, now, DECODE)
+
+    def reads(self, number: int, tokens: int) -> None:
+        """A decode engine reads so much of what a prefill engine has computed."""
+        over = self._links.read(self._kept[number], self._flights[number], tokens, self._agenda.now)
+        self._agenda.at(over, partial(self._has_read, number))
+
+    def _has_read(self, number: int, now: float) -> None:
+        first, second = self.engines[self._kept.pop(number)], self.engines[self._flights[number]]
+        due = first.due, second.due
+        first.let_go(number, now)
+        second.has_read(number, now)
+        self._await(first, due[0])
+        self._await(second, due[1])
 
     def _repeat(self, first: float, every_s: float, act: Callable[[], None]) -> None:
         """Call `act` until all requests are placed: later on it would change nothing."""
@@ -248,11 +289,13 @@ class SimulatedFleet:
 
     def _join(self, name: str, speed: float, _now: float = 0.0) -> None:
         target = Target(WorkerId(name))
-        model, blocks = self._model.at_speed(speed), self._capacity_blocks
+        model, blocks, role = self._model.at_speed(speed), self._capacity_blocks, self._roles.of(name)
+        if role == PREFILL:
+            model = replace(model, step_tokens=max(model.step_tokens, PREFILL_STEP_TOKENS))
         engine = ReferenceEngine(model, blocks, _Sounding(self, target))
         self.engines[target] = engine
         self.record.deepest[target.worker_id] = 0
-        self.placer.join(target, engine, card_of(name, model, blocks, self._labels.get(name, {})))
+        self.placer.join(target, engine, card_of(name, model, blocks, self._labels.get(name, {}), role))
 
     def _fail(self, target: Target, now: float) -> None:
         """The engine is gone. Requests without a token are sent elsewhere, the others have failed."""
@@ -295,21 +338,29 @@ class SimulatedFleet:
         placed = self.placer.place(number, arrival, now)
         if placed is None:
             return False
-        target, held_tokens = placed
+        target, held_tokens, computes = placed
         self._flights[number] = target
         self._unplaced -= 1
         record = self.record
         record.targets[number], record.held[number] = target, held_tokens
+        record.handed[number] = computes is not None
         self._depths[target] += 1
         deepest, worker = record.deepest, target.worker_id
         deepest[worker] = max(deepest[worker], self._depths[target])
-        engine = self.engines[target]
-        before = engine.due
-        engine.add(number, arrival, now)
-        self._await(engine, before)
+        if computes is None:
+            self._add(target, number, now, BOTH)
+        else:
+            self._computing[number] = computes
+            self._add(computes, number, now, PREFILL)
         if arrival.leaves_after_s < math.inf:
             self._agenda.at(now + arrival.leaves_after_s, partial(self._cancel, number))
         return True
+
+    def _add(self, target: Target, number: int, now: float, part: str) -> None:
+        engine = self.engines[target]
+        before = engine.due
+        engine.add(number, self.record.arrivals[number], now, part)
+        self._await(engine, before)
 
     def _cancel(self, number: int, now: float) -> None:
         target = self._flights.get(number)

@@ -52,6 +52,8 @@ class Measures:
     """The share that one cache of the size of all engines' together would have had."""
     busiest: float
     """Requests of the worker with most of them, divided by the mean."""
+    handed: float
+    """The share of the requests that two engines served."""
     completed: float
     """The share of the requests whose clients did not leave."""
 
@@ -71,6 +73,7 @@ def measure(run: Run, slo: Slo, achievable: Achievable) -> Measures:
         achievable=achievable.endless / run.prompt_tokens,
         pooled=achievable.pooled / run.prompt_tokens,
         busiest=max(counted.values()) * len(run.deepest) / len(run.targets),
+        handed=sum(run.handed) / len(run.targets),
         completed=len(ttft) / len(run.targets),
     )
 

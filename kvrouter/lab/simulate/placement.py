@@ -13,18 +13,19 @@ from typing import Literal, NamedTuple
 
 from kvrouter.core.feeds.sinks import SyncSink
 from kvrouter.core.fleet.pool import Pool, PoolSettings
-from kvrouter.core.fleet.router import Router, RouterRules
+from kvrouter.core.fleet.router import Placement, Router, RouterRules
 from kvrouter.core.routing.admission import AdmissionQueue, AdmissionSettings, Ticket
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy
 from kvrouter.core.routing.filters import FilterSettings, new_filters
 from kvrouter.core.routing.policy import Prompt, RouteRequest
 from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat
-from kvrouter.core.wire.ids import BookingKey, PoolId, RouterId, Target
+from kvrouter.core.wire.ids import PoolId, RouterId, Target
 from kvrouter.core.wire.ops import VERSION, Op, decode_frame
 from kvrouter.lab.simulate.agenda import Agenda
 from kvrouter.lab.simulate.engines import Arrival
 from kvrouter.lab.simulate.reference_engine import ReferenceEngine
+from kvrouter.lab.simulate.split import AUTO_RULE, PUBLISHED, route_by
 
 _POOL = PoolId("simulated")
 
@@ -34,6 +35,8 @@ class SimulatedPlacement(NamedTuple):
 
     target: Target
     held_tokens: int
+    computes: Target | None = None
+    """Where the prompt is computed, if elsewhere."""
 
 
 class Placer(ABC):
@@ -60,7 +63,10 @@ class Placer(ABC):
         """The waiting requests that may be next."""
         return ()
 
-    def began(self, number: int, now: float) -> None:  # noqa: B027  an oracle need not be told
+    def computed(self, number: int, now: float) -> None:  # noqa: B027  an oracle need not be told
+        """The prompt was computed by the first engine of a pair."""
+
+    def began(self, number: int, now: float) -> None:  # noqa: B027
         """The first token of a request."""
 
     def ended(self, number: int, now: float, output_tokens: int | None) -> None:  # noqa: B027
@@ -139,8 +145,12 @@ class SimulatedReplicas(Placer):
         kv_delay_s: float = 0.0,
         frontend: Frontend = Frontend(),
         in_turn: bool = False,
+        rule: str = AUTO_RULE,
     ) -> None:
-        """`kv_delay_s`: until a KV event reaches the index. `in_turn`: requests do not enter at random."""
+        """`kv_delay_s`: until a KV event reaches the index. `in_turn`: requests do not enter at random.
+
+        `rule`: which prompts are handed over, in a fleet with roles.
+        """
         self._agenda = agenda
         self._kv_delay_s = kv_delay_s
         self._chance = chance
@@ -153,11 +163,13 @@ class SimulatedReplicas(Placer):
         self.index = BlockIndex()
         self._frontend = frontend
         self._in_turn = in_turn
+        self._stays = PUBLISHED.get(rule)
         self._replicas = [
             _Replica(self._router(number, policy), AdmissionQueue(frontend.queue))
             for number, policy in enumerate(policies, start=1)
         ]
-        self._bookings: dict[int, tuple[_Replica, BookingKey]] = {}
+        self._bookings: dict[int, tuple[_Replica, Placement]] = {}
+        self._computed_at: dict[int, float] = {}
         self._tickets: dict[int, tuple[_Replica, Ticket]] = {}
 
     @property
@@ -175,29 +187,50 @@ class SimulatedReplicas(Placer):
 
     def place(self, number: int, arrival: Arrival, now: float) -> SimulatedPlacement | None:
         prompt = Prompt(arrival.hashes, arrival.prompt_tokens)
-        request = RouteRequest(f"r{number}", (prompt,), text=arrival.text, session=arrival.session)
         replica = self._replica_of(number)
+        request = RouteRequest(
+            f"r{number}",
+            (prompt,),
+            text=arrival.text,
+            session=arrival.session,
+            may_split=bool(replica.router.pool.split.islands),
+        )
         if replica.queue.is_on and not self._may_pass(number, request, replica, now):
             return None
-        reuse = replica.router.reuse
+        router, reuse = replica.router, replica.router.reuse
         before = reuse.best
-        placed = replica.router.route(request, now)
-        self._bookings[number] = (replica, placed.key)
+        if request.may_split and self._stays is not None:
+            placed = route_by(self._stays, router, request, now)
+        else:
+            placed = router.route(request, now)
+        self._bookings[number] = (replica, placed)
         self._publish(replica, now)
-        return SimulatedPlacement(placed.target, arrival.prompt_tokens - (reuse.best - before))
+        computes = None if placed.prefill is None else placed.prefill.target
+        return SimulatedPlacement(placed.target, arrival.prompt_tokens - (reuse.best - before), computes)
 
     def next_waiting(self) -> Sequence[int]:
         firsts = {(id(replica), one) for replica in self._replicas for one in replica.queue.firsts()}
         return [n for n, (replica, ticket) in self._tickets.items() if (id(replica), ticket) in firsts]
 
+    def computed(self, number: int, now: float) -> None:
+        replica, placed = self._bookings[number]
+        assert placed.prefill is not None
+        self._computed_at[number] = now
+        replica.router.bookings.first_byte(placed.prefill.key, now)
+        replica.router.bookings.free(placed.prefill.key, now)
+        self._publish(replica, now)
+
     def began(self, number: int, now: float) -> None:
-        replica, key = self._bookings[number]
-        replica.router.bookings.first_byte(key, now)
+        replica, placed = self._bookings[number]
+        if placed.prefill is not None:
+            seconds = now - self._computed_at.pop(number)
+            replica.router.tables.transfers.observe(seconds, placed.choice.own_prefill_tokens)
+        replica.router.bookings.first_byte(placed.key, now)
         self._publish(replica, now)
 
     def ended(self, number: int, now: float, output_tokens: int | None) -> None:
-        replica, key = self._bookings.pop(number)
-        replica.router.bookings.free(key, now, output_tokens)
+        replica, placed = self._bookings.pop(number)
+        replica.router.bookings.free(placed.key, now, output_tokens)
         self._publish(replica, now)
 
     def stored(self, target: Target, hashes: Sequence[int]) -> None:
@@ -253,10 +286,11 @@ class SimulatedReplicas(Placer):
 
     def _router(self, number: int, policy: BuiltInPolicy) -> Router:
         index, uses = self.index, self._frontend.use_kv_events
+        least_tokens = None if self._stays is None else 0
         settings = (
-            PoolSettings(new_index=lambda _bounds, _secret: index)
+            PoolSettings(new_index=lambda _bounds, _secret: index, pd_min_uncached_tokens=least_tokens)
             if uses
-            else PoolSettings(use_kv_events=False)
+            else PoolSettings(use_kv_events=False, pd_min_uncached_tokens=least_tokens)
         )
         return Router(
             Pool(_POOL, settings),

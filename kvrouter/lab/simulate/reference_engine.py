@@ -11,6 +11,9 @@ sequence and step. So their total time is a quadratic polynomial, and a run of t
       ├────┬────┬─────┬─────┬──────┬──────────┤      a run: `_steps` steps, each with `_chunk` prompt tokens
       1    2    3     ^ a request that could enter the batch cuts the run at the end of the current step
 
+Prefill and decode apart: a prefill engine generates one token, and keeps the blocks until they are read; a
+decode engine reserves all blocks, reads what it lacks, and computes the prompt's last token.
+
 Rules: decodes first, then prompts in order; all blocks of a request, also those of its answer, are reserved
 when it is admitted; idle blocks are evicted least recently used first, of one request the deepest first; a
 prompt's last token is always computed. Times agree with a step-by-step version (tests/lab/simulate).
@@ -23,6 +26,7 @@ import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 
+from kvrouter.core.wire.heartbeats import BOTH, DECODE, PREFILL
 from kvrouter.errors import ConfigError
 from kvrouter.lab.simulate.engines import Arrival, BlockListener
 from kvrouter.lab.simulate.step_model import SHORTEST, StepModel
@@ -31,12 +35,24 @@ from kvrouter.lab.simulate.step_model import SHORTEST, StepModel
 class _Job:
     """A request in the engine. `left`: prompt tokens to compute; `last_step`: the step of its last token."""
 
-    __slots__ = ("cached", "hashes", "isl", "last_step", "left", "number", "output", "private", "queued")
+    __slots__ = (
+        "cached",
+        "hashes",
+        "isl",
+        "last_step",
+        "left",
+        "number",
+        "output",
+        "part",
+        "private",
+        "queued",
+    )
 
-    def __init__(self, number: int, work: Arrival, block_size: int) -> None:
+    def __init__(self, number: int, work: Arrival, block_size: int, part: str) -> None:
         self.number = number
+        self.part = part
         self.isl = work.prompt_tokens
-        self.output = max(1, work.output_tokens)
+        self.output = 1 if part == PREFILL else max(1, work.output_tokens)
         self.hashes = work.hashes
         self.private = -(-(self.isl + self.output) // block_size) - len(self.hashes)
         self.cached = 0
@@ -57,6 +73,10 @@ class ReferenceEngine:
         self._heads: list[_Job] = []
         self._completing: list[_Job] = []
         self._aborted: list[_Job] = []
+        # apart: computed prompts that are not read yet; prompts that are being read, and those that have been
+        self._kept: dict[int, _Job] = {}
+        self._reading: dict[int, _Job] = {}
+        self._read: deque[_Job] = deque()
         # (step of the last token, number, job) of the decoding requests; `_step` counts finished steps
         self._decoding: list[tuple[int, int, _Job]] = []
         self._step = 0
@@ -82,17 +102,17 @@ class ReferenceEngine:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue."""
-        return len(self._queue)
+        """Requests that are not in the batch yet."""
+        return len(self._queue) + len(self._reading) + len(self._read)
 
     @property
     def kv_usage(self) -> float:
         """The share of the blocks that requests hold."""
         return (len(self._held) + self._private) / self.capacity_blocks
 
-    def add(self, number: int, work: Arrival, now: float) -> None:
-        """Queue a request. Raises ConfigError if it needs more blocks than the engine has."""
-        job = _Job(number, work, self.model.block_size)
+    def add(self, number: int, work: Arrival, now: float, part: str = BOTH) -> None:
+        """Queue a request, or one half of it. Raises ConfigError if it needs more blocks than there are."""
+        job = _Job(number, work, self.model.block_size, part)
         if len(job.hashes) + job.private > self.capacity_blocks:
             raise ConfigError(
                 f"a request of {job.isl} + {job.output} tokens does not fit in {self.capacity_blocks} blocks"
@@ -123,6 +143,24 @@ class ReferenceEngine:
         if self._aborted:
             self._cut(now)
 
+    def has_read(self, number: int, now: float) -> None:
+        """A prompt's blocks have come: the request may enter the batch."""
+        self._read.append(self._reading.pop(number))
+        self._look(now)
+
+    def let_go(self, number: int, now: float) -> None:
+        """The blocks of a computed prompt have been read."""
+        self._release(self._kept.pop(number))
+        if self._queue:
+            self._look(now)
+
+    def _look(self, now: float) -> None:
+        """Another request may enter the batch."""
+        if self.due == math.inf:
+            self._plan(now)
+        elif len(self._heads) < self.model.parallel:
+            self._cut(now)
+
     def advance(self, now: float) -> None:
         """End the run that is due, and plan the next one."""
         steps, self._steps = self._steps, 0
@@ -136,7 +174,10 @@ class ReferenceEngine:
         while self._decoding and self._decoding[0][0] == self._step:
             job = heapq.heappop(self._decoding)[2]
             self._context -= job.isl + job.output
-            self._release(job)
+            if job.part == PREFILL:
+                self._kept[job.number] = job
+            else:
+                self._release(job)
             self._listener.ended(job.number, now)
         for job in self._aborted:
             self._drop(job)
@@ -244,7 +285,19 @@ class ReferenceEngine:
 
     def _admit(self) -> _Job | None:
         """The next request with its blocks, if there is room for it; no other one overtakes it."""
-        if not self._queue or self.num_running >= self.model.max_num_seqs:
+        if self.num_running >= self.model.max_num_seqs:
+            return None
+        if self._read:
+            return self._read.popleft()
+        while (job := self._reserve()) is not None and job.part == DECODE:
+            self._reading[job.number] = job
+            self._listener.reads(job.number, job.left)
+            job.left = 1
+        return job
+
+    def _reserve(self) -> _Job | None:
+        """The next request of the queue with its blocks."""
+        if not self._queue:
             return None
         by_length = self.model.order == SHORTEST
         job = min(self._queue, key=lambda one: one.isl) if by_length else self._queue[0]

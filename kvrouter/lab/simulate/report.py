@@ -86,6 +86,7 @@ def as_json(compared: Compared, *, seeds: int) -> dict[str, Any]:
         "kv_delay_s": cell.kv_delay_s,
         "leaving": cell.leaving,
         "slo": asdict(cell.slo),
+        "roles": asdict(cell.roles) if cell.roles else None,
         "seeds": seeds,
         "modes": modes,
     }
@@ -104,6 +105,8 @@ COLUMNS: dict[str, Callable[[ModeRow], str]] = {
     "of pos-\nsible": lambda row: f"{row.cached_of_achievable:.0%}",
     "busiest\n/ mean": lambda row: f"{row.mean.busiest:.2f}",
 }
+_HANDED: dict[str, Callable[[ModeRow], str]] = {"handed\nover": lambda row: f"{row.mean.handed:.0%}"}
+"""Where prefill and decode are apart."""
 
 
 def _s(seconds: float) -> str:
@@ -113,14 +116,15 @@ def _s(seconds: float) -> str:
 def sections(compared: Sequence[Compared], *, seeds: int) -> Iterator[Section]:
     """Each cell; ± is half the distance between the least and the greatest seed. Then the plots by load."""
     for one in compared:
-        rows = [[row.mode, *(value(row) for value in COLUMNS.values())] for row in one.rows]
+        columns = COLUMNS | _HANDED if one.cell.roles else COLUMNS
+        rows = [[row.mode, *(value(row) for value in columns.values())] for row in one.rows]
         charts = [
             Chart("Time to first token", [_times(row) for row in one.rows], "percentile", "seconds"),
             Chart(
                 "First token against the following ones", _by_weight(one), "TTFT p90, seconds", "ITL p90, ms"
             ),
         ]
-        yield Section(title_of(one, seeds), ["mode", *COLUMNS], rows, [*_notes(one)], charts=charts)
+        yield Section(title_of(one, seeds), ["mode", *columns], rows, [*_notes(one)], charts=charts)
         if one.cell.workload.name == "heimdall":
             yield _beside_published(one)
     yield from (_ladder(ladder) for ladder in _ladders(compared))
@@ -131,9 +135,10 @@ def title_of(compared: Compared, seeds: int) -> str:
     load = f"load {cell.load:g}, " if cell.load is not None else ""
     sync = f" (sync {1000 * cell.sync.delay_s:g} ms)" if cell.sync else " (sync off)"
     replicas = f", {cell.replicas} replicas{sync}" if cell.replicas > 1 else ""
+    roles = f", @: {cell.roles}, {cell.roles.gbps:g} Gb/s" if cell.roles else ""
     return (
         f"{cell.workload.name}: cache {cell.cache:.0%}, {load}pace {cell.offered_pace:.2f}, "
-        f"{counted(cell.workers, 'worker')}{replicas}, {counted(seeds, 'seed')}"
+        f"{counted(cell.workers, 'worker')}{roles}{replicas}, {counted(seeds, 'seed')}"
     )
 
 

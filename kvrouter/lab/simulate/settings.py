@@ -13,6 +13,7 @@ from kvrouter.lab.simulate.cells import Cell
 from kvrouter.lab.simulate.generated import STAGED, WORKLOADS, Stage, named, stages_of, workload_name
 from kvrouter.lab.simulate.measures import Slo
 from kvrouter.lab.simulate.placement import Frontend, Sync
+from kvrouter.lab.simulate.split import GBPS, KV_BYTES_PER_TOKEN, RULE, RULES, Roles
 from kvrouter.lab.simulate.step_model import ORDERS, STEP_MODELS, StepModel
 from kvrouter.lab.simulate.traces import CONVERSATION_EXCERPT, TraceRequest
 from kvrouter.lab.simulate.workloads import cache_of
@@ -138,6 +139,22 @@ class CellSettings(Settings):
         is_repeated=False,
     )
     join: tuple[float, ...] = _numbers("seconds after which one more engine joins, each", "S,S")
+    prefill_workers: int = setting(
+        0,
+        "of --workers, engines that only compute prompts; modes have a row for each --pd-rule, too",
+        least=0,
+    )
+    decode_workers: int = setting(0, "of --workers, engines that generate what these hand over", least=0)
+    pd_rule: tuple[str, ...] = setting(
+        (),
+        "which prompts are handed over; auto is the router's own rule (docs/simulate.md)",
+        choices=RULES,
+        metavar="RULE",
+        is_repeated=True,
+        default_text="all",
+    )
+    transfer_gbps: float = setting(GBPS, "Gb/s at which each engine sends, and receives, KV", above=0)
+    kv_bytes_per_token: int = setting(KV_BYTES_PER_TOKEN, "bytes of a token's KV", least=1)
     kv_delay_ms: float = setting(0.0, "until a KV event reaches the routers", least=0)
     slo_ttft_s: float = setting(Slo().ttft_s, "goodput: most seconds to the first token", above=0)
     slo_itl_ms: float = setting(1000 * Slo().itl_s, "goodput: most ms between tokens, mean", above=0)
@@ -148,7 +165,20 @@ class CellSettings(Settings):
         changed: dict[str, Any] = {name: value for name, value in set_.items() if value is not None}
         return replace(STEP_MODELS[timing], order=self.order, parallel=self.parallel_prefill, **changed)
 
+    @property
+    def roles(self) -> Roles | None:
+        """Of the engines; None: they serve whole requests."""
+        if not self.prefill_workers:
+            return None
+        return Roles(self.prefill_workers, self.decode_workers, self.transfer_gbps, self.kv_bytes_per_token)
+
     def checked(self) -> CellSettings:
+        if bool(self.prefill_workers) != bool(self.decode_workers):
+            raise ConfigError("give --prefill-workers and --decode-workers together")
+        if self.prefill_workers and (self.fail or self.cancel):
+            raise ConfigError("--fail and --cancel are for whole engines: leave out --prefill-workers")
+        if self.pd_rule and not self.prefill_workers:
+            raise ConfigError("--pd-rule needs --prefill-workers and --decode-workers")
         if self.load and self.pace:
             raise ConfigError("--load and --pace both say how fast requests come: use one of them")
         if self.kv_tokens is not None and self.cache:
@@ -201,13 +231,23 @@ class SimulateSettings(Settings):
         if unknown or len(fails) >= self.workers:
             what = f"there is no {unknown[0]}" if unknown else "one must be left"
             raise ConfigError(f"--fail: {what}, with --workers {self.workers}")
+        apart = self.cell.prefill_workers + self.cell.decode_workers
+        if apart > self.workers:
+            raise ConfigError(
+                f"--prefill-workers and --decode-workers: {apart}, more than --workers {self.workers}"
+            )
         return self
 
     def modes(self) -> tuple[Sequence[str], PolicySettings]:
-        """The modes, a custom policy last, and what they are set to. Raises ConfigError."""
+        """The modes, a custom policy last, and what they are set to. Raises ConfigError.
+
+        With prefill and decode apart each mode follows with each rule: `kv@auto`.
+        """
         policy, _ = self.files.loaded(self.policy, "")
-        modes = self.router_mode or DEFAULT_MODES
-        return (*modes, *([CUSTOM] if policy.custom is not None else ())), policy
+        modes = self.router_mode or (DEFAULT_MODES if self.cell.roles is None else DEFAULT_MODES[-1:])
+        modes = (*modes, *([CUSTOM] if policy.custom is not None else ()))
+        rules = () if self.cell.roles is None else self.cell.pd_rule or RULES
+        return (*modes, *(f"{mode}{RULE}{rule}" for mode in modes for rule in rules)), policy
 
     def cells(self, requests: Sequence[TraceRequest]) -> Iterator[Cell]:
         """Every workload with every cache and load. Raises ConfigError."""
@@ -236,6 +276,7 @@ class SimulateSettings(Settings):
                         kv_delay_s=given.kv_delay_ms / 1000,
                         leaving=given.cancel,
                         slo=Slo(given.slo_ttft_s, given.slo_itl_ms / 1000),
+                        roles=given.roles,
                     )
 
 

@@ -15,6 +15,7 @@ from scripts.kit import script
 COMMANDS = {
     "policies": "cost of a decision, for each mode and 8, 64, 512 targets",
     "decisions": "how far each mode's decisions are from an oracle's, in simulated fleets",
+    "split": "prefill and decode apart against whole engines, in simulated fleets",
     "simulator": "the same requests through real frontends and mockers, and simulated",
     "lag": "delay of the event loop while a large fleet publishes KV events",
     "tokens": "cost of tokenizing a prompt whose beginning is known",

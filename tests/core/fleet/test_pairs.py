@@ -167,11 +167,23 @@ def test_decoding_sequences_have_a_price() -> None:
         for number in range(sequences):
             one = router.route(replace(ask(number + 20, 32), may_split=False), 0.0)
             router.bookings.first_byte(one.key, 0.01)
-        for _ in range(2):  # two prompts are waiting at p1
-            router.route(ask(5, 800), 10.0)
-        return pair_of(router.route(ask(6, 800), 10.0))[0] is not None
+        book(router.pool, P1, chain_from(99_000, 50), 800)  # a prompt is waiting there
+        return pair_of(router.route(ask(6, 800), 0.0))[0] is not None
 
     assert [False, True] == [handed_over(0), handed_over(40)]
+
+
+def test_a_request_that_will_decode_has_the_same_price() -> None:
+    """It counts while its prompt is computed elsewhere, and makes no prompt wait at the decode worker."""
+    router = new_router(split_pool(card("p1", role="prefill"), card("d1", role="decode")))
+    idle = router.decide(ask(), 0.0).remote["local_s"]
+    halves = [book(router.pool, D1, chain_from(90_000 + one, 1), role="decode") for one in range(5)]
+    coming = router.decide(ask(), 1.0).remote["local_s"]
+    for key in halves:
+        router.pool.active.mark_prefill_completed(key, 1.0)
+
+    assert 1.5 * idle < coming
+    assert coming == pytest.approx(router.decide(ask(), 1.0).remote["local_s"], rel=0.001)
 
 
 @pytest.mark.parametrize(("least", "expected"), [(None, True), (TOKENS - 1, True), (TOKENS, False)])

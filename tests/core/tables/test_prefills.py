@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from kvrouter.core.tables.bookings import Booking, BookingTable, Service
 from kvrouter.core.tables.prefill_speeds import CONTEXT_SLOPE, FEW, MOST_ERROR, PrefillSpeeds, Speed
@@ -72,6 +73,20 @@ def test_a_prompt_may_overtake(active: BookingTable) -> None:
     active.mark_prefill_completed(C, 10.3)
 
     assert (2, 1000, 20, 10.3) == prefills(active)
+
+
+def test_a_decode_half_is_not_in_the_line(active: BookingTable) -> None:
+    """Its target computes no prompt of it: neither its booking, its first byte nor its end moves the head."""
+    half, lost = BookingKey(R1, 4), BookingKey(R1, 5)
+    for key in (half, lost):
+        active.book(replace(sent(key, 500, 10.3), prefill_tokens=0, role="decode"))
+    assert (3, 1000, 0, 10.0) == prefills(active)
+
+    active.mark_prefill_completed(half, 10.4)
+    active.free(lost, 10.5)
+
+    assert (3, 1000, 500, 10.0) == prefills(active)
+    assert active.service(A, 10.75, 0.75) == Service(T1, 1000, 0.75, 500)
 
 
 def test_an_idle_target_begins_again(active: BookingTable) -> None:

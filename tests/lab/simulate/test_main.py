@@ -71,9 +71,25 @@ def test_engines_as_a_user_has_them(tmp_path: Path) -> None:
     assert p90[0] <= p90[1]
 
 
+def test_prefill_and_decode_apart(tmp_path: Path) -> None:
+    """Each mode once with whole engines, and once with each rule."""
+    flags = ["--prefill-workers", "2", "--decode-workers", "2", "--pd-rule", "auto", "--pd-rule", "always"]
+    (cell,) = simulated(tmp_path, *flags, "--transfer-gbps", "100")
+
+    handed = {mode: row["mean"]["handed"] for mode, row in cell["modes"].items()}
+    assert ["oracle", "kv", "kv@auto", "kv@always"] == list(handed)
+    assert (0.0, 0.0, 1.0) == (handed["oracle"], handed["kv"], handed["kv@always"])
+    assert 0.0 < handed["kv@auto"] < 1.0
+    assert {"prefill": 2, "decode": 2, "gbps": 100.0, "kv_bytes": 131_072} == cell["roles"]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (["--prefill-workers", "2"], "give --prefill-workers and --decode-workers together"),
+        (["--prefill-workers", "4", "--decode-workers", "4"], "8, more than --workers 4"),
+        (["--prefill-workers", "1", "--decode-workers", "1", "--cancel", "0.1"], "are for whole engines"),
+        (["--pd-rule", "auto"], "--pd-rule needs --prefill-workers"),
         (["--trace", "nowhere.jsonl"], "cannot read the trace nowhere.jsonl"),
         (["--router-policy", "nowhere:Class"], "nowhere"),
         (["--router-mode", "kw:8"], "--router-mode 'kw:8': must be one of kv, kv-score, "),

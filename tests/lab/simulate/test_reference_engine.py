@@ -45,6 +45,9 @@ class Recorder:
         assert self.known.issuperset(hashes), "only what was stored is removed"
         self.known.difference_update(hashes)
 
+    def reads(self, number: int, tokens: int) -> None:
+        raise AssertionError("requests are whole here")
+
 
 def serve(
     model: StepModel, capacity: int, arrivals: Sequence[Arrival], leaves: dict[int, float] | None = None
