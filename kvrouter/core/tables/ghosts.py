@@ -8,6 +8,7 @@ the sample contains all uses of the blocks it contains, and a cache of `rate` ti
 whole one. The rate begins at 1, so that a short run is exact, and halves
 
     after each 32 Ki sampled blocks that prompts use, down to 1/32: bounds the time
+    until a prompt has 1,024 sampled blocks or fewer:                bounds the time of one prompt
     when the endless cache is full:                                  bounds the memory
 
 but not below 1,024 blocks of the pooled cache: a smaller sample misjudges it.
@@ -31,6 +32,8 @@ MOST_SAMPLED = 1 << 15
 # Sampled blocks that are used at one rate, while this halves the rate; and the number of these halvings.
 MOST_USED = 1 << 15
 USE_HALVINGS = 5
+# Of one prompt: 5 M instructions. A prompt of 128,000 tokens has 8,000 blocks.
+MOST_AT_ONCE = 1 << 10
 # At a rate of 1/4096 the sample stands for 134 million blocks. The endless cache, too, then drops the oldest.
 # At the least rate that the fleet's size allows it does the same: it then has 32 times its size or more.
 MOST_HALVINGS = 12
@@ -82,12 +85,18 @@ class Ghosts:
     blocks, and after a halving those that are not swept yet.
     """
 
-    def __init__(self, most_sampled: int = MOST_SAMPLED, most_used: int = MOST_USED) -> None:
+    def __init__(
+        self,
+        most_sampled: int = MOST_SAMPLED,
+        most_used: int = MOST_USED,
+        most_at_once: int = MOST_AT_ONCE,
+    ) -> None:
         self.endless_misses = 0
         """Blocks that an endless cache would not have had, estimated."""
         self.pooled_misses = 0
         self._most = most_sampled
         self._most_used = most_used
+        self._most_at_once = most_at_once
         self._used = 0  # at this rate
         self._halvings = 0
         self._in_sample = _low_bytes(0)
@@ -105,7 +114,7 @@ class Ghosts:
 
     def use(self, hashes: Sequence[int], most: int, capacity_blocks: int) -> None:
         """Count a prompt, and cache it. `most`: the leading blocks that an engine would have reused."""
-        places = self._places(hashes)
+        places = self._places(hashes, capacity_blocks)
         blocks = [hashes[place] for place in places if place < most]
         self.endless_misses += _misses(blocks, self._endless) << self._halvings
         self.pooled_misses += _misses(blocks, self._pooled) << self._halvings
@@ -113,7 +122,7 @@ class Ghosts:
 
     def insert(self, hashes: Sequence[int], capacity_blocks: int) -> None:
         """Cache a prompt that another replica counts."""
-        self._insert([hashes[place] for place in self._places(hashes)], capacity_blocks)
+        self._insert([hashes[place] for place in self._places(hashes, capacity_blocks)], capacity_blocks)
 
     def check(self) -> None:
         """Raise if an invariant is broken."""
@@ -123,8 +132,10 @@ class Ghosts:
         assert unsampled <= set(self._unswept)
         assert len(unsampled & self._pooled.keys()) == self._unswept_pooled
 
-    def _places(self, hashes: Sequence[int]) -> list[int]:
+    def _places(self, hashes: Sequence[int], capacity_blocks: int) -> list[int]:
         """Where in the prompt its sampled blocks are. A pattern finds them in C: a loop is slower."""
+        while len(hashes) >> self._halvings > self._most_at_once and self._may_halve(capacity_blocks):
+            self._halve()
         places = [found.start() for found in self._in_sample.finditer(pack_hashes(hashes)[::_HASH_BYTES])]
         if self._halvings > 8:  # the lowest byte alone cannot say
             mask = (1 << self._halvings) - 1
@@ -137,7 +148,8 @@ class Ghosts:
         _touch(self._pooled, blocks)
         self._used += len(blocks)
         is_slow = self._used > self._most_used and self._halvings < USE_HALVINGS
-        if (is_slow or len(self._endless) > self._most) and self._may_halve(capacity_blocks):
+        is_swept = not self._unswept
+        if (is_slow or len(self._endless) > self._most) and is_swept and self._may_halve(capacity_blocks):
             self._halve()
         _evict(self._endless, self._most)
         if self._unswept:
@@ -155,7 +167,7 @@ class Ghosts:
         pooled = capacity_blocks >> (self._halvings + 1)
         # of a fleet without a known size, there is nothing to judge
         is_large = pooled >= LEAST_POOLED or not capacity_blocks
-        return is_large and self._halvings < MOST_HALVINGS and not self._unswept
+        return is_large and self._halvings < MOST_HALVINGS
 
     def _halve(self) -> None:
         self._halvings += 1

@@ -11,6 +11,7 @@ blocks of engines, also of a prompt's partial last id.
 from __future__ import annotations
 
 import random
+import sys
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -189,7 +190,7 @@ class _Counting:
         self._span_s = 0.0
         self._tree = PrefixTree()
         self._by_block_size = dict.fromkeys(self._sizes, 0)
-        self._ghosts = {size: Ghosts(_GHOST_BLOCKS, _GHOST_USES) for size in CACHE_SIZES}
+        self._ghosts = {size: Ghosts(_GHOST_BLOCKS, _GHOST_USES, sys.maxsize) for size in CACHE_SIZES}
         self._by_cache_size = dict.fromkeys(CACHE_SIZES, 0)
         each = fleet.blocks_each * fleet.block_size // id_tokens
         self._random = RandomPlacement(fleet.workers, each, random.Random(0).randrange)

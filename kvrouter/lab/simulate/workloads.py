@@ -70,7 +70,7 @@ def achievable(
 ) -> Achievable:
     """What was achievable after the warm-up; `room_blocks`: those of all engines."""
     # as a router counts them live, and exact: no block is left out
-    ghosts = Ghosts(sys.maxsize, sys.maxsize)
+    ghosts = Ghosts(sys.maxsize, sys.maxsize, sys.maxsize)
     blocks = [0, 0]
     for number, arrival in enumerate(arrivals):
         misses = ghosts.endless_misses, ghosts.pooled_misses

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from kvrouter.core.tables.ghosts import LEAST_POOLED, MOST_SAMPLED, Ghosts
+from kvrouter.core.tables.ghosts import LEAST_POOLED, MOST_AT_ONCE, MOST_SAMPLED, Ghosts
 from kvrouter.core.wire.hashes import sequence_hashes
 from kvrouter.core.wire.ids import BlockHash
 from kvrouter.lab.simulate import generated, traces, workloads
@@ -106,7 +106,7 @@ def test_a_small_fleet_is_not_sampled() -> None:
 
 def test_use_lowers_the_rate() -> None:
     """Down to 1/32: prompts then cost little, also known ones, with which the sample does not grow."""
-    ghosts, hashes = Ghosts(most_used=1000), _chain(range(4000))
+    ghosts, hashes = Ghosts(most_used=1000, most_at_once=4000), _chain(range(4000))
 
     for _ in range(200):
         ghosts.use(hashes, 4000, 1 << 20)
@@ -114,6 +114,23 @@ def test_use_lowers_the_rate() -> None:
 
     assert 1 / 32 == ghosts.rate
     assert 4000 == ghosts.endless_misses == ghosts.pooled_misses
+
+
+def test_a_long_prompt_lowers_the_rate_at_once() -> None:
+    """However much is cached already: one prompt of 128,000 tokens must not hold the loop for long."""
+    ghosts, chance = Ghosts(), random.Random(1)
+    for number in range(500):
+        ghosts.use(_chain([number] * 20), 20, 1 << 20)
+    shared, blocks = [chance.getrandbits(60) for _ in range(4000)], 500 * 20
+    for _ in range(40):
+        hashes = _chain(shared + [chance.getrandbits(60) for _ in range(4000)])
+        ghosts.use(hashes, 8000, 1 << 20)
+        ghosts.check()
+        assert len(hashes) * ghosts.rate <= MOST_AT_ONCE
+    blocks += 4000 + 40 * 4000
+
+    assert 1 / 8 >= ghosts.rate
+    assert blocks == pytest.approx(ghosts.endless_misses, rel=0.03)
 
 
 def test_a_prompt_of_a_peer() -> None:
