@@ -11,11 +11,14 @@ from kvrouter.worker.engines.discovery import KINDS
 
 PACKAGE = Path(__file__).parents[1] / "kvrouter"
 ENGINES = PACKAGE / "worker" / "engines"
-# The mocker, and what starts it: here its name is that of a command, not of a kind of engine.
+# Here a name is that of a command or of a connector, not of a kind of engine.
 COMMANDS = {
     PACKAGE / "cli.py",
     PACKAGE / "settings" / "commands.py",
     PACKAGE / "lab" / "simulate" / "settings.py",
+    # the name of a connector, that of SGLang's pairs
+    PACKAGE / "connectors" / "__init__.py",
+    PACKAGE / "core" / "wire" / "heartbeats.py",
 }
 
 

@@ -145,8 +145,8 @@ class LargeBody:
         is_too_long = len(counts) == 1 and 0 < longest_context < counts[0]
         if is_too_long and b'"truncate_prompt_tokens"' not in self.rest:
             raise BadRequestError(
-                f"the prompt has {counts[0]} token ids; the longest context of a worker of this model is "
-                f"{longest_context} tokens",
+                f"This model's maximum context length is {longest_context} tokens, on any of its workers; "
+                f"the prompt has {counts[0]} token ids",
                 param="prompt",
             )
 

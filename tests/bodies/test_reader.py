@@ -111,7 +111,7 @@ async def test_ids_that_end_with_a_slice() -> None:
 
 async def test_longer_than_any_context() -> None:
     """More ids than any context are rejected without parsing them."""
-    with pytest.raises(BadRequestError, match=f"{len(IDS)} token ids; the longest context .* 4096"):
+    with pytest.raises(BadRequestError, match=f"maximum context length is 4096 .* {len(IDS)} token ids"):
         await read(encoded(prompt=IDS), 4096)
 
 

@@ -8,7 +8,7 @@ the sample contains all uses of the blocks it contains, and a cache of `rate` ti
 whole one. The rate begins at 1, so that a short run is exact, and halves
 
     after each 32 Ki sampled blocks that prompts use, down to 1/32: bounds the time
-    until a prompt has 1,024 sampled blocks or fewer:                bounds the time of one prompt
+    until a prompt has 512 sampled blocks or fewer:                  bounds the time of one prompt
     when the endless cache is full:                                  bounds the memory
 
 but not below 1,024 blocks of the pooled cache: a smaller sample misjudges it.
@@ -32,8 +32,8 @@ MOST_SAMPLED = 1 << 15
 # Sampled blocks that are used at one rate, while this halves the rate; and the number of these halvings.
 MOST_USED = 1 << 15
 USE_HALVINGS = 5
-# Of one prompt: 5 M instructions. A prompt of 128,000 tokens has 8,000 blocks.
-MOST_AT_ONCE = 1 << 10
+# Of one prompt: 4 M instructions. A prompt of 128,000 tokens has 8,000 blocks.
+MOST_AT_ONCE = 1 << 9
 # At a rate of 1/4096 the sample stands for 134 million blocks. The endless cache, too, then drops the oldest.
 # At the least rate that the fleet's size allows it does the same: it then has 32 times its size or more.
 MOST_HALVINGS = 12

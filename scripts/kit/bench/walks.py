@@ -170,11 +170,9 @@ async def _walks(nats_url: str, namespace: str, model: Path) -> dict[str, list[S
                 "add request": {at_a: (_FLUSH, is_published), "replica b": (None, is_booked)},
             }
             # A chat of the same question makes no KV event, as its worker has these blocks.
-            # The other one is tokenized in a thread, where calls are not recorded.
-            url, text = (
-                (engine_url, f"{known} blocks and ") if is_event else (a.url, "once upon a time " * 60)
-            )
-            messages = [{"role": "user", "content": text * 24}]
+            url, text = (engine_url, f"{known} blocks and ") if is_event else (a.url, "once upon a time ")
+            # As many as a conversation has: it is tokenized in a thread, where calls are not recorded.
+            messages = [{"role": "user", "content": text * 5}] * 5
             body = {"model": "tiny", "messages": messages, "stream": True, "max_tokens": 1 if is_event else 4}
             with _recording(spans[name]) as steps:
                 target, data = f"{url}/v1/chat/completions", json.dumps(body).encode()

@@ -91,6 +91,7 @@ class Namespace:
     async def begin(self) -> None:
         """Answer hellos from now on."""
         await self.bus.subscribe(self.subjects.hello, self._answer)
+        await self.bus.flush(10.0)  # the server knows of it before the doctor asks
 
     def worker(
         self,

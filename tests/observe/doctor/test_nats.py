@@ -125,7 +125,7 @@ async def test_split(nats_url: str, new_nats_server: NewServer) -> None:
         await there.begin()
         here.replica("r-here")
         there.replica("r-there")
-        report = await examined(f"{nats_url},{other.url}", here.name)
+        report = await examined(f"{nats_url},{other.url}", here.name, listen_s=2.0)
 
     found = codes(report)
     assert sorted([nats_url, other.url]) == sorted(found["nats.split"])
