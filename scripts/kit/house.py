@@ -39,7 +39,7 @@ FILES = 25
 LINES = 72_045
 COMMENTS = 30
 # Of docs/, as `wc -w` counts them, without docs/changes; 1,920 of them for pairs, 400 of these SGLang's; 170
-# for the figures of large bodies; 1,050 for when pairs pay, in tables, and the flags to find that out; 390 for
+# for the figures of large bodies; 1,050 for when pairs pay, in tables, and flags to find that out; 390 for
 # fastokens and its figures.
 DOC_WORDS = 61_910
 _IMPORT = re.compile(r"^\s*from kvrouter\.core\.(\w+)", re.MULTILINE)
