@@ -256,7 +256,7 @@ async def test_sequential_predictions_are_exact(nats_url: str, tiny: Path, looka
             await until_judged(fleet)
         page = await scraped(fleet)
 
-    # The last blocks of a request may be announced after the next one was placed: then it counts as in flight.
+    # The last blocks of a request may be announced after the next one was placed: it is in flight then.
     exact = [metric(page, "kvrouter_predictions_total", 'result="exact"', f'source="{source}"')
              for source in ("index", "in_flight")]  # fmt: skip
     assert REQUESTS == sum(exact)
