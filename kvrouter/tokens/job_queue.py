@@ -45,6 +45,8 @@ class JobQueue:
         self._long: list[tuple[float, int, asyncio.Future[None]]] = []
         self._per_s = _FIRST_PER_S
         self._count = threads
+        self._is_retired = False
+        self._callers = 0
         self.waiting = 0
         """The size of all jobs that wait."""
 
@@ -59,13 +61,39 @@ class JobQueue:
             raise error
 
     async def run(self, job: Callable[[], _Result], size: int = 0) -> _Result:
-        """The result of `job`, run in a thread. If cancelled while it waits, it never runs."""
+        """The result of `job`, run in a thread. If cancelled while it waits, it never runs.
+
+        Raises RuntimeError after `retire` or `shutdown`.
+        """
+        if self._is_retired:
+            raise RuntimeError("the tokenizer takes no more texts")
+        self._callers += 1
+        try:
+            return await self._run(job, size, is_long=size > LONG)
+        finally:
+            self._callers -= 1
+            self._end_if_retired()
+
+    def retire(self) -> None:
+        """Take no more jobs; those that wait still run."""
+        self._is_retired = True
+        self._end_if_retired()
+
+    def _end_if_retired(self) -> None:
+        if self._is_retired and not self._callers:
+            self._threads.shutdown(wait=False)
+
+    def shutdown(self) -> None:
+        """Wait for the jobs that run. Those that wait get RuntimeError at their turn."""
+        self._is_retired = True
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    async def _run(self, job: Callable[[], _Result], size: int, *, is_long: bool) -> _Result:
         loop = asyncio.get_running_loop()
-        is_long = size > LONG
-        if not self._may_start(is_long):
-            await self._turn(loop, size, is_long)
-        else:
+        if self._may_start(is_long):
             self._take(is_long)
+        else:
+            await self._turn(loop, size, is_long)
         began = loop.time()
 
         def ended(_: Future[_Result]) -> None:
@@ -79,9 +107,6 @@ class JobQueue:
             raise
         running.add_done_callback(ended)
         return await asyncio.wrap_future(running)
-
-    def shutdown(self, *, wait: bool, cancel: bool) -> None:
-        self._threads.shutdown(wait=wait, cancel_futures=cancel)
 
     async def _turn(self, loop: asyncio.AbstractEventLoop, size: int, is_long: bool) -> None:
         """Wait for a thread; it is taken then."""

@@ -198,7 +198,7 @@ class Tokenizer:
 
     def retire(self) -> None:
         """Take no new jobs; queued ones end, since a cancelled one would look like a client that left."""
-        self.jobs.shutdown(wait=False, cancel=False)
+        self.jobs.retire()
         if self.fast is not None:
             self.fast.close(wait=False)
 
@@ -206,6 +206,6 @@ class Tokenizer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.jobs.shutdown(wait=True, cancel=True)
+        self.jobs.shutdown()
         if self.fast is not None:
             self.fast.close()

@@ -40,7 +40,7 @@ def jobs(request: pytest.FixtureRequest) -> Iterator[Jobs]:
     yield found
     for gate in found.gates:
         gate.set()
-    found.queue.shutdown(wait=True, cancel=True)
+    found.queue.shutdown()
 
 
 async def turns() -> None:
@@ -156,8 +156,30 @@ async def test_an_error_of_a_job(jobs: Jobs) -> None:
 
 
 async def test_after_the_end(jobs: Jobs) -> None:
-    """RuntimeError, as of a pool of threads that is shut down."""
-    jobs.queue.shutdown(wait=False, cancel=False)
+    """RuntimeError for new jobs; a tokenizer that is replaced still encodes the texts that wait for it."""
+    blocked, gate = jobs.blocked()
+    await turns()
+    waiting = [jobs.named("waits", 1), jobs.named("too", LONG + 1)]
+    await turns()
+    jobs.queue.retire()
 
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="takes no more texts"):
         await jobs.queue.run(list, 1)
+    gate.set()
+    await asyncio.gather(blocked, *waiting)
+    assert ["waits", "too"] == jobs.ran
+
+
+async def test_the_end_does_not_wait_for_those_that_wait(jobs: Jobs) -> None:
+    """They get an error; none waits for a thread that does not come."""
+    blocked, gate = jobs.blocked()
+    await turns()
+    waiting = jobs.named("waits", 1)
+    await turns()
+    gate.set()
+    jobs.queue.shutdown()
+
+    assert await blocked
+    with pytest.raises(RuntimeError):
+        await waiting
+    assert [] == jobs.ran
