@@ -33,10 +33,10 @@ LARGER = {
 TWICE = {"Answer", "ApproxKvIndexer", "KvIndexer"}
 FILES = 25
 # 2,160 of them for prefill and decode apart, 530 of these in the mocker, 150 its problems; 460 more for pairs
-# of SGLang, whose halves are sent at once: 220 of these in the mocker. 450 for fastokens, its comparison with
+# of SGLang, whose halves are sent at once: 220 of these in the mocker. 475 for fastokens, its comparison with
 # the reference library, and the order of what waits for a thread. 430 for bodies that are read in steps, with
 # a Python and a C version of the scan. 500 for pairs in the simulator and analyze.
-LINES = 72_045
+LINES = 72_070
 COMMENTS = 30
 # Of docs/, as `wc -w` counts them, without docs/changes; 1,920 of them for pairs, 400 of these SGLang's; 170
 # for the figures of large bodies; 1,050 for when pairs pay, in tables, and flags to find that out; 390 for
