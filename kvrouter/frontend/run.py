@@ -22,6 +22,7 @@ from kvrouter.config import open_bus
 from kvrouter.core.audit.findings import Audit
 from kvrouter.core.fleet.pool import NewIndex
 from kvrouter.core.fleet.replica import Replica
+from kvrouter.core.native import versions
 from kvrouter.core.routing.policy import AUTO
 from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.errors import ConfigError
@@ -293,7 +294,7 @@ async def _open_request_path(
         clients = ClientTotals(access.addresses, now)
         readers = Readers(metrics, clients, member.audit, access, views)
         lost = LostRequests(replica, publishing, probe, now=now)
-        upstream = Upstream(tls, networks)
+        upstream = Upstream(tls, networks, is_native=versions.in_use() == versions.NATIVE)
         with contextlib.closing(upstream), contextlib.ExitStack() as at_end:
             at_end.callback(access.flush)  # lines of served requests wait to be written together
             completions = Completions(

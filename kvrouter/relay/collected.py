@@ -32,6 +32,9 @@ class Collected:
     def when_drained(self, call: Callable[[], None]) -> None:
         """Never slow."""
 
+    def lend(self, _begin: object) -> None:
+        """It is no socket."""
+
     @property
     def body(self) -> bytes:
         """Empty if it is too long."""

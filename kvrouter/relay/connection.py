@@ -19,7 +19,7 @@ import asyncio
 import socket
 from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from kvrouter.errors import (
     KvRouterError,
@@ -46,6 +46,9 @@ from kvrouter.relay.request import (
 from kvrouter.relay.request_parser import AnyHead, ChunkFraming, HeadReader, LengthFraming, unexpected
 from kvrouter.relay.routes import Routes
 from kvrouter.relay.transport import has_ended, is_unsent, reset
+
+if TYPE_CHECKING:
+    from kvrouter.relay.native.streams import Stream
 
 # While a request is served, at most this much of the following requests is read. Without the bound a client
 # that sends faster than it is served made the buffer grow from 64 to 197 MB in 4 s.
@@ -143,6 +146,7 @@ class ClientConnection(asyncio.Protocol):
         self._is_lingering = False
         self._waiting: list[Callable[[], None]] = []
         self._look: asyncio.TimerHandle | None = None  # set while nothing is read
+        self._stream: Stream | None = None  # the last one of the request to which the socket was lent
         self._active_at = 0.0
         self._timer: asyncio.TimerHandle  # not before connection_made: a TLS handshake may fail
 
@@ -153,6 +157,17 @@ class ClientConnection(asyncio.Protocol):
         self.has_begun = True
         if self._transport is not None:
             self._transport.write(data)
+
+    def lend(self, begin: Callable[[int], Stream | None]) -> Stream | None:
+        """Lend the socket to a stream that C passes on, if nothing waits for it and it is not encrypted."""
+        transport = self._transport
+        if transport is None or transport.is_closing() or transport.get_write_buffer_size():
+            return None
+        raw = transport.get_extra_info("socket")
+        if raw is None or transport.get_extra_info("sslcontext") is not None:
+            return None
+        self._stream = begin(raw.fileno())
+        return self._stream
 
     def when_drained(self, call: Callable[[], None]) -> None:
         """Call once the client has caught up; never if it leaves."""
@@ -177,6 +192,8 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client has left: cancel its request."""
+        if self._stream is not None:
+            self._stream.stop()  # from now on another connection may have the descriptor
         self._transport = None
         self._timer.cancel()
         if self._look is not None:
@@ -308,7 +325,7 @@ class ClientConnection(asyncio.Protocol):
 
     async def _serve(self, serve: Serve, request: Request) -> None:
         served = await serve(request)
-        self._task = None
+        self._task = self._stream = None
         self._finish(served)
 
     def _finish(self, served: Served) -> None:

@@ -14,7 +14,8 @@ is held, as they keep connections open (begun.py); the next worker then goes on 
 
 While relaying, each read from the worker's socket is one write to the client's, chunk framing included, and
 no event is parsed before the last read, which shows how the stream ended. (A client that speaks HTTP/1.0 does
-not understand chunks and gets their content.)
+not understand chunks and gets their content.) After a few chunks C does that (native/streams.pyx), and comes
+back with the first read that is more than whole events.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Protocol, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from msgspec import Struct
 
@@ -64,6 +66,9 @@ from kvrouter.relay.framing import (
 from kvrouter.relay.hops import ROUTER
 from kvrouter.relay.upstream import WorkerConnection
 
+if TYPE_CHECKING:
+    from kvrouter.relay.native.streams import Stream
+
 # A longer answer is passed on before it is complete: this bounds the memory that one request holds here.
 HELD_BYTES = 1024 * 1024
 # They show only that a connection is open.
@@ -74,12 +79,9 @@ _DATA = b"data:"
 # In JSON a line end is escaped, so this is always the beginning of a line.
 _DATA_LINE = b"\ndata:"
 _BLANK_LINES = b"\n\n"
-# Of a chunk with one event of one line: what is behind its data, and how long the line with its size may be.
-_ONE_END_BYTES = len(b"\n\n\r\n")
-_SIZE_BYTES = len(b"ffffff\r\n")
-# An event that ends so has not finished, so it was not aborted either.
-_UNFINISHED = b'"finish_reason":null'
-_MOST_QUIET_BYTES = 128
+# Whole chunks in a row that pass through Python before C takes over, and after it could not.
+PYTHON_CHUNKS = 2
+MORE_PYTHON_CHUNKS = 16
 _EVENT_ENDS = (b"\n\n", b"\n\r\n", b"\r\r", b"\n\n\r\n", b"\n\r\n\r\n")
 """As a read may end that ends an event; the last two have the line end of a chunk behind it."""
 _EMPTY = "the worker answered 200 with nothing in it"
@@ -178,6 +180,13 @@ class ClientSide(Protocol):
         """Call once the client has caught up; never if it leaves."""
         ...
 
+    def lend(self, begin: Callable[[int], Stream | None]) -> Stream | None:
+        """Call `begin` with the descriptor of the socket, and stop its stream before the socket is closed.
+
+        None: it is no socket, it is encrypted, or something waits for the client.
+        """
+        ...
+
 
 class AnswerForm(Protocol):
     """What an attempt needs to know of the API (frontend/bodies/apis.py)."""
@@ -215,11 +224,36 @@ class Attempt:
     """The Receiver of one request (upstream.py). Await `outcome`; cancel with `cancel`."""
 
     __slots__ = (
-        "_active_at", "_added_headers", "_begun", "_body", "_client", "_connection", "_content", "_events",
-        "_form", "_head", "_held", "_is_flowing", "_is_holding", "_is_in_data", "_is_paused",
-        "_is_stream", "_keeps_alive", "_last_reads", "_limits", "_loop", "_most_tail_bytes",
-        "_on_first_output", "_quiet_end", "_reader", "_sent_before", "_trouble",
-        "_was_at_boundary", "events", "outcome",
+        "_active_at",
+        "_added_headers",
+        "_begun",
+        "_body",
+        "_client",
+        "_connection",
+        "_content",
+        "_count",
+        "_events",
+        "_form",
+        "_head",
+        "_held",
+        "_is_flowing",
+        "_is_holding",
+        "_is_in_data",
+        "_is_paused",
+        "_is_stream",
+        "_keeps_alive",
+        "_last_reads",
+        "_limits",
+        "_loop",
+        "_most_tail_bytes",
+        "_on_first_output",
+        "_reader",
+        "_sent_before",
+        "_stream",
+        "_trouble",
+        "_until_native",
+        "_was_at_boundary",
+        "outcome",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0917  (passing them by keyword takes 0.4 µs a request)
@@ -239,7 +273,9 @@ class Attempt:
         short answer, and of a stream its last event.
         """
         self.outcome: asyncio.Future[Outcome] = connection.loop.create_future()
-        self.events = 0  # server-sent events with data relayed so far: an estimate of the tokens produced
+        self._count = 0  # events that Python has passed on
+        self._stream: Stream | None = None  # set while C passes on what follows
+        self._until_native = -1  # whole chunks until it does; negative: it does not
         self._loop = connection.loop
         self._client = client
         self._connection = connection
@@ -258,7 +294,6 @@ class Attempt:
         self._is_stream = False
         # A whole chunk can pass as it is: nothing is held, unpacked or searched for.
         self._is_flowing = False
-        self._quiet_end = b"\0"  # from _UNFINISHED on, of the last event that was searched; at first none
         self._sent_before: frozenset[str] | None = None  # the openings that the client has from other workers
         self._begun: Begun | None = None  # set where the client has the head from elsewhere
         self._trouble: _Trouble | None = None
@@ -270,6 +305,11 @@ class Attempt:
         self._most_tail_bytes = ANSWER_BYTES if keeps_answer else TAIL_BYTES
         reads = ANSWER_READS if keeps_answer else TAIL_READS
         self._last_reads: deque[bytes] = deque((), reads)  # noqa: RUF037  (by keyword it takes twice as long)
+
+    @property
+    def events(self) -> int:
+        """Server-sent events with data relayed so far: an estimate of the tokens produced."""
+        return self._count + (self._stream.events if self._stream is not None else 0)
 
     @property
     def tail(self) -> bytes:
@@ -305,6 +345,7 @@ class Attempt:
     def cut_off(self, error: KvRouterError) -> None:
         """End an answer that has begun, with an error event, because this process ends."""
         if not self.outcome.done():
+            self._connection.take_back(self)
             self._keeps_alive = False  # the client's next request must go to another replica
             self._break_off(str(error), error, spares_worker=True)
 
@@ -354,22 +395,41 @@ class Attempt:
             self._pass_on(data)
 
     def received_chunk(self, data: bytes) -> None:
-        """`received` for an event amid a stream, without the steps that cannot apply to it.
-
-        This is the hottest path of a stream: 3 calls an event instead of 8.
-        """
-        if data.endswith(self._quiet_end) and data.find(b"\n", _SIZE_BYTES) == len(data) - _ONE_END_BYTES:
-            self.events += 1  # as the last one was
-            self._active_at = self._loop.time()
-            self._last_reads.append(data)
-        elif not self._is_flowing or names_failure(data):
+        """`received` for an event amid a stream, without the steps that cannot apply to it."""
+        if not self._is_flowing or names_failure(data):
             self.received(data)
             return
-        else:
-            self._look_at(data)
+        self._keep(data)
+        lines = data.count(_DATA_LINE)
+        if lines and not data.startswith(_PINGS, data.find(b"\n") + 1):  # else nothing of an answer
+            self._count += lines
+            self._active_at = self._loop.time()
         self._client.write(data)
         if self._client.is_slow:
             self._hold_up()
+            return
+        self._until_native -= 1
+        if not self._until_native:
+            self._loop.call_soon(self._pass_natively)  # by then this chunk is written
+
+    def taken_back(self, stream: Stream) -> None:
+        """C passes on no longer: what follows comes here."""
+        self._stream, self._until_native = None, PYTHON_CHUNKS
+        self._count += stream.events
+        self._active_at = max(self._active_at, stream.active_at)
+        self._was_at_boundary, self._is_in_data = not stream.left, bool(stream.left)
+        self._keep(stream.tail())
+        if stream.unsent:
+            self._client.write(stream.unsent)
+            if self._client.is_slow:
+                self._hold_up()
+
+    def _pass_natively(self) -> None:
+        """Have C pass on what follows, unless something waits on its way to the client."""
+        if not self.outcome.done() and not self._is_paused:
+            self._stream = self._client.lend(partial(self._connection.pass_natively, self))
+        if self._stream is None:
+            self._until_native = MORE_PYTHON_CHUNKS
 
     def _is_broken_off(self, data: bytes) -> bool:
         """Whether these bytes, amid an answer, ended it. An error that tells the client is only counted."""
@@ -381,17 +441,6 @@ class Attempt:
             return True
         self._trouble = self._trouble or _reported(error)
         return False
-
-    def _look_at(self, data: bytes) -> None:
-        """Look at a chunk; its end is remembered if the next ones may look the same."""
-        at = data.rfind(_UNFINISHED, -_MOST_QUIET_BYTES)
-        if at >= 0:
-            self._quiet_end = data[at:]
-        self._keep(data)
-        lines = data.count(_DATA_LINE)
-        if lines and not data.startswith(_PINGS, data.find(b"\n") + 1):  # else nothing of an answer
-            self.events += lines
-            self._active_at = self._loop.time()
 
     def ended(self) -> None:
         """The body is complete."""
@@ -540,12 +589,12 @@ class Attempt:
             passes_chunks = head.is_chunked and not client.is_http_10
             self._content = ChunkContent() if head.is_chunked and client.is_http_10 else None
             self._keeps_alive = self._keeps_alive and (passes_chunks or head.length is not None)
-            self._is_flowing = self._reader is not None and passes_chunks
+            self._flow(self._reader is not None and passes_chunks)
             relay = self._pass_last if is_whole and self._is_stream else self._pass_on
             relay(held, self._client_head(head, passes_chunks=passes_chunks))
         self._reader = None
         if self._is_stream:
-            self.events = len([event for event in events if event.kind is not EventKind.COMMENT])
+            self._count = len([event for event in events if event.kind is not EventKind.COMMENT])
             if len(held) > MOST_EVENT_BYTES or any(event.shows_output for event in events):
                 self._on_first_output()
 
@@ -560,7 +609,8 @@ class Attempt:
             self._content = content
             if head.is_chunked and begun.is_chunked and body is not None and body.is_at_boundary and not rest:
                 # From here on the worker's own chunks can follow.
-                self._content, self._begun, self._is_flowing = None, None, True
+                self._content = self._begun = None
+                self._flow(True)
             return
         error: KvRouterError = WorkerDiedError(_NO_STREAM)
         if head.status >= 300:
@@ -576,6 +626,12 @@ class Attempt:
 
     # Relaying
 
+    def _flow(self, is_flowing: bool) -> None:
+        """Let whole chunks pass as they are, in C if it can and nobody wants the whole answer later."""
+        self._is_flowing = is_flowing
+        if is_flowing and self._connection.may_pass_natively and self._most_tail_bytes == TAIL_BYTES:
+            self._until_native = PYTHON_CHUNKS
+
     def _pass_on(self, data: bytes, head: bytes = b"") -> None:
         client, body = self._client, self._body
         content = data if self._content is None else self._content.feed(data)
@@ -584,7 +640,7 @@ class Attempt:
         client.write(head + content)
         self._keep(data)
         lines = data.count(_DATA_LINE) + data.startswith(_DATA)
-        self.events += lines
+        self._count += lines
         # A read within an event may have no data line of its own.
         if lines or self._is_in_data or not self._is_stream:
             self._active_at = self._loop.time()
@@ -693,11 +749,13 @@ class Attempt:
 
     def watch(self, now: float) -> float:
         """Seconds until the next call. Ends the attempt if worker or client have been silent too long."""
-        limits = self._limits
+        limits, stream = self._limits, self._stream
         limit = limits.first_byte_s if self._is_holding else limits.idle_s
-        left_s = self._active_at + limit - now
+        active_at = self._active_at if stream is None else max(self._active_at, stream.active_at)
+        left_s = active_at + limit - now
         if left_s > 0:
             return min(left_s, limits.idle_s)  # once it relays, the limit is idle_s, which may be shorter
+        self._connection.take_back(self)
         if self._is_holding:
             self._finish(TimedOut(limit))
         elif self._is_paused:

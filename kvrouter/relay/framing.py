@@ -234,6 +234,10 @@ class ChunkedBody:
         self.is_at_boundary = position == end and not self._line and not self._in_trailers
         return end
 
+    def go_on(self, left: int) -> None:
+        """Whole chunks, and all but `left` bytes of another one, were passed on elsewhere."""
+        self._left, self.is_at_boundary = left, left == 0
+
     def _keep_line(self, part: bytes) -> None:
         self._line += part
         if len(self._line) > _MAX_SIZE_LINE:

@@ -19,8 +19,9 @@ import errno
 import os
 import ssl
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, cast
 from urllib.parse import urlsplit
 
 from kvrouter.core.wire.addresses import Network
@@ -29,6 +30,7 @@ from kvrouter.relay.framing import (
     CHUNK_START_BYTES,
     MAX_HEAD_BYTES,
     Body,
+    ChunkedBody,
     FramingError,
     ResponseHead,
     UntilCloseBody,
@@ -36,8 +38,12 @@ from kvrouter.relay.framing import (
     chunk_bytes,
     parse_head,
 )
+from kvrouter.relay.streams import Streams
 from kvrouter.resolving import addresses_of
 from kvrouter.tls import tls_trouble, trusting
+
+if TYPE_CHECKING:
+    from kvrouter.relay.native.streams import Stream
 
 # Idle connections close after this long. uvicorn, the server of vLLM and SGLang, closes its side after 5 s:
 # a request sent just then would be lost.
@@ -80,6 +86,10 @@ class Receiver(Protocol):
         """`received` for data that is exactly one chunk, as nearly every read of a stream is."""
         ...
 
+    def taken_back(self, stream: Stream) -> None:
+        """C passes on no longer (see `pass_natively`): what follows is reported here."""
+        ...
+
     def ended(self) -> None:
         """The body is complete."""
         ...
@@ -108,13 +118,18 @@ class WorkerConnection(asyncio.Protocol):
         "_keeps_alive",
         "_pool",
         "_receiver",
+        "_stream",
+        "_streams",
         "_timer",
         "_timer_ends_at",
         "_transport",
         "loop",
     )  # fmt: skip
 
-    def __init__(self, pool: deque[WorkerConnection]) -> None:
+    def __init__(self, pool: deque[WorkerConnection], streams: Streams | None = None) -> None:
+        """`streams`: those that C passes on; None: it passes on none."""
+        self._streams = streams if streams is not None and streams.is_native else None
+        self._stream: Stream | None = None  # set while C passes on what arrives
         self._has_served = False
         self._has_answered = False
         self._got_eof = False
@@ -142,6 +157,11 @@ class WorkerConnection(asyncio.Protocol):
         return self._has_served and not self._has_answered
 
     @property
+    def may_pass_natively(self) -> bool:
+        """Whether C can pass on a stream of this connection."""
+        return self._streams is not None
+
+    @property
     def is_cut(self) -> bool:
         """Whether the other side ended it after the present request was sent."""
         return self._is_cut
@@ -162,6 +182,7 @@ class WorkerConnection(asyncio.Protocol):
     def cancel(self, receiver: Receiver) -> None:
         """The answer is no longer wanted: close, so that the worker stops working on it."""
         if self._receiver is receiver:
+            self.take_back(receiver)
             self._receiver = None
             self._close()
 
@@ -175,6 +196,38 @@ class WorkerConnection(asyncio.Protocol):
         if self._receiver is receiver and self._transport is not None:
             self._transport.resume_reading()
 
+    def pass_natively(self, receiver: Receiver, client: int) -> Stream | None:
+        """Have C pass on what follows to a client's socket; None: it cannot. `taken_back` ends it."""
+        body, transport = self._body, self._transport
+        is_plain = isinstance(body, ChunkedBody) and body.is_at_boundary and self.is_usable
+        if self._receiver is receiver and self._streams is not None and transport is not None and is_plain:
+            self._stream = self._streams.add(transport, client, self._returned)
+        return self._stream
+
+    def take_back(self, receiver: Receiver) -> None:
+        """Pass on in Python again. Does nothing if Python does."""
+        stream, self._stream = self._stream, None
+        if stream is None or self._receiver is not receiver:
+            return
+        stream.stop()
+        if isinstance(self._body, ChunkedBody):
+            self._body.go_on(stream.left)
+        if self._transport is not None:
+            self._transport.resume_reading()
+        receiver.taken_back(stream)
+
+    def _returned(self) -> None:
+        """C has read, or could not send, what Python must see."""
+        stream, receiver = self._stream, self._receiver
+        if stream is None or receiver is None:
+            return
+        self.take_back(receiver)
+        if stream.error:
+            self._is_cut = True
+            self._lose(str(OSError(stream.error, os.strerror(stream.error))))
+        elif stream.received:
+            self.data_received(stream.received)
+
     def close(self) -> None:
         """The worker is gone."""
         self._close()
@@ -186,6 +239,7 @@ class WorkerConnection(asyncio.Protocol):
         # A cast, since uvloop's transports are not subclasses of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
         if transport.get_extra_info("sslcontext") is not None:
+            self._streams = None
             # While TLS reading is paused, read nothing ahead: uvloop 0.23 drops what it has read and not yet
             # delivered if the connection ends meanwhile.
             cast(Any, transport).set_read_buffer_limits(high=1)
@@ -212,6 +266,8 @@ class WorkerConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Report the loss, unless the body ends with the connection."""
+        if self._receiver is not None:
+            self.take_back(self._receiver)
         self._transport = None
         self._stop_timer()
         if self in self._pool:
@@ -332,11 +388,19 @@ class WorkerConnection(asyncio.Protocol):
 class Upstream:
     """The pools of idle connections, by worker."""
 
-    def __init__(self, tls: ssl.SSLContext | None = None, networks: Sequence[Network] = ()) -> None:
+    def __init__(
+        self,
+        tls: ssl.SSLContext | None = None,
+        networks: Sequence[Network] = (),
+        *,
+        is_native: bool = True,
+    ) -> None:
         """`tls` verifies workers with https:// URLs; None: with the system's certificate authorities.
 
         `networks`: those to which names of workers may lead; without any, all but what is never allowed.
+        `is_native`: whether C passes on streams, where it is built.
         """
+        self._streams = Streams(is_native=is_native)
         self._tls = tls
         self._networks = networks
         self._pools: dict[str, deque[WorkerConnection]] = {}
@@ -375,10 +439,11 @@ class Upstream:
         tls = (self._tls or trusting(None)) if is_tls else None
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             addresses = await addresses_of(host, port, self._networks)
+            new = partial(WorkerConnection, pool, self._streams)
             for address in addresses[:-1]:
                 with contextlib.suppress(OSError):
-                    return await _connect(pool, address, port, host, tls)
-            return await _connect(pool, addresses[-1], port, host, tls)
+                    return await _connect(new, address, port, host, tls)
+            return await _connect(new, addresses[-1], port, host, tls)
 
     def forget(self, url: str) -> None:
         """The worker is gone: close its idle connections."""
@@ -386,18 +451,19 @@ class Upstream:
             connection.close()
 
     def close(self) -> None:
-        """Close every idle connection."""
+        """Close every idle connection, and leave the others to Python."""
         for url in list(self._pools):
             self.forget(url)
+        self._streams.close()
 
 
 async def _connect(
-    pool: deque[WorkerConnection], address: str, port: int, host: str, tls: ssl.SSLContext | None
+    new: Callable[[], WorkerConnection], address: str, port: int, host: str, tls: ssl.SSLContext | None
 ) -> WorkerConnection:
     """`host`: the name for which the worker's certificate must be."""
     name = host if tls is not None else None
     _, connection = await asyncio.get_running_loop().create_connection(
-        lambda: WorkerConnection(pool), address, port, ssl=tls, server_hostname=name
+        new, address, port, ssl=tls, server_hostname=name
     )
     return connection
 

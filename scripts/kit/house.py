@@ -21,9 +21,10 @@ SMALL_LINES = 60
 FUNCTION_LINES = 60
 CLASS_LINES = 300
 # Classes that were longer when the limit came (issue "The request, the router, the cost"). They may shrink.
-# Pool has the roles of its targets since prefill and decode are apart; Agent learns restarted engines again.
+# Pool has the roles of its targets since prefill and decode are apart; Agent learns restarted engines again;
+# Attempt hands committed streams to C and takes them back.
 LARGER = {
-    "Attempt": 509, "Replica": 477, "FeedReader": 419, "BlockIndex": 395, "Pool": 398, "Agent": 379,
+    "Attempt": 558, "Replica": 477, "FeedReader": 419, "BlockIndex": 395, "Pool": 398, "Agent": 379,
     "BookingTable": 362, "Completions": 326, "Bus": 337, "EngineBlocks": 330, "Examination": 316,
     "ReferenceEngine": 342,  # with both halves of a request
     "Router": 250, "OwnBookings": 250, "SyncFeed": 250,  # one router in three
@@ -35,8 +36,8 @@ FILES = 25
 # 2,160 of them for prefill and decode apart, 530 of these in the mocker, 150 its problems; 460 more for pairs
 # of SGLang, whose halves are sent at once: 220 of these in the mocker. 475 for fastokens, its comparison with
 # the reference library, and the order of what waits for a thread. 430 for bodies that are read in steps, with
-# a Python and a C version of the scan. 500 for pairs in the simulator and analyze.
-LINES = 72_070
+# a Python and a C version of the scan. 500 for pairs in the simulator and analyze. 210 for streams in C.
+LINES = 72_280
 COMMENTS = 30
 # Of docs/, as `wc -w` counts them, without docs/changes; 1,920 of them for pairs, 400 of these SGLang's; 170
 # for the figures of large bodies; 1,050 for when pairs pay, in tables, and flags to find that out; 390 for

@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("kvrouter", "scripts", "tests", "pyproject.toml", "README.md", "LICENSE")
-NATIVE = Path("kvrouter/core/native")
+TABLES, RELAY = Path("kvrouter/core/native"), Path("kvrouter/relay/native")
 FLAGS = "-fsanitize=address,undefined"
 COMPILED = f"{FLAGS} -fno-sanitize-recover=undefined -fno-wrapv -fno-omit-frame-pointer -g"
 TESTS = [
@@ -34,6 +34,7 @@ TESTS = [
     "tests/core/tables/test_index_histories.py",
     "tests/core/tables/test_table.py",
     "tests/core/routing/test_candidates.py",
+    "tests/relay/test_streams.py",
 ]
 # The sanitizers write to the real stderr, and reserve terabytes of address space: so do not limit that.
 PYTEST = ["-p", "no:cacheprovider", "--timeout=1800", "--capture=sys", "-k", "not no_memory"]
@@ -57,7 +58,7 @@ def build(copy: Path) -> None:
             shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("*.so", "*.c", "__pycache__"))
         else:
             shutil.copy(source, copy / name)
-    rows = copy / NATIVE / "rows.pxi"
+    rows = copy / TABLES / "rows.pxi"
     text = rows.read_text()
     assert "MAPPED = 64" in text
     # malloc instead of mmap for all sizes: only malloc's blocks have guards around them
@@ -65,11 +66,12 @@ def build(copy: Path) -> None:
     environment = {**os.environ, "CFLAGS": COMPILED, "LDFLAGS": FLAGS}
     install = ["-m", "pip", "install", "--quiet", "--quiet", "--no-deps", "--target", str(copy / "built")]
     subprocess.run([sys.executable, *install, str(copy)], env=environment, check=True)
-    modules = list((copy / "built" / NATIVE).glob("*.so"))
-    if len(modules) != len(list((copy / NATIVE).glob("*.pyx"))):
-        raise SystemExit(f"sanitize: of the native modules only {modules} could be built")
-    for module in modules:
-        shutil.copy(module, copy / NATIVE)
+    for folder in (TABLES, RELAY):
+        modules = list((copy / "built" / folder).glob("*.so"))
+        if len(modules) != len(list((copy / folder).glob("*.pyx"))):
+            raise SystemExit(f"sanitize: of the native modules only {modules} could be built")
+        for module in modules:
+            shutil.copy(module, copy / folder)
 
 
 def sanitized(copy: Path) -> dict[str, str]:

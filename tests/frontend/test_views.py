@@ -39,6 +39,9 @@ class SlowClient:
     def when_drained(self, call: Callable[[], None]) -> None:
         self.waiting.append(call)
 
+    def lend(self, _begin: object) -> None:
+        pass
+
 
 def request_of(client: SlowClient, method: str = "GET") -> Request:
     return Request(RequestHead(method, "/x", [], wants_keep_alive=True), client, b"")

@@ -61,6 +61,9 @@ class FakeClient:
     def when_drained(self, call: Callable[[], None]) -> None:
         self._waiting.append(call)
 
+    def lend(self, _begin: Callable[[int], Any]) -> None:
+        return None
+
 
 def attempt_on(
     connection: WorkerConnection,

@@ -33,6 +33,7 @@ from tests.frontend.workers import (
     until,
 )
 
+pytestmark = pytest.mark.usefixtures("passes")
 ONE = SSE_HEAD + chunk(event("a"))
 
 

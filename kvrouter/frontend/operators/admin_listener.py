@@ -159,6 +159,9 @@ class AdminClient:
         """Call once the client has caught up; never if it leaves."""
         self._waiting.append(call)
 
+    def lend(self, _begin: object) -> None:
+        """The library's answers are not passed on as they are."""
+
     def end(self) -> None:
         """The answer is complete."""
         self._is_over = True

@@ -1,0 +1,237 @@
+# cython: language_level=3, boundscheck=False, wraparound=False
+"""Streams that have committed, passed on from a worker's socket to its client's.
+
+    Python ──add──> recv → look → send, again and again
+       ^               │
+       └─ returned ────┴── the end of the body, an error in it, a ping, framing that is not plain;
+                           a client that is slow or gone; the worker's end
+
+Each read is one write, as in Python. Nothing is kept but the last bytes: a read that is not plain, or that
+could not be sent as a whole, goes back with the stream. The sockets stay those of the transports in Python.
+That of the worker must be paused there, and nothing may be written to that of the client. Both must stay open
+until the stream has returned or was stopped.
+"""
+
+from libc.errno cimport EAGAIN, EINTR, errno
+from libc.string cimport memchr, memcmp, memcpy, memmove
+
+cdef extern from "<unistd.h>" nogil:
+    int c_close "close"(int)
+
+cdef extern from "<sys/socket.h>" nogil:
+    ssize_t recv(int, void *, size_t, int)
+    ssize_t send(int, const void *, size_t, int)
+    int MSG_NOSIGNAL
+
+cdef extern from "<sys/epoll.h>" nogil:
+    cdef union epoll_data:
+        void *ptr
+    cdef struct epoll_event:
+        unsigned int events
+        epoll_data data
+    int epoll_create1(int)
+    int epoll_ctl(int, int, int, epoll_event *)
+    int epoll_wait(int, epoll_event *, int, int)
+    int EPOLLIN, EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CLOEXEC
+
+cdef enum:
+    # Bytes of a read, as many as asyncio reads at once.
+    BUFFER = 65536
+    # Kept of what was passed on: the usage and the finish reason are there (TAIL_BYTES in engine_answers.py).
+    TAIL = 2048
+    # Streams of a step.
+    READY = 256
+    # A longer chunk is not an event.
+    MOST_CHUNK = 1 << 24
+    # Bytes of `"abort"` and of `"error"`.
+    WORD = 7
+
+# One for the process: a step reads and sends without anything in between.
+cdef char _buffer[BUFFER]
+
+
+cdef class Stream:
+    """One answer on its way. What stands here is read once it has returned or was stopped."""
+
+    cdef int worker, client
+    cdef StreamLoop loop
+    cdef object returned
+    cdef readonly long events
+    """Events with data that were passed on."""
+    cdef readonly Py_ssize_t left
+    """Bytes of the current chunk still to come, its line end included; 0: the next byte begins one."""
+    cdef readonly double active_at
+    """When an event was passed on last, as `step` was told."""
+    cdef readonly bytes received, unsent
+    """What has arrived and was not passed on, and what was passed on and the client did not take."""
+    cdef readonly int error
+    """The errno of the worker's socket; 0: none."""
+    cdef int tail_bytes
+    cdef char _tail[2 * TAIL]
+
+    def tail(self):
+        """The last bytes that were passed on."""
+        return self._tail[:self.tail_bytes]
+
+    def stop(self):
+        """Pass on nothing more. Does nothing if it has returned."""
+        if self.loop is not None:
+            self.loop.drop(self)
+
+    cdef void keep(self, const char *data, Py_ssize_t size) noexcept:
+        if size >= TAIL:
+            memcpy(self._tail, data + size - TAIL, TAIL)
+            self.tail_bytes = TAIL
+            return
+        if self.tail_bytes + size > 2 * TAIL:
+            memmove(self._tail, self._tail + self.tail_bytes - TAIL, TAIL)
+            self.tail_bytes = TAIL
+        memcpy(self._tail + self.tail_bytes, data, size)
+        self.tail_bytes += <int>size
+
+
+cdef bint _is_ping(const char *content, Py_ssize_t size) noexcept nogil:
+    """Whether a chunk shows only that the connection is open (_PINGS in exchange.py)."""
+    return (size >= 11 and memcmp(content, b"event: ping", 11) == 0) or (
+        size >= 16 and memcmp(content, b"event: keepalive", 16) == 0
+    )
+
+
+cdef Py_ssize_t _past_chunks(const char *data, Py_ssize_t size, Py_ssize_t left) noexcept nogil:
+    """How much is left of the last chunk behind these bytes, which begin with `left` of one; -1: not plain."""
+    cdef Py_ssize_t at = left, chunk
+    cdef int digit
+    while at < size:
+        chunk = 0
+        while True:
+            if at >= size or chunk > MOST_CHUNK:
+                return -1
+            digit = data[at]
+            at += 1
+            if 48 <= digit <= 57:
+                chunk = chunk * 16 + digit - 48
+            elif 97 <= digit <= 102:
+                chunk = chunk * 16 + digit - 87
+            elif 65 <= digit <= 70:
+                chunk = chunk * 16 + digit - 55
+            else:
+                break
+        if chunk == 0 or digit != 13 or at >= size or data[at] != 10:
+            return -1
+        at += 1
+        if _is_ping(data + at, size - at):
+            return -1
+        at += chunk + 2
+    return at - size
+
+
+cdef long _data_lines(const char *data, Py_ssize_t size) noexcept nogil:
+    cdef const char *end = data + size
+    cdef const char *at = data
+    cdef long found = 0
+    while True:
+        at = <const char *>memchr(at, 10, end - at)
+        if at == NULL or end - at < 6:
+            return found
+        at += 1
+        if memcmp(at, b"data:", 5) == 0:
+            found += 1
+
+
+cdef bint _has(const char *data, Py_ssize_t size, const char *word, int letter) noexcept nogil:
+    """Whether this word of WORD bytes is there: where its rarest letter is, the others are compared."""
+    cdef const char *last = data + size - WORD
+    cdef const char *at = data + letter
+    while True:
+        at = <const char *>memchr(at, word[letter], data + size - at) if at < data + size else NULL
+        if at == NULL or at - letter > last:
+            return False
+        if memcmp(at - letter, word, WORD) == 0:
+            return True
+        at += 1
+
+
+cdef bint _names_failure(const char *data, Py_ssize_t size) noexcept nogil:
+    """As names_failure in events.py. (memmem takes eight times as long.)"""
+    return _has(data, size, b'"abort"', 2) or _has(data, size, b'"error"', 2)
+
+
+cdef class StreamLoop:
+    """The streams of one event loop, which calls `step` when `fileno()` is readable."""
+
+    cdef int epoll
+    cdef set streams
+
+    def __cinit__(self):
+        self.streams = set()
+        self.epoll = epoll_create1(EPOLL_CLOEXEC)
+        if self.epoll < 0:
+            raise OSError(errno, "epoll_create1")
+
+    def fileno(self):
+        return self.epoll
+
+    def add(self, int worker, int client, returned):
+        """Pass on from one descriptor to the other; `returned` is called by whoever calls `step`."""
+        cdef epoll_event event
+        cdef Stream stream = Stream.__new__(Stream)
+        stream.worker, stream.client, stream.returned, stream.loop = worker, client, returned, self
+        stream.received = stream.unsent = b""
+        event.events = EPOLLIN
+        event.data.ptr = <void *>stream
+        if epoll_ctl(self.epoll, EPOLL_CTL_ADD, worker, &event):
+            raise OSError(errno, "epoll_ctl")
+        self.streams.add(stream)
+        return stream
+
+    cdef drop(self, Stream stream):
+        self.streams.discard(stream)
+        if self.epoll >= 0:
+            epoll_ctl(self.epoll, EPOLL_CTL_DEL, stream.worker, NULL)
+        returned, stream.returned, stream.loop = stream.returned, None, None
+        return returned
+
+    def step(self, double now):
+        """Pass on what has arrived. Returns the `returned` of streams that are passed on no longer."""
+        cdef epoll_event ready[READY]
+        cdef int at, count = epoll_wait(self.epoll, ready, READY, 0)
+        cdef list back = []
+        for at in range(count):
+            self._pass(<Stream>ready[at].data.ptr, now, back)
+        return [self.drop(stream) for stream in back]
+
+    cdef _pass(self, Stream stream, double now, list back):
+        """One read of a stream. Runs no code that could stop another one."""
+        cdef Py_ssize_t sent, left = -1, got = recv(stream.worker, _buffer, BUFFER, 0)
+        cdef long lines
+        if got < 0 and (errno == EAGAIN or errno == EINTR):
+            return
+        if got > 0 and not _names_failure(_buffer, got):
+            left = _past_chunks(_buffer, got, stream.left)
+        if left < 0:
+            stream.error = errno if got < 0 else 0
+            stream.received = _buffer[:got] if got > 0 else b""
+            back.append(stream)
+            return
+        lines = _data_lines(_buffer, got)
+        if lines or stream.left:  # else a comment, which is no output
+            stream.events += lines
+            stream.active_at = now
+        stream.left = left
+        stream.keep(_buffer, got)
+        sent = send(stream.client, _buffer, got, MSG_NOSIGNAL)
+        if sent < got:
+            stream.unsent = _buffer[max(sent, 0):got]
+            back.append(stream)
+
+    def close(self):
+        """Stop all streams."""
+        for stream in list(self.streams):
+            self.drop(stream)
+        if self.epoll >= 0:
+            c_close(self.epoll)
+            self.epoll = -1
+
+    def __dealloc__(self):
+        if self.epoll >= 0:
+            c_close(self.epoll)

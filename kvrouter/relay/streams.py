@@ -1,0 +1,52 @@
+"""The streams of an event loop that C passes on; where that is not built, Python passes on all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+try:
+    from kvrouter.relay.native.streams import StreamLoop
+except ImportError:  # no C compiler, or not Linux
+    StreamLoop = None  # type: ignore[assignment,misc]
+
+if TYPE_CHECKING:
+    from kvrouter.relay.native.streams import Stream
+
+
+class Streams:
+    """`is_native`: False leaves all streams to Python, as on a machine where C is not built."""
+
+    def __init__(self, *, is_native: bool = True) -> None:
+        self.is_native = is_native and StreamLoop is not None
+        self._native: StreamLoop | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def add(self, worker: asyncio.Transport, client: int, returned: Callable[[], None]) -> Stream:
+        """Pause a worker that sends chunks, and pass on to the socket `client` until `returned` is called.
+
+        Only if `is_native`.
+        """
+        if self._native is None:
+            self._native, self._loop = StreamLoop(), asyncio.get_running_loop()
+            self._loop.add_reader(self._native.fileno(), self._step)
+        worker.pause_reading()
+        return self._native.add(worker.get_extra_info("socket").fileno(), client, returned)
+
+    def _step(self) -> None:
+        if self._native is None or self._loop is None:
+            return
+        for returned in self._native.step(self._loop.time()):
+            try:
+                returned()
+            except Exception as error:  # the others have returned, too
+                self._loop.call_exception_handler({"message": "a stream in C", "exception": error})
+
+    def close(self) -> None:
+        """Stop all of them."""
+        if self._native is not None and self._loop is not None:
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self._native.fileno())
+            self._native.close()
+            self._native = None

@@ -1,0 +1,196 @@
+"""Streams passed on in C are, byte for byte, what Python passes on; and they end as there."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+
+from kvrouter.core.native import versions
+from tests.frontend.clients import Client, connected
+from tests.frontend.fleet import STREAM, Fleet, FleetOf
+from tests.frontend.workers import (
+    END,
+    LAST_CHUNK,
+    SSE_HEAD,
+    Received,
+    Script,
+    Wire,
+    chunk,
+    event,
+    in_turn,
+    turns,
+    until,
+)
+from tests.long import IS_LONG
+
+BATCHES, SEEDS = (25 if IS_LONG else 1), 40
+USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":64,"total_tokens":73,"completion_tokens":9}}\n\n'
+FAILED = b'data: {"error":{"message":"out of memory","code":500}}\n\n'
+MIDDLES = (
+    chunk(event("plain")),
+    chunk(event('quotes: "abort" and "error"')),
+    chunk(event("x" * 5000)),
+    chunk(event("\u00e9\u4e16\U0001f600")),
+    chunk(event("two") + event("in one")),
+    chunk(b": comment\n\n"),
+    chunk(b"event: ping\ndata: {}\n\n"),
+    chunk(b"event: content_block_delta\ndata: {}\n\n"),
+    chunk(event("in")[:9]) + chunk(event("in")[9:]),
+    b"5;name=value\r\ndata:\r\n" + chunk(b" {}\n\n"),
+    b"00%x\r\n%s\r\n" % (len(event("zeros")), event("zeros")),
+    b"%X\r\n%s\r\n" % (len(event("upper" * 9)), event("upper" * 9)),
+)
+ENDS = (
+    chunk(event("", "stop")) + END,
+    chunk(event("", "stop")) + chunk(USAGE) + END,
+    chunk(USAGE + b"data: [DONE]\n\n") + LAST_CHUNK,
+    chunk(event("", "abort")) + END,
+    chunk(FAILED) + END,
+    chunk(event("no reason")) + LAST_CHUNK,
+    b"no chunk\r\n",
+    LAST_CHUNK[:-2],
+    b"",
+)
+
+
+@dataclass(frozen=True)
+class Play:
+    """What a worker sends, in these pieces, before it closes the connection or resets it."""
+
+    pieces: tuple[bytes, ...]
+    resets: bool
+
+    async def script(self, _received: Received, wire: Wire) -> None:
+        await wire.send(*self.pieces)
+        if self.resets:
+            await turns(20)
+            wire.reset()
+        else:
+            wire.close()
+
+
+def play_of(seed: int) -> Play:
+    """A stream of events of all kinds, cut anywhere."""
+    rng = random.Random(seed)
+    middle = b"".join(rng.choices(MIDDLES, weights=(40, *[2] * (len(MIDDLES) - 1)), k=rng.randrange(3, 40)))
+    data = SSE_HEAD + chunk(event("first")) + middle + rng.choice(ENDS)
+    cuts = sorted(rng.randrange(len(SSE_HEAD), len(data)) for _ in range(rng.choice((0, 0, 3, 30))))
+    places = [0, *(cuts or [found.end() for found in re.finditer(b"\n\n\r\n", data)]), len(data)]
+    pieces = [data[begin:end] for begin, end in pairwise(places)]
+    return Play(tuple(piece for piece in pieces if piece), resets=rng.random() < 0.2)
+
+
+async def ask(fleet: Fleet) -> tuple[bytes, bool, list[str]]:
+    """What a client gets: its bytes, whether its connection stays, and how the log says that it ended."""
+    before = len(fleet.trouble.logs)
+    async with fleet.connected() as client:
+        response = await client.ask(STREAM)
+    await fleet.until_free()
+    logged = [str(one.get("reason") or one.get("detail")) for one in fleet.trouble.logs[before:]]
+    return response.body, response.is_whole, logged
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+async def test_same_bytes(fleet_of: FleetOf, batch: int, passes: list[int]) -> None:
+    """The two versions pass on the same bytes of any stream, and end it alike."""
+    native = versions.in_use()
+    plays = [play_of(SEEDS * batch + number) for number in range(SEEDS)]
+    async with fleet_of("--retries", "0", scripts=(in_turn(*(play.script for play in plays)),)) as fleet:
+        found = [await ask(fleet) for _ in plays]
+    versions.choose(versions.PYTHON)
+    async with fleet_of("--retries", "0", scripts=(in_turn(*(play.script for play in plays)),)) as fleet:
+        expected = [await ask(fleet) for _ in plays]
+
+    for play, one, other in zip(plays, found, expected, strict=True):
+        assert one == other, play
+    assert native == versions.PYTHON or len(passes) >= len(plays) / 2
+
+
+def endless(word: str) -> Script:
+    """Streams the same word until the router closes the connection."""
+
+    async def script(_received: Received, wire: Wire) -> None:
+        await wire.send(SSE_HEAD)
+        while True:
+            await wire.send(chunk(event(word)))
+
+    return script
+
+
+async def drain(client: Client, events: int) -> bytes:
+    """Some events more."""
+    return b"".join([await client.read_until(b"\n\n\r\n") for _ in range(events)])
+
+
+async def test_no_bytes_of_others(fleet_of: FleetOf, passes: list[int]) -> None:
+    """A descriptor that is used again right after its client has left gets only its own stream."""
+    words = [f"w{number}" for number in range(60 if IS_LONG else 20)]
+    async with fleet_of(scripts=(in_turn(*map(endless, words)),)) as fleet:
+        for word in words:
+            async with connected(fleet.url) as client:
+                client.send(STREAM)
+                got = await drain(client, 8)
+                assert got.count(f'"{word}"'.encode()) >= 7
+                others = [other for other in words if other != word and f'"{other}"'.encode() in got]
+                assert not others
+                client.leave()
+        await fleet.until_free()
+        await until(lambda: not fleet.workers[0].open_wires, "the worker's connections are closed")
+    assert versions.in_use() == versions.PYTHON or len(set(passes)) < len(passes), "none was used twice"
+
+
+async def test_client_that_reads_late(fleet_of: FleetOf, passes: list[int]) -> None:
+    """A client that does not read pauses its worker; then it gets everything, in order."""
+    texts = [str(number) * 100 for number in range(1, 4000)]
+    sent = 0
+
+    async def script(_received: Received, wire: Wire) -> None:
+        nonlocal sent
+        await wire.send(SSE_HEAD)
+        for text in texts:
+            wire.writer.write(chunk(event(text)))
+            await wire.writer.drain()
+            sent += 1
+        await wire.send(chunk(event("", "stop")) + END)
+
+    async with fleet_of(scripts=(script,)) as fleet, fleet.connected() as client:
+        client.stop_reading()
+        client.send(STREAM)
+        await until(lambda: sent > 100)
+        still = -1
+        while still != sent:
+            still = sent
+            await asyncio.sleep(0.2)
+        client.go_on_reading()
+        response = await client.response()
+
+        assert [*texts, ""] == [each["choices"][0]["text"] for each in response.events]
+        assert response.is_whole
+
+
+@pytest.mark.parametrize("last", [b"", chunk(event("b"))[:12]], ids=["at an event's end", "amid an event"])
+async def test_silent_worker(fleet_of: FleetOf, last: bytes, passes: list[int]) -> None:
+    """--idle-timeout-s counts from the last event, in C as well."""
+    asked = asyncio.Event()
+
+    async def script(_received: Received, wire: Wire) -> None:
+        await wire.send(SSE_HEAD, *[chunk(event("a"))] * 5, last)
+        asked.set()
+        await wire.until_left()
+
+    async with fleet_of("--idle-timeout-s", "0.5", scripts=(script,)) as fleet, fleet.connected() as client:
+        client.send(STREAM)
+        await asked.wait()
+        began = asyncio.get_running_loop().time()
+        response = await client.response()
+        took_s = asyncio.get_running_loop().time() - began
+
+        assert took_s > 0.3
+        assert 5 <= response.body.count(b'"a"')
+        assert response.is_whole == (not last)
+        assert (b"no output for 0.5 s" in response.body) == (not last)
