@@ -29,19 +29,15 @@ class Streams:
         Only if `is_native`.
         """
         if self._native is None:
-            self._native, self._loop = StreamLoop(), asyncio.get_running_loop()
-            self._loop.add_reader(self._native.fileno(), self._step)
+            self._loop = asyncio.get_running_loop()
+            self._native = StreamLoop(self._failed)
+            self._loop.add_reader(self._native.fileno(), self._native.run)
         worker.pause_reading()
         return self._native.add(worker.get_extra_info("socket").fileno(), client, returned)
 
-    def _step(self) -> None:
-        if self._native is None or self._loop is None:
-            return
-        for returned in self._native.step(self._loop.time()):
-            try:
-                returned()
-            except Exception as error:  # the others have returned, too
-                self._loop.call_exception_handler({"message": "a stream in C", "exception": error})
+    def _failed(self, error: Exception) -> None:
+        if self._loop is not None:
+            self._loop.call_exception_handler({"message": "a stream came back from C", "exception": error})
 
     def close(self) -> None:
         """Stop all of them."""

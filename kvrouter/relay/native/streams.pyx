@@ -15,6 +15,12 @@ until the stream has returned or was stopped.
 from libc.errno cimport EAGAIN, EINTR, errno
 from libc.string cimport memchr, memcmp, memcpy, memmove
 
+cdef extern from "<time.h>" nogil:
+    cdef struct timespec:
+        long tv_sec, tv_nsec
+    int clock_gettime(int, timespec *)
+    int CLOCK_MONOTONIC
+
 cdef extern from "<unistd.h>" nogil:
     int c_close "close"(int)
 
@@ -61,7 +67,7 @@ cdef class Stream:
     cdef readonly Py_ssize_t left
     """Bytes of the current chunk still to come, its line end included; 0: the next byte begins one."""
     cdef readonly double active_at
-    """When an event was passed on last, as `step` was told."""
+    """When an event was passed on last, in seconds of the monotonic clock, as the loop's."""
     cdef readonly bytes received, unsent
     """What has arrived and was not passed on, and what was passed on and the client did not take."""
     cdef readonly int error
@@ -156,14 +162,40 @@ cdef bint _names_failure(const char *data, Py_ssize_t size) noexcept nogil:
     return _has(data, size, b'"abort"', 2) or _has(data, size, b'"error"', 2)
 
 
+cdef bint _pass(Stream stream, double now):
+    """One read of a stream. False: it goes back."""
+    cdef Py_ssize_t sent, left = -1, got = recv(stream.worker, _buffer, BUFFER, 0)
+    cdef long lines
+    if got < 0 and (errno == EAGAIN or errno == EINTR):
+        return True
+    if got > 0 and not _names_failure(_buffer, got):
+        left = _past_chunks(_buffer, got, stream.left)
+    if left < 0:
+        stream.error = errno if got < 0 else 0
+        stream.received = _buffer[:got] if got > 0 else b""
+        return False
+    lines = _data_lines(_buffer, got)
+    if lines or stream.left:  # else a comment, which is no output
+        stream.events += lines
+        stream.active_at = now
+    stream.left = left
+    stream.keep(_buffer, got)
+    sent = send(stream.client, _buffer, got, MSG_NOSIGNAL)
+    if sent < got:
+        stream.unsent = _buffer[max(sent, 0):got]
+    return sent == got
+
+
 cdef class StreamLoop:
-    """The streams of one event loop, which calls `step` when `fileno()` is readable."""
+    """The streams of one event loop, which calls `run` when `fileno()` is readable."""
 
     cdef int epoll
     cdef set streams
+    cdef object failed
 
-    def __cinit__(self):
-        self.streams = set()
+    def __cinit__(self, failed):
+        """`failed` is called with an exception of a `returned`, which stops no other stream."""
+        self.streams, self.failed = set(), failed
         self.epoll = epoll_create1(EPOLL_CLOEXEC)
         if self.epoll < 0:
             raise OSError(errno, "epoll_create1")
@@ -172,7 +204,7 @@ cdef class StreamLoop:
         return self.epoll
 
     def add(self, int worker, int client, returned):
-        """Pass on from one descriptor to the other; `returned` is called by whoever calls `step`."""
+        """Pass on from one descriptor to the other, until `returned` is called."""
         cdef epoll_event event
         cdef Stream stream = Stream.__new__(Stream)
         stream.worker, stream.client, stream.returned, stream.loop = worker, client, returned, self
@@ -191,39 +223,29 @@ cdef class StreamLoop:
         returned, stream.returned, stream.loop = stream.returned, None, None
         return returned
 
-    def step(self, double now):
-        """Pass on what has arrived. Returns the `returned` of streams that are passed on no longer."""
+    def run(self):
+        """Pass on what has arrived."""
         cdef epoll_event ready[READY]
+        cdef timespec clock
+        cdef double now
         cdef int at, count = epoll_wait(self.epoll, ready, READY, 0)
-        cdef list back = []
+        cdef list back = None
+        clock_gettime(CLOCK_MONOTONIC, &clock)
+        now = clock.tv_sec + 1e-9 * clock.tv_nsec
         for at in range(count):
-            self._pass(<Stream>ready[at].data.ptr, now, back)
-        return [self.drop(stream) for stream in back]
+            if not _pass(<Stream>ready[at].data.ptr, now):
+                if back is None:
+                    back = []
+                back.append(<Stream>ready[at].data.ptr)
+        if back is not None:  # only now: what they call may stop other streams
+            self._return([self.drop(stream) for stream in back])
 
-    cdef _pass(self, Stream stream, double now, list back):
-        """One read of a stream. Runs no code that could stop another one."""
-        cdef Py_ssize_t sent, left = -1, got = recv(stream.worker, _buffer, BUFFER, 0)
-        cdef long lines
-        if got < 0 and (errno == EAGAIN or errno == EINTR):
-            return
-        if got > 0 and not _names_failure(_buffer, got):
-            left = _past_chunks(_buffer, got, stream.left)
-        if left < 0:
-            stream.error = errno if got < 0 else 0
-            stream.received = _buffer[:got] if got > 0 else b""
-            back.append(stream)
-            return
-        lines = _data_lines(_buffer, got)
-        if lines or stream.left:  # else a comment, which is no output
-            stream.events += lines
-            stream.active_at = now
-        stream.left = left
-        stream.keep(_buffer, got)
-        sent = send(stream.client, _buffer, got, MSG_NOSIGNAL)
-        if sent < got:
-            stream.unsent = _buffer[max(sent, 0):got]
-            back.append(stream)
-
+    cdef _return(self, list calls):
+        for returned in calls:
+            try:
+                returned()
+            except Exception as error:
+                self.failed(error)
     def close(self):
         """Stop all streams."""
         for stream in list(self.streams):
