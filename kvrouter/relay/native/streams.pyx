@@ -45,8 +45,8 @@ cdef enum:
     BUFFER = 65536
     # Kept of what was passed on: the usage and the finish reason are there (TAIL_BYTES in engine_answers.py).
     TAIL = 2048
-    # Streams of a step.
-    READY = 256
+    # Streams of a turn of the loop: with full buffers 4 MB.
+    READY = 64
     # A longer chunk is not an event.
     MOST_CHUNK = 1 << 24
     # Bytes of `"abort"` and of `"error"`.
