@@ -25,6 +25,7 @@ from kvrouter.core.routing.selection import Selection
 from kvrouter.core.tables.bookings import Booking, add_request
 from kvrouter.core.tables.prefill_speeds import Calibration
 from kvrouter.core.tables.text_index import sent_text
+from kvrouter.core.tables.transfers import Pull
 from kvrouter.core.wire.hashes import pack_hashes
 from kvrouter.core.wire.heartbeats import DECODE
 from kvrouter.core.wire.ids import BookingKey, RouterId, Target
@@ -65,6 +66,8 @@ class OwnBooking(Struct, gc=False):
     """The length of the answer so far; None: not known."""
     predicted_ttft_s: float | None = None
     """What `ttft_s` was predicted to be; None if no seconds were compared."""
+    pull: Pull | None = None
+    """What its target reads from a peer."""
 
 
 class OwnBookings:
@@ -95,7 +98,7 @@ class OwnBookings:
         return not self._own
 
     def book(self, request: RouteRequest, choice: Candidate, now: float, role: str = "") -> Booking:
-        """Book the request here, and publish its AddRequest. `role`: "prefill" or "decode" of a pair."""
+        """Book the request here, and publish its AddRequest. `role`: that of AddRequest."""
         self._last_number += 1
         named, anonymous_blocks = self._blocks(request) if request.prompts else ((), 0)
         booking = Booking(
@@ -191,7 +194,10 @@ class OwnBookings:
             if own.predicted_ttft_s is not None:
                 self.calibration.measured(own.predicted_ttft_s, own.ttft_s)
         if own.streamed and own.booking.isl and own.booking.role != DECODE:  # it did not compute the prompt
-            self._tables.rates.observe(own.booking.target, own.charged_tokens, now - own.sent_at)
+            if own.pull is None:
+                self._tables.rates.observe(own.booking.target, own.charged_tokens, now - own.sent_at)
+            else:
+                self._learn_transfer(own, own.pull, now - own.sent_at)
             self._learn(key, now, now - own.sent_at)
         self.mark_prefill_completed(key, now)
         return own.ttft_s
@@ -202,6 +208,12 @@ class OwnBookings:
         service = self._pool.active.service(key, now, ttft_s)
         if service is not None:
             self._tables.speeds.learn(service)
+
+    def _learn_transfer(self, own: OwnBooking, pull: Pull, ttft_s: float) -> None:
+        """What a first byte took beyond its prefill, at a target that had nothing else to compute."""
+        if own.predicted_ttft_s is not None:
+            seconds = max(0.0, ttft_s - (own.predicted_ttft_s - pull.seconds))
+            self._tables.transfers.observe(seconds, pull.blocks * own.block_size)
 
     def answered(self, key: BookingKey, status: int) -> None:
         """The worker's response has begun with this status; only the first call counts."""

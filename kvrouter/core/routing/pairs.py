@@ -238,7 +238,7 @@ def _compared(
     transfer_s = moment.tables.transfers.seconds(decode.own_prefill_tokens)
     local_s = min(
         wait_s + own_s + MU * count * (own_s - moment.speed.fixed_s)
-        for wait_s, own_s, count in zip(costs.wait_s, costs.own_s, decoding, strict=True)
+        for wait_s, own_s, count in zip(costs.wait_and_added_s(), costs.own_s, decoding, strict=True)
     )
     remote_s = prefill_s + transfer_s
     seconds = {"remote_s": remote_s, "local_s": local_s, "transfer_s": transfer_s}

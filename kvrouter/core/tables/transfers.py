@@ -1,4 +1,4 @@
-"""Hand-overs from prefill to decode workers: how long they take, and which pairs fail.
+"""Hand-overs from prefill to decode workers, and pulls from peers: how long they take, which pairs fail.
 
 seconds of a transfer = LATENCY_S + seconds per token * tokens that the decode worker lacked
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvrouter.core.wire.ids import WorkerId
+from msgspec import Struct
+
+from kvrouter.core.wire.ids import Target, WorkerId
 
 # Of the step in which a decode worker takes a prompt over, and of the wire: 3 ms.
 LATENCY_S = 0.003
@@ -23,6 +25,16 @@ FAILURES_MOST = 3
 REST_S = 60.0
 # Pairs that are remembered: the oldest go first.
 PAIRS_MOST = 4096
+
+
+class Pull(Struct, frozen=True, gc=False):
+    """Blocks that a target reads from a peer instead of computing them, as predicted."""
+
+    source: Target
+    blocks: int
+    seconds: float
+    copy_s: float
+    """What the blocks that it evicts would be worth to later requests."""
 
 
 class Transfers:
