@@ -69,6 +69,11 @@ class OwnBooking(Struct, gc=False):
     pull: Pull | None = None
     """What its target reads from a peer."""
 
+    @property
+    def is_next(self) -> bool:
+        """Whether its target had no other prompt to compute when it was booked."""
+        return self.charged_tokens == self.booking.prefill_tokens
+
 
 class OwnBookings:
     """Of one router. Their numbers count from 1; peers know them by the router's id and the number."""
@@ -153,6 +158,9 @@ class OwnBookings:
     def track(self, own: OwnBooking) -> None:
         """Record the booking, of a whole request or of half of one, for its later events."""
         self._own[own.booking.key.number] = own
+        if own.pull is not None:
+            tokens = own.pull.blocks * own.block_size
+            self._tables.transfers.begin(own.booking.key, tokens, _pulls_from(own, own.pull))
         if self._circuits is not None:
             self._circuits.sent(own.booking.target, own.sent_at)
 
@@ -196,9 +204,11 @@ class OwnBookings:
         if own.streamed and own.booking.isl and own.booking.role != DECODE:  # it did not compute the prompt
             if own.pull is None:
                 self._tables.rates.observe(own.booking.target, own.charged_tokens, now - own.sent_at)
-            else:
-                self._learn_transfer(own, own.pull, now - own.sent_at)
+            elif own.is_next:
+                self._learn_transfer(own, own.pull, now)
             self._learn(key, now, now - own.sent_at)
+        if own.pull is not None:
+            self._tables.transfers.end(key)
         self.mark_prefill_completed(key, now)
         return own.ttft_s
 
@@ -209,11 +219,10 @@ class OwnBookings:
         if service is not None:
             self._tables.speeds.learn(service)
 
-    def _learn_transfer(self, own: OwnBooking, pull: Pull, ttft_s: float) -> None:
-        """What a first byte took beyond its prefill, at a target that had nothing else to compute."""
-        if own.predicted_ttft_s is not None:
-            seconds = max(0.0, ttft_s - (own.predicted_ttft_s - pull.seconds))
-            self._tables.transfers.observe(seconds, pull.blocks * own.block_size)
+    def _learn_transfer(self, own: OwnBooking, pull: Pull, now: float) -> None:
+        """What a first byte took beyond waiting and prefill, as these were predicted."""
+        seconds = max(0.0, now - _pulls_from(own, pull))
+        self._tables.transfers.observe(seconds, pull.blocks * own.block_size, now)
 
     def answered(self, key: BookingKey, status: int) -> None:
         """The worker's response has begun with this status; only the first call counts."""
@@ -262,6 +271,8 @@ class OwnBookings:
         `output_tokens`: the length of the answer; None: as `progress` was last called with.
         """
         own = self._own.pop(key.number, None)
+        if own is not None and own.pull is not None:
+            self._tables.transfers.end(key)
         if own is not None and not own.is_answered:
             own.policy.on_request_routed(own.request, own.booking.target, GIVEN_UP)
         if own is not None and own.policy.reads_ends:
@@ -270,6 +281,11 @@ class OwnBookings:
             own.policy.on_request_end(own.request, own.booking.target, own.ttft_s, seconds, produced)
         if self._pool.active.free(key, now) is not None and self._feed.is_followed:
             self._feed.publish(Free(key.number))
+
+
+def _pulls_from(own: OwnBooking, pull: Pull) -> float:
+    """When its target would have had a first byte, had it had the blocks: it takes longer by the transfer."""
+    return own.sent_at + (own.predicted_ttft_s or pull.seconds) - pull.seconds
 
 
 def _union(request: RouteRequest) -> Sequence[int]:

@@ -200,9 +200,7 @@ class Router:
         policy = selection.policy
         moment = self._moment(policy, now)
         left_out = exclude | avoid if avoid else exclude
-        candidates = self.pool.candidates(request, left_out, with_prefills=policy.reads_speed)
-        if self.pool.split.peers:
-            candidates = _with_pulls(self, request, candidates, policy, moment)
+        candidates = _candidates(self, request, left_out, policy, moment)
         eligible = selection.eligible(request, candidates, moment)
         sharing, alone = None, eligible
         if request.may_split and self.pool.split.whole is not None:
@@ -216,8 +214,7 @@ class Router:
         if pair is not None:
             selection, eligible, best = pair.decode, pair.decoders, [pair.answers]
         else:
-            preferred = _preferred(eligible, prefer) if prefer else []
-            best = preferred or selection.choose(request, eligible, moment)
+            best = _preferred(eligible, prefer) or selection.choose(request, eligible, moment)
         order = tuple([one.target for one in best])
         if self.decisions is not None:
             refused = _refused(self.pool, request, exclude, avoid)
@@ -229,13 +226,11 @@ class Router:
             self.tables.shares.count(*candidates.held_of(request))
         prefill = None if pair is None else computed or _book_prefill(self, request, pair, policy, now)
         pull = eligible.pull_of(choice.target) if pair is None else None
-        role = DECODE if pair is not None else PULL if pull is not None else ""
-        booking = self.bookings.book(request, choice, now, role)
+        booking = self.bookings.book(request, choice, now, DECODE if pair else PULL if pull else "")
         if request.prompts and not (exclude or prefer):  # a retry is the same request
             _count_reuse(self.reuse, self.pool, request, pair.computes if pair else choice, candidates)
-        charged_tokens = choice.prefill_tokens if pair is None else 0
-        size = self.pool.block_size
-        own = OwnBooking(booking, request, policy, charged_tokens, now, streamed, size, pull=pull)
+        charged = choice.prefill_tokens if pair is None else 0
+        own = OwnBooking(booking, request, policy, charged, now, streamed, self.pool.block_size, pull=pull)
         if policy.reads_speed and pair is None:
             own.predicted_ttft_s = self.bookings.count_decision(eligible, choice.target, moment)
         self.bookings.remember(own, choice, selection, moment)
@@ -272,8 +267,7 @@ class Router:
         """What `route` would choose, and why; nothing is booked."""
         request, selection = self.pool.in_present_size(request), self._selection(request)
         moment = self._moment(selection.policy, now)
-        candidates = self.pool.candidates(request, exclude)
-        candidates = _with_pulls(self, request, candidates, selection.policy, moment)
+        candidates = _candidates(self, request, exclude, selection.policy, moment)
         refused = _refused(self.pool, request, exclude)
         eligible, sharing = selection.eligible(request, candidates, moment), None
         if request.may_split and self.pool.split.whole is not None:
@@ -354,10 +348,18 @@ def _book_prefill(
     return _placement(pool, booking, choice)
 
 
-def _with_pulls(
-    router: Router, request: RouteRequest, candidates: Candidates, policy: BuiltInPolicy, moment: Moment
+def _candidates(
+    router: Router,
+    request: RouteRequest,
+    left_out: frozenset[Target],
+    policy: BuiltInPolicy,
+    moment: Moment,
 ) -> Candidates:
+    """Those of the pool, each with what it would read from a peer."""
     pool, reuse = router.pool, router.reuse
+    candidates = pool.candidates(request, left_out, with_prefills=policy.reads_speed)
+    if not pool.split.peers:  # nearly always
+        return candidates
 
     def free_blocks(target: Target) -> int:
         return max(0, pool.capacity_blocks(target) - pool.index.blocks(target))

@@ -41,11 +41,8 @@ class Split(Struct, frozen=True):
     islands: tuple[Island, ...] = ()
     peers: Mapping[Target, int] = {}
     """Targets that read blocks from each other, those with equal numbers; empty without --kv-from-peers."""
-
-    @property
-    def may_share(self) -> bool:
-        """Whether two workers may have a part in one request."""
-        return bool(self.islands or self.peers)
+    may_share: bool = False
+    """Whether two workers may have a part in one request."""
 
     @property
     def is_pairs_only(self) -> bool:
@@ -64,7 +61,7 @@ def split_of(
     roles = [worker.card.role for worker in workers]
     peers = _peers(targets, labels) if pulls else {}
     if all(role == BOTH for role in roles):
-        return Split(serving=targets.keys(), peers=peers)
+        return Split(serving=targets.keys(), peers=peers, may_share=bool(peers))
     islands = tuple(_islands(workers, labels))
     paired = {place for island in islands for place in island.decode}
     whole = [
@@ -77,7 +74,7 @@ def split_of(
     others = frozenset(target for place, target in enumerate(targets) if place not in serving)
     serving |= paired.union(*[island.prefill for island in islands])
     served = {target for at, target in enumerate(targets) if at in serving}
-    return Split(whole, others, served, islands, peers)
+    return Split(whole, others, served, islands, peers, bool(islands or peers))
 
 
 def _peers(targets: Mapping[Target, Worker], labels: Sequence[str]) -> dict[Target, int]:

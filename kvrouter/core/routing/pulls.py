@@ -4,7 +4,7 @@
     target  ▓▓░░░░░░▒▒▒        transfer(░) < time to compute ░, then
 
     cost_s = wait_s + own_s(▒) * (1 + gamma) + transfer_s(░) + copy_s
-    copy_s = time to compute what ░ evicts there * share of all prompt tokens that some target holds
+    copy_s = time to compute what ░ evicts there * how often a cached token is read: tokens held / missed
 
 A transfer costs what a hand-over does (core/tables/transfers.py). Without the price of the copy each target
 soon held the same prefixes, and where caches serve most of the tokens the fleet had to compute them again. A
@@ -22,6 +22,9 @@ from kvrouter.core.routing.pairs import weight_of
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.tables.transfers import Pull
 from kvrouter.core.wire.ids import Target
+
+# Of all prompt tokens: with fewer no target has to make room.
+LEAST_MISSED = 0.01
 
 
 def with_pulls(  # noqa: PLR0917
@@ -42,7 +45,10 @@ def with_pulls(  # noqa: PLR0917
         return candidates
     if not policy.reads_speed or weight_of(request, policy, moment) is not None:
         return candidates  # seconds are not compared
+    reads = held_share / max(LEAST_MISSED, 1 - held_share)
     transfers, token_s = moment.tables.transfers, moment.speed.seconds_per_token
+    if transfers.is_tried:
+        return candidates
     holders = _holders(candidates, peers, moment.random())
     found: dict[int, Pull] = {}
     for index, (target, held) in enumerate(
@@ -52,11 +58,10 @@ def with_pulls(  # noqa: PLR0917
         tokens = (depth - held) * block_size
         if tokens <= 0 or transfers.rests(source.worker_id, target.worker_id, moment.now):
             continue
-        seconds, computed_s = transfers.seconds(tokens), tokens * token_s
+        seconds, computed_s = transfers.seconds(tokens, moment.now), tokens * token_s
         if seconds < computed_s:
             evicted = max(0, depth - held - free_blocks(target)) * block_size
-            copy_s = min(held_share * evicted * token_s, computed_s - seconds)
-            found[index] = Pull(source, depth - held, seconds, copy_s)
+            found[index] = Pull(source, depth - held, seconds, evicted * reads * token_s)
     return candidates.with_pulls(found) if found else candidates
 
 

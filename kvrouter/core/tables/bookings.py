@@ -297,8 +297,7 @@ class BookingTable:
     def service(self, key: BookingKey, now: float, ttft_s: float) -> Service | None:
         """What a first byte shows of its target's speed: call before `mark_prefill_completed`.
 
-        None if it shows nothing: since this prefill began, another one has ended that was not observed; or
-        blocks were read from a peer meanwhile.
+        None if it shows nothing: since it began, another prefill has ended unobserved, or blocks were read.
         """
         booking = self.booking(key)
         if booking is None or booking.prefill_completed:

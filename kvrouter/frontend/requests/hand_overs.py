@@ -131,7 +131,7 @@ class HandOvers:
         tokens = running.placement.choice.own_prefill_tokens
         seconds = running.first_at - max(first.ended_at, running.decided[1])
         if running.is_handed_over:
-            running.work.router.tables.transfers.observe(seconds, tokens)
+            running.work.router.tables.transfers.observe(seconds, tokens, now)
             self._metrics.kv_transfer.observe(seconds)
 
     def ended(self, running: AttemptRecord, outcome: Outcome, now: float) -> None:

@@ -229,7 +229,7 @@ class SimulatedReplicas(Placer):
         replica, placed = self._bookings[number]
         if placed.prefill is not None:
             seconds = now - self._computed_at.pop(number)
-            replica.router.tables.transfers.observe(seconds, placed.choice.own_prefill_tokens)
+            replica.router.tables.transfers.observe(seconds, placed.choice.own_prefill_tokens, now)
         replica.router.bookings.first_byte(placed.key, now)
         self._publish(replica, now)
 

@@ -12,8 +12,8 @@ from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.router import Placement, Router, RouterRules
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.tables.bookings import Service
-from kvrouter.core.tables.transfers import FAILURES_MOST
-from kvrouter.core.wire.ids import RouterId, Target, WorkerId
+from kvrouter.core.tables.transfers import FAILURES_MOST, FORGOTTEN_S, Transfers
+from kvrouter.core.wire.ids import BookingKey, RouterId, Target, WorkerId
 from kvrouter.core.wire.ops import AddRequest, decode_frame
 from kvrouter.policies.kv import Kv
 from tests.core import worlds
@@ -106,7 +106,7 @@ def test_nothing_is_read(facts: Any, settings: Any, fields: Any) -> None:
 def test_not_over_a_slow_wire() -> None:
     router = new_router()
     for _ in range(40):
-        router.tables.transfers.observe(10.0, 10_000)
+        router.tables.transfers.observe(10.0, 10_000, 0.0)
 
     assert router.route(ASK, 0.0).pull is None
 
@@ -136,14 +136,14 @@ def test_the_decision_explains_it() -> None:
     terms = {one.target: one.terms for one in decision.verdicts}
 
     assert T2 == decision.target
-    assert router.tables.transfers.seconds(3200) == pytest.approx(terms[T2]["seconds.transfer"])
+    assert router.tables.transfers.seconds(3200, 0.0) == pytest.approx(terms[T2]["seconds.transfer"])
     assert 0.0 == terms[T2]["seconds.copy"] == terms[T1]["seconds.transfer"]
     parts = ("waiting", "own_prefill", "congestion", "transfer", "copy")
     assert sum(terms[T2][f"seconds.{name}"] for name in parts) == pytest.approx(terms[T2]["seconds.total"])
 
 
 def test_a_copy_has_a_price_where_it_evicts() -> None:
-    """Half of the tokens are served by caches; the target has room for 100 of 200 blocks."""
+    """Caches serve half of the tokens, so each is read once more; there is room for 100 of 200 blocks."""
     router = new_router(card("w1"), card("w2", tiers={"device": 100}))
     router.reuse.prompt_tokens, router.reuse.best = 1000, 500
 
@@ -151,7 +151,7 @@ def test_a_copy_has_a_price_where_it_evicts() -> None:
 
     assert pull is not None
     token_s = router.tables.speeds.speed.seconds_per_token
-    assert 0.5 * 1600 * token_s == pytest.approx(pull.copy_s)
+    assert 1600 * token_s * 500 / 500 == pytest.approx(pull.copy_s)
 
 
 def _answered(router: Router, transfer_s: float) -> None:
@@ -165,12 +165,12 @@ def _answered(router: Router, transfer_s: float) -> None:
 def test_the_first_byte_teaches_the_wire() -> None:
     """And not the speed of prefill, here or at peers."""
     router = new_router()
-    before, speed = router.tables.transfers.seconds(3200), router.tables.speeds.speed
+    before, speed = router.tables.transfers.seconds(3200, 0.0), router.tables.speeds.speed
 
     for _ in range(3):
         _answered(router, 2 * before)
 
-    assert router.tables.transfers.seconds(3200) > 1.1 * before
+    assert router.tables.transfers.seconds(3200, 0.0) > 1.1 * before
     assert speed == router.tables.speeds.speed
 
 
@@ -199,3 +199,42 @@ def test_a_request_without_tokens() -> None:
     router = new_router()
 
     assert router.route(RouteRequest("r", may_split=True), 0.0).pull is None
+
+
+def test_one_at_a_time_until_the_wire_is_known() -> None:
+    router = new_router()
+    first = router.route(ASK, 0.0)
+
+    second = router.route(ASK, 0.0)
+    assert first.pull is not None
+    assert second.pull is None
+    for placed in (first, second):
+        router.bookings.free(placed.key)
+    assert router.route(ASK, 0.0).pull is not None
+
+
+def test_a_slow_wire_is_seen_before_the_first_transfer_is_over() -> None:
+    """In the seconds so far of what is under way."""
+    transfers = Transfers()
+    at_first = transfers.seconds(10_000, 0.0)
+    for number in range(4):
+        transfers.begin(BookingKey(RouterId("me"), number), 10_000, 0.0)
+
+    assert at_first == transfers.seconds(10_000, 0.01)
+    assert transfers.seconds(10_000, 2.0) > 10 * at_first
+    for number in range(4):
+        transfers.end(BookingKey(RouterId("me"), number))
+    assert at_first == transfers.seconds(10_000, 2.0)
+
+
+def test_a_wire_that_was_slow_is_tried_again() -> None:
+    """After a while without a measurement, and by one transfer."""
+    transfers = Transfers()
+    at_first = transfers.seconds(10_000, 0.0)
+    for _ in range(20):
+        transfers.observe(5.0, 10_000, 0.0)
+
+    assert transfers.seconds(10_000, FORGOTTEN_S) > 5 * at_first
+    assert at_first == transfers.seconds(10_000, FORGOTTEN_S + 1)
+    transfers.begin(BookingKey(RouterId("me"), 1), 10_000, FORGOTTEN_S + 1)
+    assert transfers.seconds(10_000, FORGOTTEN_S + 1) > 5 * at_first
