@@ -42,7 +42,7 @@ COMMENTS = 30
 # Of docs/, as `wc -w` counts them, without docs/changes; 1,920 of them for pairs, 400 of these SGLang's; 170
 # for the figures of large bodies; 1,050 for when pairs pay, in tables, and flags to find that out; 390 for
 # fastokens and its figures; 660 for blocks from a peer, half of them figures.
-DOC_WORDS = 62_640
+DOC_WORDS = 62_700
 _IMPORT = re.compile(r"^\s*from kvrouter\.core\.(\w+)", re.MULTILINE)
 _FOR_TOOLS = ("noqa", "type:", "pragma", "fmt:", "cython:")
 
