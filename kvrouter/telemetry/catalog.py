@@ -83,7 +83,7 @@ SECTIONS: dict[str, dict[str, Metric]] = {
             ("path",),
             "prefill and decode apart: requests that were handed from a prefill to a decode worker (`pair`), "
             "served whole by a decode worker as that was sooner (`decode`), or as hand-overs failed or no "
-            "prefill worker was left (`fallback`)",
+            "prefill worker was left (`fallback`); or sent to read blocks from a peer (`pull`)",
             see="prefill-decode.md",
         ),
         "kvrouter_pd_pair_failures_total": Metric(

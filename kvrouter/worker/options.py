@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvrouter.bus import NatsOptions
-from kvrouter.core.wire.heartbeats import CONNECTORS
+from kvrouter.core.wire.heartbeats import CONNECTORS, PEER
 from kvrouter.core.wire.values import url_error
 from kvrouter.errors import ConfigError
 from kvrouter.worker.zmq.sockets import EventEndpoints
@@ -21,7 +21,7 @@ _MOST_ID_CHARACTERS = 64
 # Why other ways to hand KV blocks over than these are not served.
 _NOT_SERVED = {
     "nixl-push": "not served: a second use of its parameters hangs both engines (vLLM 0.33)",
-    **dict.fromkeys(("lmcache", "moriio", "offload-p2p"), "not served yet"),
+    **dict.fromkeys(("lmcache", "moriio"), "not served yet"),
 }
 _ADDRESS = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]{1,253}):([0-9]{1,5})")
 _METRIC = re.compile(r"([A-Za-z_]\w{0,63})=([A-Za-z_:][\w:]{0,199})", re.ASCII)
@@ -77,8 +77,8 @@ def check_url(flag: str, url: str) -> None:
 
 def read_connector(text: str) -> str:
     """The name of a connector that is served. Raises ConfigError."""
-    known = " or ".join(CONNECTORS)
-    if text in CONNECTORS:
+    known = " or ".join((*CONNECTORS, PEER))
+    if text in {*CONNECTORS, PEER}:
         return text
     if reason := _NOT_SERVED.get(text):
         raise ConfigError(f"connector {text!r} is {reason}; use {known}")

@@ -59,7 +59,7 @@ class EngineSettings(Settings):
     )
     kv_connector: str | None = setting(
         None,
-        "how it hands over KV blocks: nixl, mooncake, example or sglang",
+        "how it hands over KV blocks: nixl, mooncake, example or sglang; p2p: whole engines to each other",
         metavar="NAME",
         read=read_connector,
         default_text="as the engine says",
@@ -73,7 +73,10 @@ class EngineSettings(Settings):
         default_text="as SGLang says, else 8998",
     )
     kv_address: str | None = setting(
-        None, "that server, as decode engines reach it", metavar="HOST:PORT", read=read_address
+        None,
+        "that server, or the p2p tier, as others reach it",
+        metavar="HOST:PORT",
+        read=read_address,
     )
     kv_hash: str = setting("", "hands over only to engines with the same text", metavar="TEXT")
     whole: bool | None = setting(

@@ -22,11 +22,11 @@ FUNCTION_LINES = 60
 CLASS_LINES = 300
 # Classes that were longer when the limit came (issue "The request, the router, the cost"). They may shrink.
 # Pool has the roles of its targets since prefill and decode are apart; Agent learns restarted engines again;
-# Attempt hands committed streams to C and takes them back.
+# Attempt hands committed streams to C and takes them back; Completions asks for blocks of a peer.
 LARGER = {
     "Attempt": 558, "Replica": 477, "FeedReader": 419, "BlockIndex": 395, "Pool": 398, "Agent": 379,
-    "BookingTable": 362, "Completions": 326, "Bus": 337, "EngineBlocks": 330, "Examination": 316,
-    "ReferenceEngine": 342,  # with both halves of a request
+    "BookingTable": 362, "Completions": 328, "Bus": 337, "EngineBlocks": 330, "Examination": 316,
+    "ReferenceEngine": 351,  # with both halves of a request, and blocks of a peer
     "Router": 250, "OwnBookings": 250, "SyncFeed": 250,  # one router in three
 }  # fmt: skip
 # Class names in two modules: two of the library, which Dynamo has too, and the mocker's Answer, which others
@@ -36,13 +36,14 @@ FILES = 25
 # 2,160 of them for prefill and decode apart, 530 of these in the mocker, 150 its problems; 460 more for pairs
 # of SGLang, whose halves are sent at once: 220 of these in the mocker. 475 for fastokens, its comparison with
 # the reference library, and the order of what waits for a thread. 430 for bodies that are read in steps, with
-# a Python and a C version of the scan. 500 for pairs in the simulator and analyze. 210 for streams in C.
-LINES = 72_280
+# a Python and a C version of the scan. 500 for pairs in the simulator and analyze. 420 for blocks from a
+# peer: 90 in the mocker, 80 in the simulator. 210 for streams in C.
+LINES = 72_770
 COMMENTS = 30
 # Of docs/, as `wc -w` counts them, without docs/changes; 1,920 of them for pairs, 400 of these SGLang's; 170
 # for the figures of large bodies; 1,050 for when pairs pay, in tables, and flags to find that out; 390 for
-# fastokens and its figures.
-DOC_WORDS = 61_910
+# fastokens and its figures; 660 for blocks from a peer, half of them figures.
+DOC_WORDS = 62_700
 _IMPORT = re.compile(r"^\s*from kvrouter\.core\.(\w+)", re.MULTILINE)
 _FOR_TOOLS = ("noqa", "type:", "pragma", "fmt:", "cython:")
 

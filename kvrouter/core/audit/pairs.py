@@ -39,8 +39,9 @@ _SAME_ENGINE = (
 
 
 def problems_of_pairs(pool: Pool, transfers: Transfers, now: float) -> Iterator[tuple[WorkerId, Problem]]:
-    """Of each worker whose role is not `both`; nothing in a pool without roles."""
+    """Of each worker whose role is not `both`, and of those that read from peers in vain."""
     if pool.split.whole is None:
+        yield from _resting(transfers, now)
         return
     targets = list(pool.targets)
     paired = {targets[at].worker_id for one in pool.split.islands for at in (*one.prefill, *one.decode)}
@@ -127,6 +128,6 @@ def _resting(transfers: Transfers, now: float) -> Iterator[tuple[WorkerId, Probl
             f"{', '.join(prefills[:_MOST_NAMES])}{more}: these pairs rest for {REST_S:g} s, and again after "
             "each failure. Look at the logs of both engines, and whether this one reaches what the other "
             "hands over (nixl: VLLM_NIXL_SIDE_CHANNEL_HOST of the prefill engine; mooncake, sglang: its "
-            "bootstrap server; example: the shared directory)"
+            "bootstrap server; example: the shared directory; p2p: --kv-address of the other one's agent)"
         )
         yield decode, Problem("pair", text)

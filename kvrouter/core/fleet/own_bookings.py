@@ -25,6 +25,7 @@ from kvrouter.core.routing.selection import Selection
 from kvrouter.core.tables.bookings import Booking, add_request
 from kvrouter.core.tables.prefill_speeds import Calibration
 from kvrouter.core.tables.text_index import sent_text
+from kvrouter.core.tables.transfers import Pull
 from kvrouter.core.wire.hashes import pack_hashes
 from kvrouter.core.wire.heartbeats import DECODE
 from kvrouter.core.wire.ids import BookingKey, RouterId, Target
@@ -65,6 +66,13 @@ class OwnBooking(Struct, gc=False):
     """The length of the answer so far; None: not known."""
     predicted_ttft_s: float | None = None
     """What `ttft_s` was predicted to be; None if no seconds were compared."""
+    pull: Pull | None = None
+    """What its target reads from a peer."""
+
+    @property
+    def is_next(self) -> bool:
+        """Whether its target had no other prompt to compute when it was booked."""
+        return self.charged_tokens == self.booking.prefill_tokens
 
 
 class OwnBookings:
@@ -95,7 +103,7 @@ class OwnBookings:
         return not self._own
 
     def book(self, request: RouteRequest, choice: Candidate, now: float, role: str = "") -> Booking:
-        """Book the request here, and publish its AddRequest. `role`: "prefill" or "decode" of a pair."""
+        """Book the request here, and publish its AddRequest. `role`: that of AddRequest."""
         self._last_number += 1
         named, anonymous_blocks = self._blocks(request) if request.prompts else ((), 0)
         booking = Booking(
@@ -150,6 +158,9 @@ class OwnBookings:
     def track(self, own: OwnBooking) -> None:
         """Record the booking, of a whole request or of half of one, for its later events."""
         self._own[own.booking.key.number] = own
+        if own.pull is not None:
+            tokens = own.pull.blocks * own.block_size
+            self._tables.transfers.begin(own.booking.key, tokens, _pulls_from(own, own.pull))
         if self._circuits is not None:
             self._circuits.sent(own.booking.target, own.sent_at)
 
@@ -191,8 +202,13 @@ class OwnBookings:
             if own.predicted_ttft_s is not None:
                 self.calibration.measured(own.predicted_ttft_s, own.ttft_s)
         if own.streamed and own.booking.isl and own.booking.role != DECODE:  # it did not compute the prompt
-            self._tables.rates.observe(own.booking.target, own.charged_tokens, now - own.sent_at)
+            if own.pull is None:
+                self._tables.rates.observe(own.booking.target, own.charged_tokens, now - own.sent_at)
+            elif own.is_next:
+                self._learn_transfer(own, own.pull, now)
             self._learn(key, now, now - own.sent_at)
+        if own.pull is not None:
+            self._tables.transfers.end(key)
         self.mark_prefill_completed(key, now)
         return own.ttft_s
 
@@ -202,6 +218,11 @@ class OwnBookings:
         service = self._pool.active.service(key, now, ttft_s)
         if service is not None:
             self._tables.speeds.learn(service)
+
+    def _learn_transfer(self, own: OwnBooking, pull: Pull, now: float) -> None:
+        """What a first byte took beyond waiting and prefill, as these were predicted."""
+        seconds = max(0.0, now - _pulls_from(own, pull))
+        self._tables.transfers.observe(seconds, pull.blocks * own.block_size, now)
 
     def answered(self, key: BookingKey, status: int) -> None:
         """The worker's response has begun with this status; only the first call counts."""
@@ -250,6 +271,8 @@ class OwnBookings:
         `output_tokens`: the length of the answer; None: as `progress` was last called with.
         """
         own = self._own.pop(key.number, None)
+        if own is not None and own.pull is not None:
+            self._tables.transfers.end(key)
         if own is not None and not own.is_answered:
             own.policy.on_request_routed(own.request, own.booking.target, GIVEN_UP)
         if own is not None and own.policy.reads_ends:
@@ -258,6 +281,11 @@ class OwnBookings:
             own.policy.on_request_end(own.request, own.booking.target, own.ttft_s, seconds, produced)
         if self._pool.active.free(key, now) is not None and self._feed.is_followed:
             self._feed.publish(Free(key.number))
+
+
+def _pulls_from(own: OwnBooking, pull: Pull) -> float:
+    """When its target would have had a first byte, had it had the blocks: it takes longer by the transfer."""
+    return own.sent_at + (own.predicted_ttft_s or pull.seconds) - pull.seconds
 
 
 def _union(request: RouteRequest) -> Sequence[int]:

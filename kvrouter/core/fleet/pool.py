@@ -98,6 +98,11 @@ class PoolSettings(Settings):
         read=_label_name,
         is_repeated=True,
     )
+    kv_from_peers: bool = setting(
+        False,
+        "with weight auto: let a worker read the blocks of a prompt from the one that holds them, where that "
+        "is sooner than computing them (connector p2p)",
+    )
     index_bounds: IndexBounds = field(default_factory=IndexBounds)
     new_index: NewIndex = BlockIndex
     """Makes a pool's index, such as one that measures itself."""
@@ -368,7 +373,10 @@ class Pool:
         self.targets = dict(sorted(pairs, key=lambda pair: pair[0]))
         self._use_ids()
         self._roster = Roster(self.targets.items())
-        self.split = split_of(self.targets, self.settings.pd_same_label, refuses=self.settings.refuses_whole)
+        given = self.settings
+        self.split = split_of(
+            self.targets, given.pd_same_label, refuses=given.refuses_whole, pulls=given.kv_from_peers
+        )
         self._not_targets = self._refusals()
         self.active.line_up(self._roster.targets)
         self.changes += 1

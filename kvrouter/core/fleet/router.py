@@ -26,13 +26,15 @@ from kvrouter.core.routing.decisions import Decided, DecisionRing
 from kvrouter.core.routing.filters import Filter
 from kvrouter.core.routing.pairs import Pair, Sharing, choose_pair
 from kvrouter.core.routing.policy import Candidate, RouteRequest
+from kvrouter.core.routing.pulls import with_pulls
 from kvrouter.core.routing.selection import Decision, Modes, Selection
-from kvrouter.core.tables.bookings import Booking
+from kvrouter.core.tables.bookings import PULL, Booking
 from kvrouter.core.tables.claimed_losses import ClaimedLosses
 from kvrouter.core.tables.deadly_prompts import DeadlyPrompts
 from kvrouter.core.tables.early_ops import EarlyBudget, EarlyOps
 from kvrouter.core.tables.ghosts import Reuse
 from kvrouter.core.tables.predictions import PredictionTable
+from kvrouter.core.tables.transfers import Pull
 from kvrouter.core.wire.heartbeats import BOTH, DECODE, PREFILL, Card
 from kvrouter.core.wire.ids import BookingKey, RouterId, Target, WorkerId
 from kvrouter.errors import NoWorkersError, counted
@@ -42,8 +44,8 @@ AVOIDED = "avoided, as a worker was lost a moment ago"
 UNPAIRED = "without a partner that has not just failed (--pd-fallback refuse)"
 
 # How prefill and decode workers share a request: the decode worker alone ("decode": it is better, "fallback":
-# no prefill worker is left). Empty where a worker of both serves it.
-PairPath = Literal["", "pair", "decode", "fallback"]
+# no prefill worker is left). Empty where a worker of both serves it; "pull": with blocks of a peer.
+PairPath = Literal["", "pair", "decode", "fallback", "pull"]
 
 
 class Placement(Struct, frozen=True, gc=False):
@@ -66,6 +68,8 @@ class Placement(Struct, frozen=True, gc=False):
     prefill: Placement | None = None
     """Where its prompt is computed, if another worker does that."""
     path: PairPath = ""
+    pull: Pull | None = None
+    """What it reads from a peer instead of computing it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +200,7 @@ class Router:
         policy = selection.policy
         moment = self._moment(policy, now)
         left_out = exclude | avoid if avoid else exclude
-        candidates = self.pool.candidates(request, left_out, with_prefills=policy.reads_speed)
+        candidates = _candidates(self, request, left_out, policy, moment)
         eligible = selection.eligible(request, candidates, moment)
         sharing, alone = None, eligible
         if request.may_split and self.pool.split.whole is not None:
@@ -210,8 +214,7 @@ class Router:
         if pair is not None:
             selection, eligible, best = pair.decode, pair.decoders, [pair.answers]
         else:
-            preferred = _preferred(eligible, prefer) if prefer else []
-            best = preferred or selection.choose(request, eligible, moment)
+            best = _preferred(eligible, prefer) or selection.choose(request, eligible, moment)
         order = tuple([one.target for one in best])
         if self.decisions is not None:
             refused = _refused(self.pool, request, exclude, avoid)
@@ -222,16 +225,17 @@ class Router:
         if policy.compares_seconds:
             self.tables.shares.count(*candidates.held_of(request))
         prefill = None if pair is None else computed or _book_prefill(self, request, pair, policy, now)
-        booking = self.bookings.book(request, choice, now, "" if pair is None else DECODE)
+        pull = eligible.pull_of(choice.target) if pair is None else None
+        booking = self.bookings.book(request, choice, now, DECODE if pair else PULL if pull else "")
         if request.prompts and not (exclude or prefer):  # a retry is the same request
             _count_reuse(self.reuse, self.pool, request, pair.computes if pair else choice, candidates)
-        charged_tokens = choice.prefill_tokens if pair is None else 0
-        own = OwnBooking(booking, request, policy, charged_tokens, now, streamed, self.pool.block_size)
+        charged = choice.prefill_tokens if pair is None else 0
+        own = OwnBooking(booking, request, policy, charged, now, streamed, self.pool.block_size, pull=pull)
         if policy.reads_speed and pair is None:
             own.predicted_ttft_s = self.bookings.count_decision(eligible, choice.target, moment)
         self.bookings.remember(own, choice, selection, moment)
         placement = _placement(
-            self.pool, booking, choice, fallbacks=order[1:], sharing=sharing, prefill=prefill
+            self.pool, booking, choice, fallbacks=order[1:], sharing=sharing, prefill=prefill, pull=pull
         )
         return placement, candidates
 
@@ -262,7 +266,8 @@ class Router:
     ) -> Decision:
         """What `route` would choose, and why; nothing is booked."""
         request, selection = self.pool.in_present_size(request), self._selection(request)
-        candidates, moment = self.pool.candidates(request, exclude), self._moment(selection.policy, now)
+        moment = self._moment(selection.policy, now)
+        candidates = _candidates(self, request, exclude, selection.policy, moment)
         refused = _refused(self.pool, request, exclude)
         eligible, sharing = selection.eligible(request, candidates, moment), None
         if request.may_split and self.pool.split.whole is not None:
@@ -341,6 +346,27 @@ def _book_prefill(
     # streamed: the end of its answer is that of its prefill
     bookings.track(OwnBooking(booking, request, policy, choice.prefill_tokens, now, True, pool.block_size))
     return _placement(pool, booking, choice)
+
+
+def _candidates(
+    router: Router,
+    request: RouteRequest,
+    left_out: frozenset[Target],
+    policy: BuiltInPolicy,
+    moment: Moment,
+) -> Candidates:
+    """Those of the pool, each with what it would read from a peer."""
+    pool, reuse = router.pool, router.reuse
+    candidates = pool.candidates(request, left_out, with_prefills=policy.reads_speed)
+    if not pool.split.peers:  # nearly always
+        return candidates
+
+    def free_blocks(target: Target) -> int:
+        return max(0, pool.capacity_blocks(target) - pool.index.blocks(target))
+
+    held_share = 1 - reuse.best / max(1, reuse.prompt_tokens)
+    peers, size = pool.split.peers, pool.block_size
+    return with_pulls(request, candidates, peers, policy, moment, size, free_blocks, held_share)
 
 
 def _groups(pool: Pool, request: RouteRequest) -> list[Candidates]:
@@ -440,6 +466,7 @@ def _placement(
     fallbacks: tuple[Target, ...] = (),
     sharing: Sharing | None = None,
     prefill: Placement | None = None,
+    pull: Pull | None = None,
 ) -> Placement:
     target = choice.target
     worker = pool.targets[target]
@@ -455,7 +482,8 @@ def _placement(
         block_size=pool.block_size,
         connector=card.kv_connector,
         prefill=prefill,
-        path="" if pool.split.whole is None else _path(pool, card, sharing),
+        path="pull" if pull else "" if pool.split.whole is None else _path(pool, card, sharing),
+        pull=pull,
     )
 
 

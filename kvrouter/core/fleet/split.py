@@ -16,7 +16,7 @@ from typing import TypeAlias
 from msgspec import Struct
 
 from kvrouter.core.routing.worker import Worker
-from kvrouter.core.wire.heartbeats import BOTH, CONNECTORS, DECODE, PAIRS_ONLY, PREFILL, Card
+from kvrouter.core.wire.heartbeats import BOTH, CONNECTORS, DECODE, PAIRS_ONLY, PEER, PREFILL, Card
 from kvrouter.core.wire.ids import Target
 
 _Key: TypeAlias = tuple[object, ...]
@@ -39,6 +39,10 @@ class Split(Struct, frozen=True):
     others: frozenset[Target] = frozenset()
     serving: Set[Target] = frozenset()
     islands: tuple[Island, ...] = ()
+    peers: Mapping[Target, int] = {}
+    """Targets that read blocks from each other, those with equal numbers; empty without --kv-from-peers."""
+    may_share: bool = False
+    """Whether two workers may have a part in one request."""
 
     @property
     def is_pairs_only(self) -> bool:
@@ -46,15 +50,18 @@ class Split(Struct, frozen=True):
         return bool(self.islands) and not self.whole
 
 
-def split_of(targets: Mapping[Target, Worker], labels: Sequence[str], *, refuses: bool) -> Split:
+def split_of(
+    targets: Mapping[Target, Worker], labels: Sequence[str], *, refuses: bool, pulls: bool = False
+) -> Split:
     """`targets`: in the order of the roster. `labels`: those in which the two of a pair agree.
 
-    `refuses`: decode workers without a prefill worker serve nothing.
+    `refuses`: decode workers without a prefill worker serve nothing. `pulls`: whole workers read from peers.
     """
     workers = list(targets.values())
     roles = [worker.card.role for worker in workers]
+    peers = _peers(targets, labels) if pulls else {}
     if all(role == BOTH for role in roles):
-        return Split(serving=targets.keys())
+        return Split(serving=targets.keys(), peers=peers, may_share=bool(peers))
     islands = tuple(_islands(workers, labels))
     paired = {place for island in islands for place in island.decode}
     whole = [
@@ -66,7 +73,18 @@ def split_of(targets: Mapping[Target, Worker], labels: Sequence[str], *, refuses
     serving = set(whole)
     others = frozenset(target for place, target in enumerate(targets) if place not in serving)
     serving |= paired.union(*[island.prefill for island in islands])
-    return Split(whole, others, {target for at, target in enumerate(targets) if at in serving}, islands)
+    served = {target for at, target in enumerate(targets) if at in serving}
+    return Split(whole, others, served, islands, peers, bool(islands or peers))
+
+
+def _peers(targets: Mapping[Target, Worker], labels: Sequence[str]) -> dict[Target, int]:
+    groups: dict[_Key, int] = {}
+    cards = {target: worker.card for target, worker in targets.items()}
+    return {
+        target: groups.setdefault(tuple(terms(card, labels).values()), len(groups))
+        for target, card in cards.items()
+        if card.role == BOTH and card.kv_connector == PEER and card.kv_address
+    }
 
 
 def _islands(workers: Sequence[Worker], labels: Sequence[str]) -> Iterator[Island]:

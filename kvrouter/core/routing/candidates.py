@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar, overload
 
 from msgspec import Struct
@@ -27,6 +27,7 @@ from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.core.tables.bookings import BookingTable
 from kvrouter.core.tables.prefill_speeds import Speed
+from kvrouter.core.tables.transfers import Pull
 from kvrouter.core.wire.heartbeats import Card, RankBeat
 from kvrouter.core.wire.ids import Target, WorkerId
 
@@ -41,6 +42,7 @@ Number = TypeVar("Number", int, float)
 _NOWHERE: tuple[int, ...] = ()
 _NO_BEAT = RankBeat(0, 0, 0)
 _NEVER = array("d")
+_NO_PULLS: Mapping[int, Pull] = {}
 
 
 class Roster:
@@ -118,7 +120,7 @@ class _Columns(Struct, gc=False):
 class Candidates(Sequence[Candidate]):
     """The candidates of one decision, as of its moment. Equal to any sequence of equal candidates."""
 
-    __slots__ = ("_all", "_block_size", "_cached", "_columns", "_compared", "_places", "_roster")
+    __slots__ = ("_all", "_block_size", "_cached", "_columns", "_compared", "_places", "_pulls", "_roster")
     __hash__ = None  # type: ignore[assignment]  # compared by its items, as a list is
 
     def __init__(self, roster: Roster, columns: _Columns, cached: Cached, block_size: int) -> None:
@@ -129,6 +131,7 @@ class Candidates(Sequence[Candidate]):
         self._places: Sequence[int] = roster.every_place
         self._all: list[Candidate] | None = None
         self._compared: InSeconds | None = None
+        self._pulls: Mapping[int, Pull] = _NO_PULLS
 
     def __len__(self) -> int:
         return len(self._places)
@@ -154,8 +157,23 @@ class Candidates(Sequence[Candidate]):
     def only(self, places: Sequence[int]) -> Candidates:
         """The candidates at these places of the roster."""
         fewer = Candidates(self._roster, self._columns, self._cached, self._block_size)
-        fewer._places = places
+        fewer._places, fewer._pulls = places, self._pulls
         return fewer
+
+    def with_pulls(self, pulls: Mapping[int, Pull]) -> Candidates:
+        """The same, where those at these indices read blocks from a peer instead of computing them."""
+        by_place = {self._places[index]: pull for index, pull in pulls.items()}
+        own = self._columns.own_prefill_tokens[:]
+        for place, pull in by_place.items():
+            own[place] -= pull.blocks * self._block_size
+        columns = replace(self._columns, own_prefill_tokens=own)
+        changed = Candidates(self._roster, columns, self._cached, self._block_size)
+        changed._places, changed._pulls = self._places, by_place
+        return changed
+
+    def pull_of(self, target: Target) -> Pull | None:
+        """What the target reads from a peer."""
+        return self._pulls.get(self._roster.places[target]) if self._pulls else None
 
     def at(self, indices: Sequence[int]) -> Candidates:
         """The candidates at these indices."""
@@ -197,6 +215,14 @@ class Candidates(Sequence[Candidate]):
         """The leading blocks of the prompt that each one holds."""
         return self._amounts(self._columns.overlap_blocks)
 
+    def widest_blocks(self) -> list[int]:
+        """The same over all tiers."""
+        return self._amounts(self._columns.widest_blocks)
+
+    def indexed_blocks(self) -> list[int]:
+        """The part of these that the index knows: no request in flight is still computing them."""
+        return self._amounts(self._columns.indexed_blocks)
+
     def beats(self) -> Sequence[RankBeat]:
         """What each one's engine last reported of itself."""
         return self._at_places(self._columns.beats)
@@ -232,10 +258,15 @@ class Candidates(Sequence[Candidate]):
             # picked first: the price of congestion is that of the targets that may be chosen
             charged, own, heads = self._picked(charged), self._picked(own), self._picked(heads)
             context, began, prompts = self._picked(context), self._picked(began), self._picked(prompts)
-        self._compared = in_seconds(
+        costs = in_seconds(
             now, speed, arrivals_per_s, self._block_size, charged, prompts, heads, context, began, own
         )
-        return self._compared
+        if self._pulls:
+            pulls = [*map(self._pulls.get, self._places)]
+            costs = costs.plus("transfer", [pull.seconds / costs.block if pull else 0.0 for pull in pulls])
+            costs = costs.plus("copy", [pull.copy_s / costs.block if pull else 0.0 for pull in pulls])
+        self._compared = costs
+        return costs
 
     def predicted_ttft_s(self, target: Target) -> tuple[float, float] | None:
         """Seconds until the target would send the first byte, and the least of any candidate.
@@ -247,15 +278,19 @@ class Candidates(Sequence[Candidate]):
             return None
         place = self._roster.places[target]
         index = place if self._has_all_places() else list(self._places).index(place)
-        return costs.wait_s[index] + costs.own_s[index], costs.earliest_s
+        if not self._pulls:
+            return costs.wait_s[index] + costs.own_s[index], costs.earliest_s
+        pulls = map(self._pulls.get, self._places)
+        rows = zip(costs.wait_s, costs.own_s, pulls, strict=True)
+        each = [wait_s + own_s + (pull.seconds if pull else 0.0) for wait_s, own_s, pull in rows]
+        return each[index], min(each)
 
     def next_copies(self, costs: InSeconds, most_holders: float) -> list[int]:
         """Where one more copy of the deepest cached block is worth most (core/routing/cost.py)."""
         overlap = self._columns.overlap_blocks
         if not self._has_all_places():
             overlap = self._picked(overlap)
-        wait_s = costs.wait_and_added_s() if costs.added else costs.wait_s
-        return next_copies(overlap, wait_s, costs.own_s, most_holders)
+        return next_copies(overlap, costs.wait_and_added_s(), costs.own_s, most_holders)
 
     def in_time(self, now: float, speed: Speed) -> list[Candidate]:
         """The candidates with the prefill that is left on each, for custom policies."""

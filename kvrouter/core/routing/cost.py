@@ -80,6 +80,8 @@ class InSeconds(Costs, frozen=True, gc=False):
 
     def wait_and_added_s(self) -> array[float]:
         """`wait_s` with the terms that were added."""
+        if not self.added:
+            return self.wait_s
         added = [self.block * sum(blocks) for blocks in zip(*self.added.values(), strict=True)]
         return array("d", map(add, self.wait_s, added))
 

@@ -235,10 +235,10 @@ def _compared(
         whole.costs_in_seconds(moment.now, moment.speed, moment.arrivals_per_s),
         whole.decoding(),
     )
-    transfer_s = moment.tables.transfers.seconds(decode.own_prefill_tokens)
+    transfer_s = moment.tables.transfers.seconds(decode.own_prefill_tokens, moment.now)
     local_s = min(
         wait_s + own_s + MU * count * (own_s - moment.speed.fixed_s)
-        for wait_s, own_s, count in zip(costs.wait_s, costs.own_s, decoding, strict=True)
+        for wait_s, own_s, count in zip(costs.wait_and_added_s(), costs.own_s, decoding, strict=True)
     )
     remote_s = prefill_s + transfer_s
     seconds = {"remote_s": remote_s, "local_s": local_s, "transfer_s": transfer_s}

@@ -89,7 +89,7 @@ class RouteRequest(Struct, frozen=True, gc=False):
     context_tokens: int = 0
     """What prompt and asked output take of an engine's context; 0: it takes any, or all are equally long."""
     may_split: bool = False
-    """Whether one worker may compute its prompt and another one generate its answer."""
+    """Whether another worker may compute its prompt, or hand over blocks of it."""
 
     @property
     def isl(self) -> int:

@@ -108,6 +108,9 @@ class Booking(Struct, eq=False, gc=False):
         return xxh3_64_intdigest(_encode(facts))
 
 
+# The role of a booking whose target reads blocks from a peer.
+PULL = "pull"
+
 # Limits of a measured prefill: longer ones are stalls, and no engine holds more tokens.
 MOST_SERVICE_S = 600.0
 MOST_TOKENS = 1 << 27
@@ -294,7 +297,7 @@ class BookingTable:
     def service(self, key: BookingKey, now: float, ttft_s: float) -> Service | None:
         """What a first byte shows of its target's speed: call before `mark_prefill_completed`.
 
-        None if it shows nothing: since this prefill began, another one has ended that was not observed.
+        None if it shows nothing: since it began, another prefill has ended unobserved, or blocks were read.
         """
         booking = self.booking(key)
         if booking is None or booking.prefill_completed:
@@ -303,7 +306,7 @@ class BookingTable:
         # The difference travels and not the two times: replicas' clocks are not compared.
         began = max(now - ttft_s, load.first_byte_at)
         load.first_byte_at = now
-        if load.unobserved_at > began:
+        if load.unobserved_at > began or booking.role == PULL:
             return None
         # A clock that went back, or amounts that no engine has: one of them would spoil what is learnt.
         seconds, tokens = now - began, booking.prefill_tokens

@@ -52,6 +52,8 @@ BOTH, PREFILL, DECODE = "both", "prefill", "decode"
 CONNECTORS = ("nixl", "mooncake", "example", "sglang")
 # Those whose decode engines compute no prompt: they serve nothing without a prefill engine.
 PAIRS_ONLY = frozenset({"sglang"})
+# The way in which engines of whole requests read blocks from each other.
+PEER = "p2p"
 
 
 class Card(Struct, frozen=True, kw_only=True):

@@ -109,7 +109,8 @@ class AddRequest(Struct, frozen=True, array_like=True, tag=16):
     prefill_tokens: Amount
     anonymous_blocks: Amount = 0
     is_text: bool = False  # the hashes are of text: what is assumed of them counts with KV events, too
-    # "prefill" or "decode": one of two bookings of a request that two workers serve; empty: the only one
+    # "prefill" or "decode": one of two bookings of a request that two workers serve; empty: the only one;
+    # "pull": the only one, and its target reads blocks from a peer
     role: ShortText = ""
 
 

@@ -197,6 +197,8 @@ def _routed(work: Work, record: Record) -> dict[str, Any]:
         if last.prefill is not None:
             facts["prefill_worker"] = str(last.prefill.placement.target.worker_id)
             choice = last.prefill.placement.choice
+        if last.placement.pull is not None:
+            facts["kv_source"] = str(last.placement.pull.source.worker_id)
         if work.route.isl:
             facts["predicted_cached_tokens"] = choice.overlap_blocks * last.placement.block_size
     return facts

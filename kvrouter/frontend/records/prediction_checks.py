@@ -18,13 +18,14 @@ def check_answer(running: AttemptRecord, usage: Usage, audit: Audit, now: float)
     pool, names_blocks = router.pool, _names_blocks_of_engine(router, route, placement)
     # A prediction that may fail for a known reason is counted, and raises no alarm. Behind other waiting
     # requests the cache changes before this prompt is computed.
-    is_firm = names_blocks and traits.reads_cache and not choice.waiting
+    pulled = placement.pull.blocks if placement.pull is not None else 0  # if its peer still has them
+    is_firm = names_blocks and traits.reads_cache and not choice.waiting and not pulled
     prediction = Prediction(
         target=choice.target,
         kind=traits.kind,
         isl=route.isl,
         block_size=placement.block_size,
-        blocks=choice.widest_blocks,
+        blocks=choice.widest_blocks + pulled,
         in_flight=choice.widest_blocks > choice.indexed_blocks,
         is_single=traits.is_single,
         is_firm=is_firm and audit.is_firm(pool.id, choice.target),

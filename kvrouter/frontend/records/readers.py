@@ -91,7 +91,8 @@ class Readers:
         if work is not None:
             model = metrics.models[work.router.pool.model]
             mode = work.route.mode or work.router.modes.default.mode
-            if work.router.pool.split.whole is not None and (path := record.path):
+            split = work.router.pool.split
+            if (split.whole is not None or split.peers) and (path := record.path):
                 metrics.pd_requests.inc(path)
         # Only the APIs' own routes lead here, so the path is not the client's choice.
         metrics.requests.values[model, record.request.head.route, mode, record.status, ending] += 1

@@ -150,7 +150,7 @@ class Accept:
             reads_cache=asked.reads_cache,
             served_name=asked.model if asked.model in router.pool.uneven_names else "",
             context_tokens=0 if router.pool.has_equal_contexts else _context_tokens(asked, prompts),
-            may_split=bool(router.pool.split.islands) and wanted is None and _may_split(asked, prompts, api),
+            may_split=router.pool.split.may_share and wanted is None and _may_split(asked, prompts, api),
         )
         sent, response = self._edited(request, read, may_override=may_override), None
         if isinstance(asked, responses.ResponseRequest):

@@ -259,7 +259,7 @@ class Completions:
         metrics, now, began = self._metrics, self._now(), clock()
         route, unread = work.route, None
         if record.attempts:
-            route, unread = self._hand_overs.next_try(record.attempts[-1], route, is_last=is_last)
+            route, unread = self._hand_overs.next_try(record.attempts, route, is_last=is_last)
         placement, _ = work.router.route_among(
             route,
             now,
@@ -283,6 +283,8 @@ class Completions:
         )
         if placement.prefill is not None:
             self._hand_overs.add_prefill(running, placement.prefill, unread)
+        elif placement.pull is not None:
+            self._hand_overs.pull(running, placement.pull)
         record.attempts.append(running)
         if work.route.prompts:
             _count_placed(self._metrics, running)
@@ -351,6 +353,8 @@ class Completions:
                 return
             if outcome is not None and running.is_handed_over and not running.is_refused:
                 self._hand_overs.ended(running, outcome, now)
+        elif placement.pull is not None and outcome is not None and not running.is_refused:
+            self._hand_overs.ended(running, outcome, now)
         if router.circuits is not None:
             record_outcome(router.circuits, placement.target, outcome)
         # Nearly all are good: asked first, and without a `match`, which takes 0.5 µs.

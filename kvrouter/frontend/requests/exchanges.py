@@ -152,6 +152,7 @@ class Exchanges:
             work.ids.release()
         if running.prefill is not None:
             self._hand_overs.first_output(running, running.prefill, now)
+        running.body = None
         self._metrics.first_byte.observe(now - work.received_at, running.model)
         if ttft_s is not None:
             running.counts.first_byte_s += ttft_s
@@ -165,6 +166,8 @@ def _response_headers(work: Work, placement: Placement, router_id: str) -> bytes
     lines, first = _target_lines(placement.target, router_id), placement.prefill
     if first is not None:
         lines += f"x-kvrouter-prefill-worker: {first.target.worker_id}\r\n"
+    if placement.pull is not None:
+        lines += f"x-kvrouter-kv-source: {placement.pull.source.worker_id}\r\n"
     blocks = (first or placement).choice.overlap_blocks
     return f"x-request-id: {work.id}\r\n{lines}x-kvrouter-overlap-blocks: {blocks}\r\n".encode()
 

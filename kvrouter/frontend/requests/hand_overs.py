@@ -4,6 +4,8 @@ begin ──> the prefill worker's answer ──> prefilled ──> finish ─�
 │          ├── first_output: the transfer's time
 └─ failed  └── ended: whether the pair works
 
+From a peer: pull ──> the only worker's body ──> ended: whether the pair works
+
 At once (SGLang): begin ──> both workers' bodies ──> joined: what fails first ends the other half.
 """
 
@@ -11,15 +13,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from kvrouter.connectors import SERVED, bodies_at_once, decode_body, prefill_body
+from kvrouter.connectors import SERVED, bodies_at_once, decode_body, p2p, prefill_body
 from kvrouter.connectors.source import source_at
 from kvrouter.core.fleet.router import Placement
 from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.core.tables.transfers import Pull
 from kvrouter.errors import WorkerRejectedError
 from kvrouter.frontend.records.record import AttemptRecord
 from kvrouter.relay.collected import Collected
@@ -39,11 +42,14 @@ class HandOvers:
         self._metrics = metrics
 
     def next_try(
-        self, last: AttemptRecord, route: RouteRequest, *, is_last: bool
+        self, tried: Sequence[AttemptRecord], route: RouteRequest, *, is_last: bool
     ) -> tuple[RouteRequest, AttemptRecord | None]:
-        """What to route after `last`; and that, if what was computed for it never reached its worker."""
+        """What to route after these; and the last, if what was computed for it never reached its worker."""
+        last = tried[-1]
         if not route.may_split:
             return route, None
+        if [one for one in tried if one.placement.pull is not None]:
+            return replace(route, may_split=False), None  # blocks of a peer may be why it failed
         if last.is_refused and last.is_handed_over and not last.is_at_once:
             return route, last
         pool = last.work.router.pool
@@ -59,6 +65,13 @@ class HandOvers:
         metrics = self._metrics
         counts = metrics.targets.get(first.target) or metrics.new_target(first.target)
         running.prefill = replace(running, placement=first, counts=counts)
+
+    def pull(self, running: AttemptRecord, pull: Pull) -> None:
+        """The worker's body says from which peer it reads."""
+        worker = running.work.router.pool.workers.get(pull.source.worker_id)
+        if worker is not None:
+            source = source_at(worker.card.url, worker.card, pull.source.rank)
+            running.body = decode_body(running.work.body, p2p.pulling(source))
 
     def begin(self, running: AttemptRecord) -> Collected:
         """The prefill half is sent with this body; what takes its answer. At once: the other half, too."""
@@ -112,23 +125,27 @@ class HandOvers:
 
     def first_output(self, running: AttemptRecord, first: AttemptRecord, now: float) -> None:
         """Learn how long it took to hand the prompt over. At once: as a part of the prefill, which ends."""
-        running.body = None
         if running.is_at_once:
             running.work.router.bookings.first_byte(first.placement.key, now)
             return
         tokens = running.placement.choice.own_prefill_tokens
         seconds = running.first_at - max(first.ended_at, running.decided[1])
         if running.is_handed_over:
-            running.work.router.tables.transfers.observe(seconds, tokens)
+            running.work.router.tables.transfers.observe(seconds, tokens, now)
             self._metrics.kv_transfer.observe(seconds)
 
     def ended(self, running: AttemptRecord, outcome: Outcome, now: float) -> None:
-        """What has become of a pair."""
-        assert running.prefill is not None
-        transfers = running.work.router.tables.transfers
-        pair = running.prefill.placement.target.worker_id, running.placement.target.worker_id
-        if running.is_good:
+        """What has become of a pair, or of a pull."""
+        transfers, pull = running.work.router.tables.transfers, running.placement.pull
+        first = running.prefill
+        source = None if first is None else first.placement.target
+        source = source if pull is None else pull.source
+        assert source is not None
+        pair = source.worker_id, running.placement.target.worker_id
+        if running.is_good and not _computed_itself(running):
             transfers.worked(*pair)
+        elif running.is_good:
+            transfers.failed(*pair, now)
         elif not isinstance(outcome, Done) or outcome.status >= 500 or outcome.failure:
             self._metrics.pd_pair_failures.inc()
             transfers.failed(*pair, now)
@@ -158,6 +175,14 @@ async def joined(
         first.cancel()
         second.cancel()
         await asyncio.gather(*legs, return_exceptions=True)
+
+
+def _computed_itself(running: AttemptRecord) -> bool:
+    """Whether its worker got no block of those that it should have read from a peer, as far as it tells."""
+    usage, placement = running.usage, running.placement
+    if placement.pull is None or usage is None or usage.cached_tokens is None:
+        return False
+    return usage.cached_tokens <= placement.choice.widest_blocks * placement.block_size
 
 
 def _has_output(running: AttemptRecord) -> bool:

@@ -10,7 +10,8 @@ Once a second, for each worker that requests wait for:
 
     the engine that computed its prompt is down,
     gone or another process, and the decode
-    engine would wait for its blocks ─────────────> the request moves
+    engine would wait for its blocks; or the peer
+    from which it would read blocks ──────────────> the request moves
 
 If only the agent dies, no request moves. The answer to a request that is not streamed begins when it is
 complete, so a late first byte proves nothing, and the agent's report alone does not move it. A request moves
@@ -97,7 +98,7 @@ class HungEngines:
     async def look(self) -> int:
         """Probe suspected engines and move the requests that wait for hung ones; returns how many moved."""
         for attempt, record in list(self._running.items()):
-            if not attempt.is_committed and (lost := _lost_source(record)):
+            if not attempt.is_committed and (lost := self._lost(record)):
                 attempt.move(lost)
         suspicions = {
             attempt: suspicion
@@ -168,6 +169,11 @@ class HungEngines:
             self._probes.pop(url, None)
             self._probes[url] = asyncio.ensure_future(self._probe(url))
 
+    def _lost(self, one: AttemptRecord) -> str:
+        """Why blocks that its engine waits for will not come. Those of a peer it can also compute."""
+        lost = _lost_peer(one)
+        return lost if lost and self._has_alternative(one) else _lost_source(one)
+
     def _has_alternative(self, one: AttemptRecord) -> bool:
         """Whether another worker could accept the request now."""
         router, excluded = one.work.router, one.excluded or frozenset()
@@ -195,6 +201,17 @@ def _lost_source(one: AttemptRecord) -> str:
     worker = one.work.router.pool.workers.get(first.placement.target.worker_id)
     if worker is None or worker.state == "down" or first.source.engine_id not in worker.card.kv_engine_ids:
         return f"the engine that computed its prompt, of {first.placement.target.worker_id}, is gone"
+    return ""
+
+
+def _lost_peer(one: AttemptRecord) -> str:
+    """Why its engine would wait in vain for blocks of a peer, up to 30 s; empty if it would not."""
+    pull = one.placement.pull
+    if pull is None or one.excluded is None:  # no retry is left
+        return ""
+    worker = one.work.router.pool.workers.get(pull.source.worker_id)
+    if worker is None or worker.state == "down":
+        return f"the engine whose blocks it would read, of {pull.source.worker_id}, is gone"
     return ""
 
 

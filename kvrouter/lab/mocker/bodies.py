@@ -119,10 +119,20 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
     remote_prefill_cached_tokens: Any = None
     transfer_id: Any = None
     remote_bootstrap_addr: Any = None
+    remote_kv_source: Any = None
     bootstrap_host: Any = None
     bootstrap_port: Any = None
     bootstrap_room: Any = None
     disagg_prefill_dp_rank: Any = None
+
+    @property
+    def peer(self) -> str:
+        """HOST:PORT of the peer from which blocks are read; empty if it is not named whole."""
+        named = self.remote_kv_source if isinstance(self.remote_kv_source, dict) else {}
+        host, port = named.get("remote_host"), named.get("remote_port")
+        if not (host and port and named.get("kv_request_id")):
+            return ""
+        return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
 
     @property
     def is_complete(self) -> bool:

@@ -61,7 +61,7 @@ class MockerConfig(Settings):
     kv_connector: str | None = setting(
         None,
         "how it hands KV blocks over",
-        choices=("nixl", "mooncake", "example", "sglang"),
+        choices=("nixl", "mooncake", "example", "sglang", "p2p"),
         default_text="not",
     )
     kv_hash: str = setting("", "compatibility hash of hand-overs", metavar="TEXT")
@@ -84,5 +84,7 @@ class MockerConfig(Settings):
             raise ConfigError(f"--role {self.role} without a connector: give --kv-connector")
         if (self.kv_connector == "example") != (self.kv_store is not None):
             raise ConfigError("--kv-connector example and --kv-store DIR belong together: give both or none")
+        if self.kv_connector == "p2p" and (self.role != "both" or self.data_parallel_size > 1):
+            raise ConfigError("--kv-connector p2p: a mocker of whole requests with one rank has it")
         if self.model_name in self.loras:
             raise ConfigError(f"{self.model_name!r} names both the model and a LoRA: rename one of them")

@@ -8,7 +8,9 @@
 `nixl` (NixlConnector, pull) hands over as drawn. A lease is renewed while it is read, can be read once, and
 ends by itself. `mooncake` (MooncakeConnector): the same without parameters in the answer, as the router has
 named the transfer, and knows the engine id from /query. `example` (ExampleConnector) has no parameters: it
-writes a file for each computed block to a shared directory. `sglang`: rooms.py.
+writes a file for each computed block to a shared directory. `sglang`: rooms.py. `p2p` (the offloading
+connector's tier) has no halves: a mocker of whole requests reads what it lacks from a peer, on its port of
+HTTP, and computes what does not come.
 
 Seen with real engines: another engine, another compatibility hash or a dead prefill engine fail the request;
 with incomplete parameters the decode engine prefills. After the lease, too.
@@ -38,7 +40,7 @@ from kvrouter.lab.mocker.hashing import lora_key
 from kvrouter.lab.mocker.rank import Rank
 from kvrouter.lab.mocker.rooms import ROOM_PATH, Rooms, TransferFailedError
 
-READ_PATH = "/mock/kv/read"
+READ_PATH, PULL_PATH = "/mock/kv/read", "/mock/kv/pull"
 # Of an answer without a transfer; a real handshake fails after 5 s.
 ANSWER_S = 5.0
 # Ended leases that are remembered, to tell them from blocks that were read.
@@ -46,6 +48,7 @@ MOST_ENDED = 1000
 _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 _CLASSES = {
     "nixl": "NixlConnector", "mooncake": "MooncakeConnector", "example": "ExampleConnector",
+    "p2p": "OffloadingConnector",
     "sglang": "sglang",  # which is no connector of vLLM: the agent needs --kv-connector
 }  # fmt: skip
 _REFUSED, _ENDED = 409, 410
@@ -65,6 +68,14 @@ class _BlocksRead(Struct, frozen=True):
     request_id: str
     kv_hash: str
     seconds: Annotated[float, Meta(ge=0, le=600)]
+
+
+class _BlocksWanted(Struct, frozen=True):
+    """A mocker reads blocks of a prompt that a peer holds, behind the first `own` ones."""
+
+    hashes: list[int]
+    own: Annotated[int, Meta(ge=0)]
+    kv_hash: str
 
 
 @dataclass(slots=True)
@@ -108,6 +119,7 @@ class Handover:
         """Add what routers and other mockers ask."""
         app.cleanup_ctx.append(self.connected)
         app.router.add_post(READ_PATH, self.read)
+        app.router.add_post(PULL_PATH, self.given)
         app.router.add_post(ROOM_PATH, self._rooms.joined)
         app.router.add_get("/server_info", self.server_info)
         app.router.add_get("/query", self.query)
@@ -134,10 +146,12 @@ class Handover:
         if self.config.kv_connector == "example":
             request = request if self.config.role == "prefill" else await self._found(rank, request)
             return structs.replace(request, keeps_blocks=self.config.role != "decode")
-        if transfer.do_remote_decode is True and self.config.kv_connector == "mooncake":
-            return structs.replace(request, keeps_blocks=bool(transfer.transfer_id))
+        if self.config.kv_connector == "p2p" and transfer.peer:
+            return await self._from_peer(rank, request, transfer)
         if transfer.do_remote_decode is True:
-            return structs.replace(request, keeps_blocks=len(request.prompt) >= self.config.engine.block_size)
+            is_whole = len(request.prompt) >= self.config.engine.block_size
+            is_kept = bool(transfer.transfer_id) if self.config.kv_connector == "mooncake" else is_whole
+            return structs.replace(request, keeps_blocks=is_kept)
         if transfer.do_remote_prefill is True and transfer.is_complete:
             return await self._pulled(rank, request, transfer)
         return request
@@ -290,6 +304,39 @@ class Handover:
 
     def _seconds(self, blocks: int) -> float:
         return blocks * self.config.kv_transfer_ms_per_block / 1000
+
+    # --- whole engines ---
+
+    async def given(self, http: web.Request) -> web.Response:
+        """POST /mock/kv/pull: how many leading blocks are here, after the time that reading them takes."""
+        asked = parse(_BlocksWanted, await http.read())
+        if asked.kv_hash != self.config.kv_hash:
+            return web.Response(status=_REFUSED)
+        (rank,) = self._ids.values()
+        cached = {*rank.engine.cache.cached_hashes()}
+        held = next((at for at, each in enumerate(asked.hashes) if each not in cached), len(asked.hashes))
+        await asyncio.sleep(self._seconds(max(0, held - asked.own)))
+        return web.json_response(held)
+
+    async def _from_peer(self, rank: Rank, request: EngineRequest, transfer: Transfer) -> EngineRequest:
+        assert self._http is not None
+        hashes, own = rank.engine.hashes(request), rank.engine.cached_blocks(request)
+        data = msgspec.json.encode(_BlocksWanted(hashes, own, self.config.kv_hash))
+        timeout = aiohttp.ClientTimeout(total=self._seconds(len(hashes)) + ANSWER_S)
+        try:
+            async with self._http.post(
+                f"http://{transfer.peer}{PULL_PATH}", data=data, timeout=timeout, raise_for_status=True
+            ) as answer:
+                held = min(int(await answer.read()), len(hashes))
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
+            held = 0
+        counters = rank.engine.counters
+        if held <= own:
+            counters.failed_transfers += 1
+            return request
+        counters.transfers += 1
+        counters.transferred_blocks += held - own
+        return structs.replace(request, remote_tokens=held * self.config.engine.block_size)
 
     # --- the shared directory ---
 

@@ -43,3 +43,6 @@ class BlockListener(Protocol):
 
     def reads(self, number: int, tokens: int) -> None:
         """A decode engine has reserved the blocks of a request, and reads these tokens of its prompt."""
+
+    def pulls(self, number: int, cached_tokens: int) -> int:
+        """An engine has reserved the blocks of a request. How many tokens it reads now from a peer."""

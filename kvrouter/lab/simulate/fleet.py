@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
 
-from kvrouter.core.wire.heartbeats import BOTH, DECODE, PREFILL, Card
+from kvrouter.core.wire.heartbeats import BOTH, DECODE, PEER, PREFILL, Card
 from kvrouter.core.wire.ids import Target, WorkerId
 from kvrouter.lab.simulate.agenda import Agenda
 from kvrouter.lab.simulate.engines import Arrival
@@ -42,7 +42,7 @@ class Run:
     end_s: list[float] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)
     handed: list[bool] = field(default_factory=list)
-    """Whether one engine computed the prompt and another one generated the answer."""
+    """Whether one engine computed the prompt and another one generated the answer; or read blocks from it."""
     held: list[int] = field(default_factory=list)
     """Of each prompt, the most tokens that any engine held when it was placed."""
     deepest: Counter[WorkerId] = field(default_factory=Counter)
@@ -113,8 +113,13 @@ class Run:
         return sum(self.held) / self.prompt_tokens
 
 
-def card_of(
-    worker_id: str, model: StepModel, capacity_blocks: int, labels: Mapping[str, str], role: str = BOTH
+def card_of(  # noqa: PLR0917
+    worker_id: str,
+    model: StepModel,
+    capacity_blocks: int,
+    labels: Mapping[str, str],
+    role: str = BOTH,
+    connector: str = "",
 ) -> Card:
     """What a worker states about its engine."""
     return Card(
@@ -128,7 +133,8 @@ def card_of(
         max_sequences=model.max_num_seqs,
         labels=dict(labels),
         role=role,
-        kv_connector="" if role == BOTH else "nixl",
+        kv_connector=connector if role == BOTH else "nixl",
+        kv_address=f"{worker_id}:5710" if connector else "",
     )
 
 
@@ -156,6 +162,9 @@ class _Sounding:
     def reads(self, number: int, tokens: int) -> None:
         self._fleet.reads(number, tokens)
 
+    def pulls(self, number: int, cached_tokens: int) -> int:
+        return self._fleet.pulls(number, cached_tokens)
+
 
 class SimulatedFleet:
     """Engines and one placer, for one run.
@@ -179,6 +188,7 @@ class SimulatedFleet:
     ) -> None:
         self._labels = labels or {}
         self._roles = roles or Roles(0, 0)
+        self._are_peers = roles is not None and not roles.prefill
         self._links = Links(self._roles.token_s)
         self._model, self._capacity_blocks = model, capacity_blocks
         self._agenda = Agenda()
@@ -189,6 +199,7 @@ class SimulatedFleet:
         # Of requests that two engines serve: where the prompt is computed; where it is kept until it is read.
         self._computing: dict[int, Target] = {}
         self._kept: dict[int, Target] = {}
+        self._sources: dict[int, Target] = {}  # of requests that wait to read from a peer
         self._depths: Counter[Target] = Counter()
         self._done = 0
         self._unplaced = 0
@@ -231,7 +242,7 @@ class SimulatedFleet:
         """The first token of a request."""
         if number not in self._flights:
             return
-        if number in self._computing or not self.record.handed[number]:
+        if number in self._computing or not self.record.handed[number] or self._are_peers:
             self.record.cached[number] = cached_tokens
         if number not in self._computing:
             self.record.first_s[number] = now
@@ -255,6 +266,22 @@ class SimulatedFleet:
         """A decode engine reads so much of what a prefill engine has computed."""
         over = self._links.read(self._kept[number], self._flights[number], tokens, self._agenda.now)
         self._agenda.at(over, partial(self._has_read, number))
+
+    def pulls(self, number: int, cached_tokens: int) -> int:
+        """An engine begins to read what it lacks and its peer still holds: so many tokens."""
+        source, target = self._sources.pop(number), self._flights[number]
+        tokens = self.engines[source].held_tokens(self.record.arrivals[number]) - cached_tokens
+        if tokens <= 0:
+            return 0
+        self.record.handed[number] = True
+        over = self._links.read(source, target, tokens, self._agenda.now)
+        self._agenda.at(over, partial(self._has_pulled, number, self.engines[target]))
+        return tokens
+
+    def _has_pulled(self, number: int, engine: ReferenceEngine, now: float) -> None:
+        before = engine.due
+        engine.has_read(number, now)
+        self._await(engine, before)
 
     def _has_read(self, number: int, now: float) -> None:
         first, second = self.engines[self._kept.pop(number)], self.engines[self._flights[number]]
@@ -295,7 +322,8 @@ class SimulatedFleet:
         engine = ReferenceEngine(model, blocks, _Sounding(self, target))
         self.engines[target] = engine
         self.record.deepest[target.worker_id] = 0
-        self.placer.join(target, engine, card_of(name, model, blocks, self._labels.get(name, {}), role))
+        labels, connector = self._labels.get(name, {}), PEER if self._are_peers else ""
+        self.placer.join(target, engine, card_of(name, model, blocks, labels, role, connector))
 
     def _fail(self, target: Target, now: float) -> None:
         """The engine is gone. Requests without a token are sent elsewhere, the others have failed."""
@@ -338,7 +366,7 @@ class SimulatedFleet:
         placed = self.placer.place(number, arrival, now)
         if placed is None:
             return False
-        target, held_tokens, computes = placed
+        target, held_tokens, computes, source = placed
         self._flights[number] = target
         self._unplaced -= 1
         record = self.record
@@ -347,6 +375,8 @@ class SimulatedFleet:
         self._depths[target] += 1
         deepest, worker = record.deepest, target.worker_id
         deepest[worker] = max(deepest[worker], self._depths[target])
+        if source is not None:
+            self._sources[number] = source
         if computes is None:
             self._add(target, number, now, BOTH)
         else:
@@ -359,7 +389,7 @@ class SimulatedFleet:
     def _add(self, target: Target, number: int, now: float, part: str) -> None:
         engine = self.engines[target]
         before = engine.due
-        engine.add(number, self.record.arrivals[number], now, part)
+        engine.add(number, self.record.arrivals[number], now, part, pulls=number in self._sources)
         self._await(engine, before)
 
     def _cancel(self, number: int, now: float) -> None:

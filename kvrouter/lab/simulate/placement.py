@@ -25,7 +25,7 @@ from kvrouter.core.wire.ops import VERSION, Op, decode_frame
 from kvrouter.lab.simulate.agenda import Agenda
 from kvrouter.lab.simulate.engines import Arrival
 from kvrouter.lab.simulate.reference_engine import ReferenceEngine
-from kvrouter.lab.simulate.split import AUTO_RULE, PUBLISHED, route_by
+from kvrouter.lab.simulate.split import AUTO_RULE, PEERS, PUBLISHED, route_by
 
 _POOL = PoolId("simulated")
 
@@ -37,6 +37,8 @@ class SimulatedPlacement(NamedTuple):
     held_tokens: int
     computes: Target | None = None
     """Where the prompt is computed, if elsewhere."""
+    source: Target | None = None
+    """The peer from which blocks are read."""
 
 
 class Placer(ABC):
@@ -164,6 +166,7 @@ class SimulatedReplicas(Placer):
         self._frontend = frontend
         self._in_turn = in_turn
         self._stays = PUBLISHED.get(rule)
+        self._pulls = rule == PEERS
         self._replicas = [
             _Replica(self._router(number, policy), AdmissionQueue(frontend.queue))
             for number, policy in enumerate(policies, start=1)
@@ -193,7 +196,7 @@ class SimulatedReplicas(Placer):
             (prompt,),
             text=arrival.text,
             session=arrival.session,
-            may_split=bool(replica.router.pool.split.islands),
+            may_split=replica.router.pool.split.may_share,
         )
         if replica.queue.is_on and not self._may_pass(number, request, replica, now):
             return None
@@ -206,7 +209,9 @@ class SimulatedReplicas(Placer):
         self._bookings[number] = (replica, placed)
         self._publish(replica, now)
         computes = None if placed.prefill is None else placed.prefill.target
-        return SimulatedPlacement(placed.target, arrival.prompt_tokens - (reuse.best - before), computes)
+        source = None if placed.pull is None else placed.pull.source
+        held_tokens = arrival.prompt_tokens - (reuse.best - before)
+        return SimulatedPlacement(placed.target, held_tokens, computes, source)
 
     def next_waiting(self) -> Sequence[int]:
         firsts = {(id(replica), one) for replica in self._replicas for one in replica.queue.firsts()}
@@ -224,7 +229,7 @@ class SimulatedReplicas(Placer):
         replica, placed = self._bookings[number]
         if placed.prefill is not None:
             seconds = now - self._computed_at.pop(number)
-            replica.router.tables.transfers.observe(seconds, placed.choice.own_prefill_tokens)
+            replica.router.tables.transfers.observe(seconds, placed.choice.own_prefill_tokens, now)
         replica.router.bookings.first_byte(placed.key, now)
         self._publish(replica, now)
 
@@ -288,7 +293,11 @@ class SimulatedReplicas(Placer):
         index, uses = self.index, self._frontend.use_kv_events
         least_tokens = None if self._stays is None else 0
         settings = (
-            PoolSettings(new_index=lambda _bounds, _secret: index, pd_min_uncached_tokens=least_tokens)
+            PoolSettings(
+                new_index=lambda _bounds, _secret: index,
+                pd_min_uncached_tokens=least_tokens,
+                kv_from_peers=self._pulls,
+            )
             if uses
             else PoolSettings(use_kv_events=False, pd_min_uncached_tokens=least_tokens)
         )

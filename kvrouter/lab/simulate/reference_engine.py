@@ -12,7 +12,8 @@ sequence and step. So their total time is a quadratic polynomial, and a run of t
       1    2    3     ^ a request that could enter the batch cuts the run at the end of the current step
 
 Prefill and decode apart: a prefill engine generates one token, and keeps the blocks until they are read; a
-decode engine reserves all blocks, reads what it lacks, and computes the prompt's last token.
+decode engine reserves all blocks, reads what it lacks, and computes the prompt's last token. A whole engine
+may read blocks from a peer in the same way, and computes the rest.
 
 Rules: decodes first, then prompts in order; all blocks of a request, also those of its answer, are reserved
 when it is admitted; idle blocks are evicted least recently used first, of one request the deepest first; a
@@ -45,11 +46,13 @@ class _Job:
         "output",
         "part",
         "private",
+        "pulls",
         "queued",
     )
 
-    def __init__(self, number: int, work: Arrival, block_size: int, part: str) -> None:
+    def __init__(self, number: int, work: Arrival, block_size: int, part: str, pulls: bool) -> None:
         self.number = number
+        self.pulls = pulls
         self.part = part
         self.isl = work.prompt_tokens
         self.output = 1 if part == PREFILL else max(1, work.output_tokens)
@@ -110,9 +113,12 @@ class ReferenceEngine:
         """The share of the blocks that requests hold."""
         return (len(self._held) + self._private) / self.capacity_blocks
 
-    def add(self, number: int, work: Arrival, now: float, part: str = BOTH) -> None:
-        """Queue a request, or one half of it. Raises ConfigError if it needs more blocks than there are."""
-        job = _Job(number, work, self.model.block_size, part)
+    def add(self, number: int, work: Arrival, now: float, part: str = BOTH, *, pulls: bool = False) -> None:
+        """Queue a request, or one half of it. Raises ConfigError if it needs more blocks than there are.
+
+        `pulls`: blocks that are missing when it is admitted may come from a peer.
+        """
+        job = _Job(number, work, self.model.block_size, part, pulls)
         if len(job.hashes) + job.private > self.capacity_blocks:
             raise ConfigError(
                 f"a request of {job.isl} + {job.output} tokens does not fit in {self.capacity_blocks} blocks"
@@ -289,11 +295,17 @@ class ReferenceEngine:
             return None
         if self._read:
             return self._read.popleft()
-        while (job := self._reserve()) is not None and job.part == DECODE:
+        while (job := self._reserve()) is not None:
+            if job.part == DECODE:
+                self._listener.reads(job.number, job.left)
+                job.left = 1
+            elif job.pulls and (tokens := self._listener.pulls(job.number, job.cached)):
+                job.cached += tokens
+                job.left -= tokens
+            else:
+                return job
             self._reading[job.number] = job
-            self._listener.reads(job.number, job.left)
-            job.left = 1
-        return job
+        return None
 
     def _reserve(self) -> _Job | None:
         """The next request of the queue with its blocks."""

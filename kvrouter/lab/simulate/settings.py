@@ -13,7 +13,7 @@ from kvrouter.lab.simulate.cells import Cell
 from kvrouter.lab.simulate.generated import STAGED, WORKLOADS, Stage, named, stages_of, workload_name
 from kvrouter.lab.simulate.measures import Slo
 from kvrouter.lab.simulate.placement import Frontend, Sync
-from kvrouter.lab.simulate.split import GBPS, KV_BYTES_PER_TOKEN, RULE, RULES, Roles
+from kvrouter.lab.simulate.split import GBPS, KV_BYTES_PER_TOKEN, PEERS, RULE, RULES, Roles
 from kvrouter.lab.simulate.step_model import ORDERS, STEP_MODELS, StepModel
 from kvrouter.lab.simulate.traces import CONVERSATION_EXCERPT, TraceRequest
 from kvrouter.lab.simulate.workloads import cache_of
@@ -153,6 +153,9 @@ class CellSettings(Settings):
         is_repeated=True,
         default_text="all",
     )
+    kv_from_peers: bool = setting(
+        False, "whole engines read blocks of each other; modes have a row with this, too"
+    )
     transfer_gbps: float = setting(GBPS, "Gb/s at which each engine sends, and receives, KV", above=0)
     kv_bytes_per_token: int = setting(KV_BYTES_PER_TOKEN, "bytes of a token's KV", least=1)
     kv_delay_ms: float = setting(0.0, "until a KV event reaches the routers", least=0)
@@ -168,15 +171,19 @@ class CellSettings(Settings):
     @property
     def roles(self) -> Roles | None:
         """Of the engines; None: they serve whole requests."""
-        if not self.prefill_workers:
+        if not (self.prefill_workers or self.kv_from_peers):
             return None
         return Roles(self.prefill_workers, self.decode_workers, self.transfer_gbps, self.kv_bytes_per_token)
 
     def checked(self) -> CellSettings:
         if bool(self.prefill_workers) != bool(self.decode_workers):
             raise ConfigError("give --prefill-workers and --decode-workers together")
-        if self.prefill_workers and (self.fail or self.cancel):
-            raise ConfigError("--fail and --cancel are for whole engines: leave out --prefill-workers")
+        if self.roles is not None and (self.fail or self.cancel):
+            raise ConfigError(
+                "--fail and --cancel are for whole engines: leave out --prefill-workers, or --kv-from-peers"
+            )
+        if self.prefill_workers and self.kv_from_peers:
+            raise ConfigError("--kv-from-peers is for whole engines: leave out --prefill-workers")
         if self.pd_rule and not self.prefill_workers:
             raise ConfigError("--pd-rule needs --prefill-workers and --decode-workers")
         if self.load and self.pace:
@@ -247,6 +254,7 @@ class SimulateSettings(Settings):
         modes = self.router_mode or (DEFAULT_MODES if self.cell.roles is None else DEFAULT_MODES[-1:])
         modes = (*modes, *([CUSTOM] if policy.custom is not None else ()))
         rules = () if self.cell.roles is None else self.cell.pd_rule or RULES
+        rules = (PEERS,) if self.cell.kv_from_peers else rules
         return (*modes, *(f"{mode}{RULE}{rule}" for mode in modes for rule in rules)), policy
 
     def cells(self, requests: Sequence[TraceRequest]) -> Iterator[Cell]:

@@ -1,9 +1,11 @@
-"""Prefill and decode apart in a simulated fleet: the roles of its engines, the wire, rules to compare with.
+"""KV between simulated engines: prefill and decode apart, or from peers; the wire; rules to compare with.
 
 placer: a pair ──> prefill engine ──last token of the prompt──> decode engine: blocks reserved
                     blocks pinned <──────── read over the wire ────────┘ └──> one step: first token
                                               │
              each end serves its reads in order, and only what the decode engine lacks is sent
+
+From peers: a whole engine reserves all blocks, reads what its peer still holds, and computes the rest.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ GBPS = 200.0
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """The first engines of the fleet compute prompts, the next ones generate; others serve whole requests."""
+    """The first engines of the fleet compute prompts, the next ones generate; others serve whole requests.
+
+    None compute prompts only: all are whole, and read from each other.
+    """
 
     prefill: int
     decode: int
@@ -52,6 +57,8 @@ class Roles:
         return 8 * self.kv_bytes / (self.gbps * 1e9)
 
     def __str__(self) -> str:
+        if not self.prefill:
+            return "whole, from peers"
         return f"{self.prefill}P+{self.decode}D"
 
 
@@ -97,6 +104,8 @@ def _never(_uncached: int, _prompt: int) -> bool:
 RULE = "@"
 """Between a mode and its rule: `kv@auto`. Without one, the engines serve whole requests."""
 AUTO_RULE = "auto"
+PEERS = "peers"
+"""In the place of a rule: whole engines that read from each other."""
 PUBLISHED: Mapping[str, Stays] = {"dynamo": _dynamo, "llm-d": _llm_d, "always": _always, "never": _never}
 RULES = (AUTO_RULE, *PUBLISHED)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvrouter.core.wire.heartbeats import BOTH, CONNECTORS, DECODE, PREFILL
+from kvrouter.core.wire.heartbeats import BOTH, CONNECTORS, DECODE, PEER, PREFILL
 from kvrouter.errors import ConfigError
 from kvrouter.worker.engines.http import EngineError, half_of_a_pair
 from kvrouter.worker.options import AgentOptions, read_connector
@@ -50,6 +50,8 @@ def settled(kv_role: str, kv_connector: str, options: AgentOptions) -> Half:
     `kv_role`, `kv_connector`: as in vLLM's configuration; empty: the engine does not tell.
     """
     told = _ROLES.get(kv_role)
+    if options.kv_connector == PEER:
+        return _peer(told, options)
     role = options.role or (BOTH if options.whole else told)
     if told in {PREFILL, DECODE} and role != told:
         flag = f"--role {options.role}" if options.role else "--whole"
@@ -63,6 +65,17 @@ def settled(kv_role: str, kv_connector: str, options: AgentOptions) -> Half:
     if role != BOTH:
         _check_served(role, connector or kv_connector)
     return Half(role, connector)
+
+
+def _peer(told: str | None, options: AgentOptions) -> Half:
+    if options.role not in {None, BOTH} or told in {PREFILL, DECODE}:
+        raise EngineError(f"--kv-connector {PEER} is for engines of whole requests: give --role both")
+    if not options.kv_address:
+        raise EngineError(
+            f"--kv-connector {PEER} without --kv-address HOST:PORT (VLLM_P2P_SIDE_CHANNEL_HOST and …_PORT of "
+            "the engine, as other engines reach it)"
+        )
+    return Half(BOTH, PEER)
 
 
 def settled_sglang(mode: str, options: AgentOptions) -> Half:

@@ -1,6 +1,6 @@
-"""When prefill and decode apart pay: the same eight engines whole, and apart with several rules, simulated.
+"""When KV between engines pays: eight engines whole, apart with several rules, and as peers, simulated.
 
-    cells (workload, load, roles, wire) × rules ──> three tables, and a plot of the wire
+    cells (workload, load, roles, wire) × rules ──> four tables and one of peers, and a plot of the wire
 
 docs/simulate.md describes engines, loads and rules. Step model `reference`, 614,400 tokens of KV an engine.
 """
@@ -20,7 +20,7 @@ from kvrouter.lab.simulate.generated import Stage
 from kvrouter.lab.simulate.measures import Slo
 from kvrouter.lab.simulate.progress import shown_progress
 from kvrouter.lab.simulate.report import as_json
-from kvrouter.lab.simulate.split import RULES, Roles
+from kvrouter.lab.simulate.split import GBPS, PEERS, RULES, Roles
 from kvrouter.lab.simulate.traces import CONVERSATION_EXCERPT, read_trace
 from kvrouter.lab.simulate.workloads import Workload
 from kvrouter.policies import PolicySettings
@@ -33,7 +33,7 @@ MOST_TOKENS = 40_000
 WIRES_GBPS = (5.0, 10.0, 20.0, 50.0, 200.0)
 HEAD = (
     "workload, load", "fleet", "TTFT p50 / p90", "ms a token, mean / p90", "end to end", "handed over",
-    "goodput",
+    "cached", "goodput",
 )  # fmt: skip
 RATIOS = ((3, 5), (4, 4), (5, 3), (6, 2))
 LOADS = (0.5, 0.6, 0.64, 0.7)
@@ -60,6 +60,11 @@ def cell(workload: Workload, roles: tuple[int, int], *, load: float | None = Non
     )
 
 
+def peer_cell(workload: Workload, load: float | None, gbps: float = GBPS) -> Cell:
+    """Whole engines that read from each other."""
+    return replace(cell(workload, (0, 0), load=load), roles=Roles(0, 0, gbps), slo=Slo(itl_s=0.050))
+
+
 def trace(most_tokens: int = MOST_TOKENS, requests: int = REQUESTS) -> Workload:
     """The first requests of the conversation trace whose prompts are no longer."""
     kept = [one for one in read_trace(CONVERSATION_EXCERPT) if one.prompt_tokens <= most_tokens]
@@ -78,6 +83,12 @@ def sheets() -> dict[str, Sheet]:
         cell(generated.agents(), (4, 4), pace=2.0),
     ]
     base = cell(trace(), (5, 3), load=0.64)
+    peers = [
+        *(peer_cell(trace(long), load, gbps) for load, gbps in ((0.5, 200), (0.7, 200), (0.7, 20), (0.7, 5))),
+        *(peer_cell(generated.docs(REQUESTS), 0.7, gbps) for gbps in (200.0, 5.0)),
+        *(peer_cell(generated.docs(1500, 60), 0.7, gbps) for gbps in (200.0, 5.0)),
+        *(replace(peer_cell(one, None), pace=2.0) for one in (generated.agents(), generated.multi_turn())),
+    ]
     wires = [replace(base, roles=Roles(5, 3, gbps=gbps)) for gbps in WIRES_GBPS]
     few = ("auto", "dynamo", "always")
     return {
@@ -85,6 +96,7 @@ def sheets() -> dict[str, Sheet]:
         "workloads": Sheet("Other requests", few, others),
         "ratio": Sheet("How many of each", few, [replace(base, roles=Roles(*one)) for one in RATIOS]),
         "wire": Sheet("What the wire must carry", few, wires),
+        "peers": Sheet("From peers", (PEERS,), peers),
     }
 
 
@@ -144,6 +156,7 @@ def _figures(row: ModeRow) -> str:
         f"{1000 * mean.itl_mean_s:.0f} / {1000 * mean.itl_p90_s:.0f}",
         f"{mean.e2e_mean_s:.1f} s",
         f"{mean.handed:.0%}",
+        f"{mean.cached:.1%}",
         f"{mean.goodput:.2f} ±{row.spread.goodput:.2f}",
     ])  # fmt: skip
 
@@ -164,7 +177,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--only",
         action="append",
-        choices=["rules", "workloads", "ratio", "wire"],
+        choices=["rules", "workloads", "ratio", "wire", "peers"],
         help="a table; repeatable; default: all",
     )
     add("--seeds", type=int, default=3, help="runs of each row (%(default)s)")

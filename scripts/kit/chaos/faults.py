@@ -26,6 +26,7 @@ from scripts.kit.chaos.halves import (
     between_halves,
     end_leases,
     kill_halves,
+    kill_peer,
     until,
     upgrade,
 )
@@ -335,6 +336,8 @@ ROWS = (
            partial(kill_halves, numbers=DECODES[:1]), "sglang"),
     _split("sglang-upgrade", "with SGLang, a rolling upgrade of one of each",
            partial(upgrade, numbers=ONE_OF_EACH), "sglang"),
+    _split("peer-kill", "whole workers that read blocks from each other: kill -9 one, restart it",
+           kill_peer, "p2p"),
     Row("leaf-cut", f"a NATS leaf node without its cluster for {CUT_S:g} s", cut_leaf, on_cluster=True),
     *(
         Row(name, what, partial(play, lasting, alerts), on_cluster=True, alerts=alerts)

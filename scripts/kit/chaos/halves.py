@@ -1,4 +1,4 @@
-"""The faults of a split fleet: two workers that compute prompts, two that generate.
+"""The faults of a fleet whose workers hand KV over: two compute prompts, two generate; or all are peers.
 
 PREFILLS ──blocks, kept for LEASE_S──> DECODES
 """
@@ -26,6 +26,7 @@ _DOWN_S = 2.0
 _BETWEEN_S = 1.0
 _DRAIN_S = 30.0
 _PATIENCE_S = 20.0
+_FEW_PULLS = 5
 _PATHS = re.compile(r'^kvrouter_pd_(?:requests_total\{path="(\w+)"\}|pair_(failures)_total) (\S+)', re.M)
 _EXPIRED = re.compile(r"^vllm:nixl_num_kv_expired_reqs_total\S* (\S+)", re.M)
 
@@ -46,6 +47,16 @@ async def kill_halves(stage: Stage, load: SteadyLoad, numbers: Sequence[int]) ->
         await stage.start(f"mocker-{number}")
     excuses = [Excuse("were streaming from the killed worker", at_s, request_numbers=begun)]
     return await _damage(stage, numbers, excuses if set(numbers) & set(DECODES) else [])
+
+
+async def kill_peer(stage: Stage, load: SteadyLoad) -> Damage:
+    """Kill a worker from which others read blocks, and which reads from others."""
+    async with asyncio.timeout(_PATIENCE_S):
+        while (before := (await _counts(stage))["pull"]) < _FEW_PULLS:  # noqa: ASYNC110
+            await asyncio.sleep(_BETWEEN_S)
+    damage = await kill_halves(stage, load, DECODES[:1])
+    pulls = (await _counts(stage))["pull"] - before
+    return replace(damage, notes=[*damage.notes, f"{pulls} of them after the kill"])
 
 
 async def end_leases(stage: Stage, load: SteadyLoad) -> Damage:

@@ -22,6 +22,7 @@ from pathlib import Path
 import structlog
 from rich.console import Console
 
+from kvrouter.core.wire.heartbeats import PEER
 from kvrouter.lab.simulate.traces import TraceError
 from kvrouter.observe.verify import VerifyError, compare
 from kvrouter.version import __version__
@@ -52,6 +53,7 @@ LEAD_S = 3.0
 # Shortens the trace's answers to streams of about a second; with fewer, a fault would meet none.
 OUTPUT_DIVISOR = 2
 NUM_BLOCKS = 4096
+REPEATED = 70
 NO_HAPROXY = f"HAProxy is not installed: {proxies.HAPROXY.how_to_get} (only this row needs it)"
 
 
@@ -85,7 +87,7 @@ async def _run(options: argparse.Namespace) -> int:
         if has_alerts:
             results += await _run_watched(console, list(same))
         else:
-            plan_of = partial(_split_plan, split) if split else _plan
+            plan_of = _peers_plan if split == PEER else partial(_split_plan, split) if split else _plan
             results += await _run_stage(console, list(same), options.rate, plan_of, on_cluster=on_cluster)
     _show(console, results, options, time.monotonic() - started)
     if not all(result.holds for result in results):
@@ -106,6 +108,8 @@ async def _run_stage(
     console.print(f"starting {nats}, {ENGINES} engines with their agents, and {REPLICAS} replicas")
     async with open_stage("chaos", plan_of, on_cluster=on_cluster) as stage:
         requests = load_requests(700, output_divisor=OUTPUT_DIVISOR)
+        if rows[0].split == PEER:  # prompts come again, and each has most of a cache's blocks for itself
+            requests = load_requests(REPEATED, output_divisor=10 * OUTPUT_DIVISOR) * (700 // REPEATED)
         return [await _run_row(console, stage, row, requests, rate) for row in rows]
 
 
@@ -166,6 +170,19 @@ def _split_plan(connector: str, directory: Path) -> Plan:
         frontend_flags=("--drain-grace-s=2", "--pd-min-uncached-tokens=64"),
         mocker_flags=lease,
         agent_flags={number: (*of, "--bootstrap-port={port}") for number, of in flags.items()},
+    )
+
+
+def _peers_plan(directory: Path) -> Plan:
+    """Four workers of whole requests. A mocker gives blocks on its port of HTTP."""
+    connector = f"--kv-connector={PEER}"
+    return replace(
+        _plan(directory),
+        num_blocks=NUM_BLOCKS // 2,
+        frontend_flags=("--drain-grace-s=2", "--kv-from-peers"),
+        # slow, so that the one that holds a prompt may be busy
+        mocker_flags=dict.fromkeys(range(ENGINES), (connector, "--speedup=0.1")),
+        agent_flags=dict.fromkeys(range(ENGINES), (connector, "--kv-address=127.0.0.1:{port}")),
     )
 
 

@@ -138,11 +138,13 @@ async def _run(options: argparse.Namespace) -> int:
         if options.connector == "nixl":
             rows += [await _wrong_engine(stage, proxy), await _lease_over(stage, proxy)]
         rows += await _without_prefill(stage, proxy)
-        predictions = await _predictions(stage, options.connector)
+        # under: a decode engine alone has read the other's files
+        allowed = {"exact", "under"} if options.connector == "example" else {"exact"}
+        seen = await predictions(stage, allowed)
     console.print(
         table_of(f"a pair of vLLM engines, {options.connector}", ("request", "handed over", "seen"), rows)
     )
-    console.print(predictions)
+    console.print(seen)
     return 0
 
 
@@ -247,16 +249,16 @@ async def _lengths(stage: Stage, connector: str) -> list[Row]:
 
 
 async def _at_once(stage: Stage) -> Row:
-    prompts = _prompts(2, AT_ONCE, 250)
+    many = prompts(2, AT_ONCE, 250)
     replies = await asyncio.gather(
-        *[ask(stage.client, stage.replicas[0].url, one, stream=True) for one in prompts]
+        *[ask(stage.client, stage.replicas[0].url, one, stream=True) for one in many]
     )
-    for prompt, reply in zip(prompts, replies, strict=True):
+    for prompt, reply in zip(many, replies, strict=True):
         _check(reply, await ask(stage.client, stage.engines[0].url, prompt), "at once")
     return f"{AT_ONCE} at once", f"{AT_ONCE} prompts", "equal"
 
 
-def _prompts(seed: int, count: int, tokens: int) -> list[list[int]]:
+def prompts(seed: int, count: int, tokens: int) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(5, 1900) for _ in range(tokens)] for _ in range(count)]
 
@@ -264,7 +266,7 @@ def _prompts(seed: int, count: int, tokens: int) -> list[list[int]]:
 async def _wrong_engine(stage: Stage, proxy: Between) -> Row:
     """The parameters name another engine, as after a restart of the prefill engine at the same address."""
     url = stage.replicas[0].url
-    for prompt, stream in zip(_prompts(4, 2, 300), (False, True), strict=True):
+    for prompt, stream in zip(prompts(4, 2, 300), (False, True), strict=True):
         before = [await _sum(stage.client, url, of=each) for each in (_FAILURES, _FALLBACKS)]
         proxy.changes = {"remote_engine_id": "0" * 36}
         reply = await ask(stage.client, url, prompt, stream=stream)
@@ -278,7 +280,7 @@ async def _wrong_engine(stage: Stage, proxy: Between) -> Row:
 
 async def _works(stage: Stage, seed: int) -> None:
     """The pair hands over as before."""
-    (prompt,) = _prompts(seed, 1, 300)
+    (prompt,) = prompts(seed, 1, 300)
     before = await _counts(stage)
     reply = await ask(stage.client, stage.replicas[0].url, prompt)
     _check(reply, await ask(stage.client, stage.engines[0].url, prompt), "afterwards")
@@ -297,11 +299,11 @@ async def _lease_over(stage: Stage, proxy: Between) -> Row:
                 await asyncio.sleep(0.5)
                 if await _sum(client, engine, of=_EXPIRED) > expired:
                     break
-        for other in _prompts(7, 2 * NUM_BLOCKS * BLOCK_SIZE // 1500, 1500):
+        for other in prompts(7, 2 * NUM_BLOCKS * BLOCK_SIZE // 1500, 1500):
             await ask(client, engine, other)
 
     proxy.before = until_overwritten
-    (prompt,) = _prompts(6, 1, 300)
+    (prompt,) = prompts(6, 1, 300)
     before, fallbacks = await _counts(stage), await _sum(client, url, of=_FALLBACKS)
     reply = await ask(client, url, prompt, stream=True)
     proxy.reset()
@@ -316,21 +318,21 @@ async def _lease_over(stage: Stage, proxy: Between) -> Row:
 async def _without_prefill(stage: Stage, proxy: Between) -> list[Row]:
     """The prefill engine is killed while it computes, and is gone after that."""
     client, url = stage.client, stage.replicas[0].url
-    prompts = _prompts(3, 4, 1500)
-    alone = [await ask(client, stage.engines[0].url, prompt) for prompt in prompts]
-    asking = [asyncio.create_task(ask(client, url, prompt, stream=True)) for prompt in prompts[:2]]
+    many = prompts(3, 4, 1500)
+    alone = [await ask(client, stage.engines[0].url, prompt) for prompt in many]
+    asking = [asyncio.create_task(ask(client, url, prompt, stream=True)) for prompt in many[:2]]
     await asyncio.sleep(0.1)
     await stage.fleet.processes[stage.engines[0].name].kill()
     await proxy.close()
     for reply, expected in zip(await asyncio.gather(*asking), alone[:2], strict=True):
         _check(reply, expected, "prefill engine killed meanwhile")
-    for prompt, expected in zip(prompts[2:], alone[2:], strict=True):
+    for prompt, expected in zip(many[2:], alone[2:], strict=True):
         _check(await ask(client, url, prompt), expected, "prefill engine gone")
     return [("prefill engine killed meanwhile", "", "equal"), ("prefill engine gone", "", "equal")]
 
 
-async def _predictions(stage: Stage, connector: str) -> str:
-    """Raises PairError if one was wrong. `under`: a decode engine alone has read the other's files."""
+async def predictions(stage: Stage, allowed: set[str]) -> str:
+    """Raises PairError if one was wrong."""
     found: dict[str, float] = {}
     for replica in stage.replicas:
         _, text = await stage.client.get(f"{replica.url}/metrics")
@@ -338,7 +340,7 @@ async def _predictions(stage: Stage, connector: str) -> str:
             r'kvrouter_predictions_total{[^}]*result="(\w+)"[^}]*} (\S+)', text.decode()
         ):
             found[result] = found.get(result, 0.0) + float(count)
-    if found.keys() - ({"exact", "under"} if connector == "example" else {"exact"}):
+    if found.keys() - allowed:
         raise PairError(f"predictions: {found}")
     return "predictions of prompts: " + ", ".join(f"{count:.0f} {result}" for result, count in found.items())
 

@@ -155,6 +155,15 @@ def test_pair_that_rests() -> None:
     assert {} == told(replica, 5.0 + REST_S)
 
 
+def test_a_peer_that_gives_nothing() -> None:
+    """Whole workers that read blocks from each other are named, too."""
+    replica = fleet(("b1", "both", {}), ("b2", "both", {}))
+    for _ in range(FAILURES_MOST):
+        replica.router(POOL).tables.transfers.failed(WorkerId("b1"), WorkerId("b2"), 5.0)
+
+    assert "p2p: --kv-address" in told(replica, 6.0)["b2"]
+
+
 def test_many_kinds_of_workers() -> None:
     """However many unlike workers are announced, a text names one of them."""
     many = [(f"p{number}", "prefill", {"kv_hash": str(number)}) for number in range(200)]

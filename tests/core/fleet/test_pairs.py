@@ -304,17 +304,17 @@ def test_transfers_are_learnt() -> None:
     """Seconds per token of the wire; a stall teaches little, and a clock that went back nothing."""
     transfers = Transfers()
     for _ in range(400):
-        transfers.observe(0.003 + 1000 * 20e-6, 1000)
-    learnt = transfers.seconds(1000)
+        transfers.observe(0.003 + 1000 * 20e-6, 1000, 0.0)
+    learnt = transfers.seconds(1000, 0.0)
     assert 0.023 == pytest.approx(learnt, rel=0.05)
     for seconds, tokens in ((-1.0, 1000), (0.1, 0), (float("nan"), 5)):
-        transfers.observe(seconds, tokens)
-    assert learnt == transfers.seconds(1000)
-    transfers.observe(1e9, 1000)
-    assert learnt < transfers.seconds(1000) < 1.03 * learnt
+        transfers.observe(seconds, tokens, 0.0)
+    assert learnt == transfers.seconds(1000, 0.0)
+    transfers.observe(1e9, 1000, 0.0)
+    assert learnt < transfers.seconds(1000, 0.0) < 1.03 * learnt
     for _ in range(400):  # a wire that has become slower, though
-        transfers.observe(0.003 + 1000 * 100e-6, 1000)
-    assert 0.103 == pytest.approx(transfers.seconds(1000), rel=0.05)
+        transfers.observe(0.003 + 1000 * 100e-6, 1000, 0.0)
+    assert 0.103 == pytest.approx(transfers.seconds(1000, 0.0), rel=0.05)
 
 
 # --- workers that serve in pairs only (SGLang) ---

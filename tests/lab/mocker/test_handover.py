@@ -471,3 +471,65 @@ def test_wrong_flags(flags: Json, said: str) -> None:
     """Flags that do not fit together are refused."""
     with pytest.raises(ConfigError, match=said):
         MockerConfig(**flags)
+
+
+# --- from peers ---
+
+P2P = replace(ALONE, kv_connector="p2p", kv_transfer_ms_per_block=0)
+
+
+def from_peer(mocker: Mocker | None, **changes: object) -> Json:
+    """The parameter that names a peer."""
+    port = int(mocker.url.rpartition(":")[2]) if mocker is not None else 9
+    named = {"kv_request_id": "r", "remote_host": "127.0.0.1", "remote_port": port} | changes
+    return {"kv_transfer_params": {"remote_kv_source": named}}
+
+
+async def test_blocks_of_a_peer(post: Post) -> None:
+    """What the peer holds is cached then, and announced here; its answer is the same."""
+    async with pair(P2P, P2P) as (first, second):
+        alone = await post(first)
+        answer = await post(second, **from_peer(first))
+
+        assert text(alone) == text(answer)
+        assert 96 == cached(answer)
+        assert 96 == cached(await post(second))
+        assert 1 == (await metrics(second))["p2p_bytes_transferred_count"]
+
+
+async def test_only_what_is_missing_is_read(post: Post) -> None:
+    async with pair(P2P, P2P) as (first, second):
+        await post(first)
+        await post(second, PROMPT[:40])
+        await post(second, **from_peer(first))
+
+        assert 6 - 2 == (await metrics(second))["p2p_num_descriptors_sum"]
+
+
+IN_VAIN: dict[str, Json] = {
+    "nobody": {"remote_port": 9}, "no id": {"kv_request_id": ""}, "no port": {"remote_port": None}
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", IN_VAIN.values(), ids=IN_VAIN)
+async def test_a_peer_that_does_not_answer(post: Post, changes: Json) -> None:
+    """Dead, or not named whole: the engine computes."""
+    async with pair(P2P, P2P) as (first, second):
+        await post(first)
+        answer = await post(second, **from_peer(first, **changes))
+
+        assert (0, await text_alone(post)) == (cached(answer), text(answer))
+
+
+async def test_a_peer_that_has_nothing(post: Post) -> None:
+    """Its blocks were evicted, or it has another hash: the engine computes."""
+    async with pair(P2P, P2P) as (first, second), running_mocker(replace(P2P, kv_hash="x")) as other:
+        await post(other)
+        for peer in (first, other):
+            assert 0 == cached(await post(second, PROMPT, cache_salt=peer.url, **from_peer(peer)))
+        assert 2 == (await metrics(second))["p2p_num_failed_transfers_total"]
+
+
+def test_a_mocker_of_halves_has_no_peers() -> None:
+    with pytest.raises(ConfigError, match="whole requests with one rank"):
+        replace(P2P, role="prefill")

@@ -48,6 +48,9 @@ class Recorder:
     def reads(self, number: int, tokens: int) -> None:
         raise AssertionError("requests are whole here")
 
+    def pulls(self, number: int, cached_tokens: int) -> int:
+        raise AssertionError("no request has a peer here")
+
 
 def serve(
     model: StepModel, capacity: int, arrivals: Sequence[Arrival], leaves: dict[int, float] | None = None

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import pytest
 
 from kvrouter.core.wire.ids import Target, WorkerId
-from kvrouter.lab.simulate import workloads
+from kvrouter.lab.simulate import generated, workloads
 from kvrouter.lab.simulate.cells import Cell
 from kvrouter.lab.simulate.engines import Arrival
 from kvrouter.lab.simulate.fleet import Run, SimulatedFleet
 from kvrouter.lab.simulate.measures import Slo
 from kvrouter.lab.simulate.placement import SimulatedReplicas
-from kvrouter.lab.simulate.split import LATENCY_S, PUBLISHED, Links, Roles
+from kvrouter.lab.simulate.split import LATENCY_S, PEERS, PUBLISHED, Links, Roles
 from kvrouter.lab.simulate.step_model import REFERENCE
 from kvrouter.lab.simulate.traces import CONVERSATION_EXCERPT, read_trace
 from kvrouter.policies import PolicySettings, new_policy
@@ -153,3 +153,48 @@ def test_what_it_is_worth() -> None:
     assert 2 * whole <= apart
     assert 2 * whole <= wrong
     assert always < 0.1
+
+
+# --- from peers ---
+
+WHOLE = Roles(0, 0)
+
+
+def peers(arrivals: Sequence[Arrival], capacity: int = 1000) -> Run:
+    """Two whole engines that read from each other, behind a router in mode kv:auto."""
+    policies = [new_policy("kv", PolicySettings())]
+    fleet = SimulatedFleet(
+        lambda agenda: SimulatedReplicas(agenda, policies, random.Random(1), rule=PEERS),
+        REFERENCE,
+        capacity,
+        [1.0] * 2,
+        roles=WHOLE,
+    )
+    return fleet.run(arrivals)
+
+
+def warmed() -> list[Arrival]:
+    """Prompts from which the router learns how fast prefill is, and a warm one."""
+    return [prompt(2.0 * number, 100 + number) for number in range(10)] + [prompt(30.0, 1)]
+
+
+def test_an_engine_reads_from_its_peer() -> None:
+    """While the one that holds the prompt computes another one for two seconds."""
+    busy = prompt(40.0, 50, blocks=80, shared=8)
+    run = peers([*warmed(), busy, prompt(40.1, 1)])
+
+    (number,) = [number for number, handed in enumerate(run.handed) if handed]
+    assert len(run.arrivals) - 1 == number
+    assert 7 * 512 == run.cached[number]
+
+
+def test_from_peers_pays() -> None:
+    """Agents: first tokens are sooner, and answers end sooner."""
+    workload = generated.agents()
+    capacity = workloads.cache_of(workload, 614_400, 8)
+    cell = Cell(workload, capacity, pace=2.0, workers=8, roles=WHOLE)
+    alone, together = (cell.measure(mode, DEFAULTS, 0) for mode in ("kv", "kv@peers"))
+
+    assert together.ttft_p50_s < 0.9 * alone.ttft_p50_s
+    assert together.e2e_mean_s < alone.e2e_mean_s
+    assert 0 == alone.handed < 0.1 < together.handed
