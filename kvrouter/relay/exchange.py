@@ -79,6 +79,12 @@ _DATA = b"data:"
 # In JSON a line end is escaped, so this is always the beginning of a line.
 _DATA_LINE = b"\ndata:"
 _BLANK_LINES = b"\n\n"
+# Of a chunk with one event of one line: what is behind its data, and how long the line with its size may be.
+_ONE_END_BYTES = len(b"\n\n\r\n")
+_SIZE_BYTES = len(b"ffffff\r\n")
+# An event that ends so has not finished, so it was not aborted either.
+_UNFINISHED = b'"finish_reason":null'
+_MOST_QUIET_BYTES = 128
 # Whole chunks in a row that pass through Python before C takes over, and after it could not.
 PYTHON_CHUNKS = 2
 MORE_PYTHON_CHUNKS = 16
@@ -224,36 +230,11 @@ class Attempt:
     """The Receiver of one request (upstream.py). Await `outcome`; cancel with `cancel`."""
 
     __slots__ = (
-        "_active_at",
-        "_added_headers",
-        "_begun",
-        "_body",
-        "_client",
-        "_connection",
-        "_content",
-        "_count",
-        "_events",
-        "_form",
-        "_head",
-        "_held",
-        "_is_flowing",
-        "_is_holding",
-        "_is_in_data",
-        "_is_paused",
-        "_is_stream",
-        "_keeps_alive",
-        "_last_reads",
-        "_limits",
-        "_loop",
-        "_most_tail_bytes",
-        "_on_first_output",
-        "_reader",
-        "_sent_before",
-        "_stream",
-        "_trouble",
-        "_until_native",
-        "_was_at_boundary",
-        "outcome",
+        "_active_at", "_added_headers", "_begun", "_body", "_client", "_connection", "_content", "_count",
+        "_events", "_form", "_head", "_held", "_is_flowing", "_is_holding", "_is_in_data", "_is_paused",
+        "_is_stream", "_keeps_alive", "_last_reads", "_limits", "_loop", "_most_tail_bytes",
+        "_on_first_output", "_quiet_end", "_reader", "_sent_before", "_stream", "_trouble",
+        "_until_native", "_was_at_boundary", "outcome",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0917  (passing them by keyword takes 0.4 µs a request)
@@ -294,6 +275,7 @@ class Attempt:
         self._is_stream = False
         # A whole chunk can pass as it is: nothing is held, unpacked or searched for.
         self._is_flowing = False
+        self._quiet_end = b"\0"  # from _UNFINISHED on, of the last event that was searched; at first none
         self._sent_before: frozenset[str] | None = None  # the openings that the client has from other workers
         self._begun: Begun | None = None  # set where the client has the head from elsewhere
         self._trouble: _Trouble | None = None
@@ -395,15 +377,19 @@ class Attempt:
             self._pass_on(data)
 
     def received_chunk(self, data: bytes) -> None:
-        """`received` for an event amid a stream, without the steps that cannot apply to it."""
-        if not self._is_flowing or names_failure(data):
+        """`received` for an event amid a stream, without the steps that cannot apply to it.
+
+        Where C does not take over, all events come here: a third of the instructions of looking at each.
+        """
+        if data.endswith(self._quiet_end) and data.find(b"\n", _SIZE_BYTES) == len(data) - _ONE_END_BYTES:
+            self._count += 1  # as the last one was
+            self._active_at = self._loop.time()
+            self._last_reads.append(data)
+        elif not self._is_flowing or names_failure(data):
             self.received(data)
             return
-        self._keep(data)
-        lines = data.count(_DATA_LINE)
-        if lines and not data.startswith(_PINGS, data.find(b"\n") + 1):  # else nothing of an answer
-            self._count += lines
-            self._active_at = self._loop.time()
+        else:
+            self._look_at(data)
         self._client.write(data)
         if self._client.is_slow:
             self._hold_up()
@@ -441,6 +427,17 @@ class Attempt:
             return True
         self._trouble = self._trouble or _reported(error)
         return False
+
+    def _look_at(self, data: bytes) -> None:
+        """Look at a chunk; its end is remembered if the next ones may look the same."""
+        at = data.rfind(_UNFINISHED, -_MOST_QUIET_BYTES)
+        if at >= 0:
+            self._quiet_end = data[at:]
+        self._keep(data)
+        lines = data.count(_DATA_LINE)
+        if lines and not data.startswith(_PINGS, data.find(b"\n") + 1):  # else nothing of an answer
+            self._count += lines
+            self._active_at = self._loop.time()
 
     def ended(self) -> None:
         """The body is complete."""
