@@ -25,6 +25,7 @@ from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.routing.policy import AUTO
 from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.errors import ConfigError
+from kvrouter.frontend.keys.clients import ClientKeys
 from kvrouter.frontend.operators.admin import Admin
 from kvrouter.frontend.operators.busy_threshold import BusyThresholds
 from kvrouter.frontend.operators.deadly_prompts import PROMPT_PATH, PROMPTS_PATH, DeadlyPromptViews
@@ -188,13 +189,14 @@ async def running_frontend(
         _left_at_the_end(member.replica_loop),  # entered last: it needs the tasks and the bus
     ):
         admin = _new_admin(options, registry, member, path.accept)
-        key = AdminKey(options.process.admin_key)
+        key, keys = AdminKey(options.process.admin_key), ClientKeys(options.keys)
         gates = KeyGate(key), AdminGate(key, options.process.admin_names)
-        reload = Reload(loaded, _changeable(member, path, key)) if loaded is not None else None
+        reload = Reload(loaded, _changeable(member, path, key, keys)) if loaded is not None else None
         settings = (lambda: reload.configured.settings) if reload is not None else (lambda: options)
         registry.register(config_collector(COMMAND.declared(), settings))
         changes = _routing_changes(registry, member, reload) if reload is not None else None
-        site = Site(path.completions, admin, _operators_routes(member, path, admin, reload, changes), options)
+        for_operators = _operators_routes(member, path, admin, reload, changes)
+        site = Site(path.completions, admin, for_operators, options, keys)
         async with (
             metrics_port(options.metrics, admin.all_metrics, is_shared=member.listeners.siblings is not None),
             http_server(site, member.listeners, *gates, hurried=hurried, options=options),
@@ -438,7 +440,9 @@ def _weight(policy: Kv) -> dict[str, str]:
     return {"weight": "auto", "published_weight": "--kv-overlap-score-weight 1"}
 
 
-def _changeable(member: _Member, path: _RequestPath, key: AdminKey) -> RunningSettings:
+def _changeable(
+    member: _Member, path: _RequestPath, key: AdminKey, clients_keys: ClientKeys
+) -> RunningSettings:
     return RunningSettings(
         replica=member.replica,
         rules=member.rules,
@@ -446,6 +450,7 @@ def _changeable(member: _Member, path: _RequestPath, key: AdminKey) -> RunningSe
         completions=path.completions,
         waiting_room=member.waiting_room,
         key=key,
+        clients_keys=clients_keys,
         engines=member.tokens.engines,
         certificate=member.listeners.certificate,
     )

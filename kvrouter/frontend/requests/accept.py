@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
@@ -37,7 +37,9 @@ from kvrouter.core.fleet.router import Router
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy
 from kvrouter.core.routing.policy import Prompt, RouteRequest, Wanted
 from kvrouter.core.tables.predictions import PredictionKind
-from kvrouter.errors import BadRequestError, NotMendedError, UnknownResponseError
+from kvrouter.errors import BadRequestError, KeyForbidsError, NotMendedError, UnknownResponseError
+from kvrouter.frontend.keys.clients import ALL, Caller
+from kvrouter.frontend.keys.keys_file import Key
 from kvrouter.frontend.operators.rights import Rights
 from kvrouter.frontend.records.record import Record, SentIds, Traits, Work, clock
 from kvrouter.frontend.requests import passthrough
@@ -56,9 +58,10 @@ from kvrouter.frontend.requests.overrides import (
     AcceptedOverrides,
     Overrides,
     find_wanted,
+    forbids,
     read_overrides,
 )
-from kvrouter.frontend.requests.owners import owned, owner_of
+from kvrouter.frontend.requests.owners import owned
 from kvrouter.prompts.ways import Naming, PromptWays, Sendable
 from kvrouter.relay.request import OVERRIDES, Request
 from kvrouter.telemetry.metrics import RequestMetrics
@@ -115,14 +118,15 @@ class Accept:
 
     async def work(self, record: Record, api: Api, rights: Rights | None) -> Work:
         """Read what routing needs from a request. Raises KvRouterError. `rights`: its client's; None: all."""
-        request, may_override, may_see = record.request, True, True
+        request, client = record.request, ALL
         if rights is not None and (rights.are_limited or rights.key.is_set):
-            may_override, may_see = rights.of(request)
+            client = rights.of(request)
+        key = client.key
         if self._first_worker is not None:
             await self._first_worker.wait()
-        read = await self._read(request, api, record.received_at)
+        read = await self._read(request, api, record.received_at, client)
         asked, router = read.asked, read.router
-        overrides = self._overrides(request, read, may_override=may_override)
+        overrides = self._overrides(request, read, client)
         wanted, mode = _wanted(request, read, overrides)
         policy = (router.modes.of(mode) if mode else router.modes.default).policy
         lora_name = _lora_name(router, asked)
@@ -144,7 +148,7 @@ class Accept:
             session=overrides.session,
             bucket=overrides.bucket,
             wanted=wanted,
-            priority=_priority(asked, overrides, may_override=may_override),
+            priority=_priority(asked, overrides, client),
             parent_session=overrides.parent_session,
             mode=mode,
             reads_cache=asked.reads_cache,
@@ -152,7 +156,7 @@ class Accept:
             context_tokens=0 if router.pool.has_equal_contexts else _context_tokens(asked, prompts),
             may_split=bool(router.pool.split.islands) and wanted is None and _may_split(asked, prompts, api),
         )
-        sent, response = self._edited(request, read, may_override=may_override), None
+        sent, response = self._edited(request, read, client), None
         if isinstance(asked, responses.ResponseRequest):
             sent, response = _with_id(sent, asked, read)
         return Work(
@@ -168,11 +172,12 @@ class Accept:
             response=response,
             is_dry_run=overrides.dry_run,
             reads_end=policy.reads_ends,
-            shows_worker=may_see,
+            shows_worker=client.sees_workers,
+            key=key,
             ids=await _sent_ids(asked, prompts, found_ids[0]) if found_ids else None,
         )
 
-    async def _read(self, request: Request, api: Api, now: float) -> _Read:
+    async def _read(self, request: Request, api: Api, now: float, client: Caller) -> _Read:
         """Parse the body. A response continues the chat of the one before it."""
         parse, before, owner = api.parse, None, ""
         body = await request.read() if request.body is None else request.body
@@ -186,9 +191,14 @@ class Accept:
             elif is_json and len(body) > passthrough.MOST_INPUT_BYTES:
                 large = await LargeBody.read_fields(body, passthrough.FIELDS)
         asked, large = await _parsed(parse or partial(passthrough.parse, request), body, large)
-        router = self._pools.router_for(self.aliases.get(asked.model or "", asked.model))
+        model = self.aliases.get(asked.model or "", asked.model)
+        if client.key is not None and asked.model:  # before it is looked up: no key learns of others' models
+            _check_model(client.key, {asked.model, model or ""})
+        router = self._pools.router_for(model)
+        if client.key is not None and not asked.model:
+            _check_model(client.key, router.pool.names)
         if isinstance(asked, responses.ResponseRequest):
-            owner = owner_of(request.headers)
+            owner = client.owner(request.headers)
             before = self._response_before(asked, router, owner, now)
             self._check_own_id(asked, router, owner, now)
             if before is not None:
@@ -211,8 +221,11 @@ class Accept:
             owner=owner,
         )
 
-    def _edited(self, request: Request, read: _Read, *, may_override: bool) -> bytes:
+    def _edited(self, request: Request, read: _Read, client: Caller) -> bytes:
         """The body that an engine gets. What the client sent and no engine gets is counted."""
+        # where bodies are read, a priority that a key forbids was refused
+        is_read = read.parse is not None or "priority" not in client.forbidden
+        may_override = client.may_override and is_read
         is_plain = read.asked.is_plain and read.rename is None and not request.head.has_overrides
         if is_plain and may_override:  # nearly always
             return read.body
@@ -255,7 +268,7 @@ class Accept:
         except UnknownResponseError:
             raise BadRequestError("`request_id`: choose another one", param="request_id") from None
 
-    def _overrides(self, request: Request, read: _Read, *, may_override: bool) -> Overrides:
+    def _overrides(self, request: Request, read: _Read, client: Caller) -> Overrides:
         asked = read.asked
         names_none = self.dialect.headers.isdisjoint(request.headers)
         if names_none and asked.kvrouter is None and not asked.session_id and asked.nvext is None:
@@ -264,11 +277,17 @@ class Accept:
             self._has_warned = True
             log.warning("request.deprecated_object", object="kvrouter", use="headers x-kvrouter-…, or nvext")
         nvext = asked.nvext.overrides() if asked.nvext is not None else {}
-        ignored = None if may_override else self._count_ignored
+        ignored = None if client.may_override else self._count_ignored
         found = read_overrides(
-            request.headers, asked.kvrouter, asked.session_id, self.dialect, nvext, ignored=ignored
+            request.headers,
+            asked.kvrouter,
+            asked.session_id,
+            self.dialect,
+            nvext,
+            ignored=ignored,
+            forbidden=client.forbidden,
         )
-        owner = (read.owner or owner_of(request.headers)) if found.session else ""
+        owner = (read.owner or client.owner(request.headers)) if found.session else ""
         if not owner:
             return found
         session, parent = owned(found.session, owner), owned(found.parent_session, owner)
@@ -398,11 +417,21 @@ def _traits(
     return Traits(kind, is_single, asked.reads_cache)
 
 
-def _priority(asked: openai.CompletionRequest, overrides: Overrides, *, may_override: bool) -> int:
-    """Lower goes first. All clients without the right to choose are equal."""
-    if not may_override:
-        return 0
-    return asked.priority if overrides.priority is None else overrides.priority
+def _priority(asked: openai.CompletionRequest, overrides: Overrides, client: Caller) -> int:
+    """Lower goes first. All clients without keys or the right to choose are equal."""
+    key = client.key
+    if asked.priority and "priority" in client.forbidden:
+        raise forbids("priority", "`priority`")
+    if not client.may_override:
+        return 0 if key is None else key.priority
+    given = asked.priority if overrides.priority is None else overrides.priority
+    return given or (0 if key is None else key.priority)
+
+
+def _check_model(key: Key, names: Collection[str]) -> None:
+    """Raise KeyForbidsError for a model that is not of the key, whether it is served or not."""
+    if not key.may_use(names):
+        raise KeyForbidsError(f"the API key may use: {', '.join(key.models)}", param="model")
 
 
 def _caches(pool: Pool) -> bool:

@@ -148,7 +148,8 @@ class Completions:
         record.work = work = await self._accept.work(record, api, rights)
         record.accepted_at = clock()
         if work.is_dry_run:
-            rights.gate("a dry run", request.headers)
+            if work.key is None:  # a key that may not is refused already
+                rights.gate("a dry run", request.headers)
             return self._reply(request, self.readers.decisions.preview(work))
         keeps_alive = record.limits.keep_alive_s and work.stream and api.streams
         relay = self._kept_alive if keeps_alive else self._try_workers
