@@ -93,6 +93,7 @@ class RunningSettings:
         if self.key.change(fresh.admin_key):
             applied.setdefault("admin-key-file", CHANGED)
         if self.clients_keys.change(fresh.keys):
+            self.accept.limits.change()
             applied.setdefault("keys-file", CHANGED)
         if self.engines.use_key(fresh.engine_api_key):
             applied.setdefault("engine-api-key-file", CHANGED)

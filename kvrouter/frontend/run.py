@@ -26,6 +26,7 @@ from kvrouter.core.routing.policy import AUTO
 from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.errors import ConfigError
 from kvrouter.frontend.keys.clients import ClientKeys
+from kvrouter.frontend.keys.limits import TenantLimits
 from kvrouter.frontend.operators.admin import Admin
 from kvrouter.frontend.operators.busy_threshold import BusyThresholds
 from kvrouter.frontend.operators.deadly_prompts import PROMPT_PATH, PROMPTS_PATH, DeadlyPromptViews
@@ -153,6 +154,7 @@ class _Member:
     listeners: Listeners
     bus: Bus
     waiting_room: WaitingRoom
+    keys: ClientKeys
     metrics: RequestMetrics
     traffic: FleetTraffic
     replica_loop: ReplicaLoop
@@ -189,14 +191,14 @@ async def running_frontend(
         _left_at_the_end(member.replica_loop),  # entered last: it needs the tasks and the bus
     ):
         admin = _new_admin(options, registry, member, path.accept)
-        key, keys = AdminKey(options.process.admin_key), ClientKeys(options.keys)
+        key = AdminKey(options.process.admin_key)
         gates = KeyGate(key), AdminGate(key, options.process.admin_names)
-        reload = Reload(loaded, _changeable(member, path, key, keys)) if loaded is not None else None
+        reload = Reload(loaded, _changeable(member, path, key)) if loaded is not None else None
         settings = (lambda: reload.configured.settings) if reload is not None else (lambda: options)
         registry.register(config_collector(COMMAND.declared(), settings))
         changes = _routing_changes(registry, member, reload) if reload is not None else None
         for_operators = _operators_routes(member, path, admin, reload, changes)
-        site = Site(path.completions, admin, for_operators, options, keys)
+        site = Site(path.completions, admin, for_operators, options, member.keys)
         async with (
             metrics_port(options.metrics, admin.all_metrics, is_shared=member.listeners.siblings is not None),
             http_server(site, member.listeners, *gates, hurried=hurried, options=options),
@@ -262,6 +264,7 @@ async def _open_member(
             listeners=listeners,
             bus=bus,
             waiting_room=waiting_room,
+            keys=ClientKeys(options.keys),
             metrics=metrics,
             traffic=traffic,
             replica_loop=replica_loop,
@@ -275,6 +278,7 @@ async def _open_request_path(
 ) -> AsyncIterator[_RequestPath]:
     """`tls`: which workers are trusted."""
     replica, metrics, publishing = member.replica, member.metrics, member.replica_loop.publishing
+    limits = TenantLimits(replica, member.keys, lambda: member.bus.connected)
     accept = Accept(
         replica.pools,
         member.tokens.blocks,
@@ -282,6 +286,7 @@ async def _open_request_path(
         _dialect(options),
         options.aliases,
         wait_for_workers_s=options.wait_for_workers_s,
+        limits=limits,
     )
     views = DecisionViews(member.rules.decisions, logs=options.rules.log_decisions)
     now, networks = asyncio.get_running_loop().time, options.worker_networks
@@ -440,9 +445,7 @@ def _weight(policy: Kv) -> dict[str, str]:
     return {"weight": "auto", "published_weight": "--kv-overlap-score-weight 1"}
 
 
-def _changeable(
-    member: _Member, path: _RequestPath, key: AdminKey, clients_keys: ClientKeys
-) -> RunningSettings:
+def _changeable(member: _Member, path: _RequestPath, key: AdminKey) -> RunningSettings:
     return RunningSettings(
         replica=member.replica,
         rules=member.rules,
@@ -450,7 +453,7 @@ def _changeable(
         completions=path.completions,
         waiting_room=member.waiting_room,
         key=key,
-        clients_keys=clients_keys,
+        clients_keys=member.keys,
         engines=member.tokens.engines,
         certificate=member.listeners.certificate,
     )

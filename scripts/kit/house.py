@@ -22,11 +22,12 @@ FUNCTION_LINES = 60
 CLASS_LINES = 300
 # Classes that were longer when the limit came (issue "The request, the router, the cost"). They may shrink.
 # Pool has the roles of its targets since prefill and decode are apart; Agent learns restarted engines again.
+# Replica, BookingTable, Completions and SyncFeed have four lines more each for tenants.
 LARGER = {
-    "Attempt": 509, "Replica": 477, "FeedReader": 419, "BlockIndex": 395, "Pool": 398, "Agent": 379,
-    "BookingTable": 362, "Completions": 326, "Bus": 337, "EngineBlocks": 330, "Examination": 316,
+    "Attempt": 509, "Replica": 481, "FeedReader": 419, "BlockIndex": 395, "Pool": 398, "Agent": 379,
+    "BookingTable": 366, "Completions": 331, "Bus": 337, "EngineBlocks": 330, "Examination": 316,
     "ReferenceEngine": 342,  # with both halves of a request
-    "Router": 250, "OwnBookings": 250, "SyncFeed": 250,  # one router in three
+    "Router": 250, "OwnBookings": 250, "SyncFeed": 254,  # one router in three
 }  # fmt: skip
 # Class names in two modules: two of the library, which Dynamo has too, and the mocker's Answer, which others
 # import (tests/test_moved.py).
@@ -35,14 +36,15 @@ FILES = 25
 # 2,160 of them for prefill and decode apart, 530 of these in the mocker, 150 its problems; 460 more for pairs
 # of SGLang, whose halves are sent at once: 220 of these in the mocker. 475 for fastokens, its comparison with
 # the reference library, and the order of what waits for a thread. 430 for bodies that are read in steps, with
-# a Python and a C version of the scan. 500 for pairs in the simulator and analyze. 680 for keys of clients:
-# their file, the command, and what each may.
-LINES = 72_750
+# a Python and a C version of the scan. 500 for pairs in the simulator and analyze. 1,290 for keys of
+# clients: 680 their file, the command, and what each may; 610 limits that hold for the fleet.
+LINES = 73_360
 COMMENTS = 30
 # Of docs/, as `wc -w` counts them, without docs/changes; 1,920 of them for pairs, 400 of these SGLang's; 170
 # for the figures of large bodies; 1,050 for when pairs pay, in tables, and flags to find that out; 390 for
-# fastokens and its figures; 640 for keys of clients.
-DOC_WORDS = 62_550
+# fastokens and its figures; 930 for keys of clients and
+# their limits.
+DOC_WORDS = 62_840
 _IMPORT = re.compile(r"^\s*from kvrouter\.core\.(\w+)", re.MULTILINE)
 _FOR_TOOLS = ("noqa", "type:", "pragma", "fmt:", "cython:")
 

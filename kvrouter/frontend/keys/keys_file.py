@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta, Struct
 
+from kvrouter.core.tables.tenants import KeyLimits
 from kvrouter.core.wire.values import SettingText
 from kvrouter.errors import ConfigError
 
@@ -54,7 +55,7 @@ class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=
     id: Annotated[str, Meta(pattern=rf"\A[0-9a-f]{{{2 * _ID_BYTES}}}\Z")]
     sha256: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
     tenant: _Name
-    """Whose it is: limits, sessions, responses and costs are the tenant's, whichever of its keys is used."""
+    """Whose it is: counts, sessions, responses and costs are the tenant's, whichever of its keys is used."""
     models: tuple[SettingText, ...] = ()
     expires: Annotated[datetime, Meta(tz=True)] | None = None
     requests_per_minute: _Amount = 0
@@ -66,6 +67,10 @@ class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=
     """Its tenant's share when requests wait."""
     cache_salt: Annotated[str, Meta(max_length=256)] = ""
     overrides: tuple[Override, ...] = ()
+
+    @cached_property
+    def limits(self) -> KeyLimits:
+        return KeyLimits(self.requests_per_minute, self.tokens_per_minute, self.requests_at_once)
 
     def has_expired(self, now: datetime) -> bool:
         return self.expires is not None and now >= self.expires
@@ -97,7 +102,8 @@ class Keys:
         self.engine_key = engine_key
         self._by_id = {key.id: key for key in keys.values()}
         self._single = _single(single) if single else None
-        self.tenants = {key.tenant for key in (*keys.values(), *filter(None, [self._single]))}
+        self.limited = frozenset({key.tenant for key in keys.values() if key.limits != KeyLimits()})
+        """The tenants whose requests are counted."""
 
     def find(self, given: str) -> Key | None:
         """The key that a client has sent; None: it is unknown."""

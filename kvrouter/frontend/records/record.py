@@ -100,6 +100,8 @@ class Work(Struct, frozen=True):
     """Of its client; None: no keys are in use, or it is an operator."""
     ids: SentIds | None
     """Its token ids, for engines that may get them."""
+    limits: str = ""
+    """Lines for the head of its answer: how much its key may still use."""
 
 
 class AttemptRecord(Struct):

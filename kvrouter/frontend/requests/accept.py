@@ -40,6 +40,7 @@ from kvrouter.core.tables.predictions import PredictionKind
 from kvrouter.errors import BadRequestError, KeyForbidsError, NotMendedError, UnknownResponseError
 from kvrouter.frontend.keys.clients import ALL, Caller
 from kvrouter.frontend.keys.keys_file import Key
+from kvrouter.frontend.keys.limits import TenantLimits
 from kvrouter.frontend.operators.rights import Rights
 from kvrouter.frontend.records.record import Record, SentIds, Traits, Work, clock
 from kvrouter.frontend.requests import passthrough
@@ -106,6 +107,7 @@ class Accept:
         aliases: Mapping[str, str] = MappingProxyType({}),
         *,
         wait_for_workers_s: float = 0.0,
+        limits: TenantLimits,
     ) -> None:
         self._pools = pools
         self._first_worker = FirstWorker(pools.has_names, wait_for_workers_s) if wait_for_workers_s else None
@@ -113,15 +115,14 @@ class Accept:
         self._metrics = metrics
         self.dialect = dialect
         self.aliases = aliases
+        self.limits = limits
         self.kept = KeptResponses()
         self._has_warned = False  # of the object `kvrouter`, which the release after this one no longer reads
 
     async def work(self, record: Record, api: Api, rights: Rights | None) -> Work:
         """Read what routing needs from a request. Raises KvRouterError. `rights`: its client's; None: all."""
-        request, client = record.request, ALL
-        if rights is not None and (rights.are_limited or rights.key.is_set):
-            client = rights.of(request)
-        key = client.key
+        request = record.request
+        client = rights.of(request) if rights and (rights.are_limited or rights.key.is_set) else ALL
         if self._first_worker is not None:
             await self._first_worker.wait()
         read = await self._read(request, api, record.received_at, client)
@@ -129,8 +130,7 @@ class Accept:
         overrides = self._overrides(request, read, client)
         wanted, mode = _wanted(request, read, overrides)
         policy = (router.modes.of(mode) if mode else router.modes.default).policy
-        lora_name = _lora_name(router, asked)
-        found_ids: list[Sendable] = []
+        lora_name, found_ids = _lora_name(router, asked), list[Sendable]()
         if read.large is not None and read.large.holes:
             asked = await _whole(read, read.large, api, policy)
         # A request in a mode without tokens is tokenized, too, if other requests of the pool are placed by
@@ -156,9 +156,11 @@ class Accept:
             context_tokens=0 if router.pool.has_equal_contexts else _context_tokens(asked, prompts),
             may_split=bool(router.pool.split.islands) and wanted is None and _may_split(asked, prompts, api),
         )
-        sent, response = self._edited(request, read, client), None
+        sent, response, limits = self._edited(request, read, client), None, ""
         if isinstance(asked, responses.ResponseRequest):
             sent, response = _with_id(sent, asked, read)
+        if client.key is not None and not overrides.dry_run:
+            route, limits = await self.limits.begin(client.key, api, read, route)
         return Work(
             id=record.id,
             request=request,
@@ -173,8 +175,9 @@ class Accept:
             is_dry_run=overrides.dry_run,
             reads_end=policy.reads_ends,
             shows_worker=client.sees_workers,
-            key=key,
+            key=client.key,
             ids=await _sent_ids(asked, prompts, found_ids[0]) if found_ids else None,
+            limits=limits,
         )
 
     async def _read(self, request: Request, api: Api, now: float, client: Caller) -> _Read:
