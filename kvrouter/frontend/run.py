@@ -26,6 +26,7 @@ from kvrouter.core.routing.policy import AUTO
 from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.errors import ConfigError
 from kvrouter.frontend.keys.clients import ClientKeys
+from kvrouter.frontend.keys.keys_file import now_utc
 from kvrouter.frontend.keys.limits import TenantLimits
 from kvrouter.frontend.operators.admin import Admin
 from kvrouter.frontend.operators.busy_threshold import BusyThresholds
@@ -41,6 +42,7 @@ from kvrouter.frontend.operators.worker_blocks import WORKER_PATH, WorkerBlocks
 from kvrouter.frontend.records.access_log import AccessLog
 from kvrouter.frontend.records.client_totals import ClientTotals
 from kvrouter.frontend.records.readers import Readers
+from kvrouter.frontend.records.tenant_totals import TenantTotals
 from kvrouter.frontend.reload import Reload, RunningSettings
 from kvrouter.frontend.requests.accept import Accept
 from kvrouter.frontend.requests.admission_queue import WaitingRoom
@@ -287,6 +289,7 @@ async def _open_request_path(
         options.aliases,
         wait_for_workers_s=options.wait_for_workers_s,
         limits=limits,
+        salts=options.clients.tenant_cache_salt,
     )
     views = DecisionViews(member.rules.decisions, logs=options.rules.log_decisions)
     now, networks = asyncio.get_running_loop().time, options.worker_networks
@@ -298,7 +301,8 @@ async def _open_request_path(
             registry.register(StateCollector(tracing.samples))
         access = AccessLog(options.access, views, random.random, tracing)
         clients = ClientTotals(access.addresses, now)
-        readers = Readers(metrics, clients, member.audit, access, views)
+        tenants = TenantTotals(metrics.tenant_tokens, now_utc)
+        readers = Readers(metrics, clients, member.audit, access, views, tenants)
         lost = LostRequests(replica, publishing, probe, now=now)
         upstream = Upstream(tls, networks)
         with contextlib.closing(upstream), contextlib.ExitStack() as at_end:
@@ -510,6 +514,7 @@ def _operators_routes(
         ("GET", FILES_PATH, page.file),
         ("GET", "/prefixes", Prefixes(member.rules.decisions).view),
         ("GET", "/clients", partial(readers.clients.view, path.completions.in_flight.requests)),
+        ("GET", "/tenants", readers.tenants.view),
         ("GET", WORKER_PATH, WorkerBlocks(member.replica).view),
         ("POST", "/v1/route", DryRoute(path.accept, views).route),
         ("GET", "/decisions", views.last),

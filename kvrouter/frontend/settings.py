@@ -295,8 +295,16 @@ class ClientsOptions(Settings):
         reloadable=True,
     )
 
+    tenant_cache_salt: bool = setting(
+        False,
+        "keep the prefixes of keys apart, by `cache_salt`: no tenant can time what others have sent",
+    )
+
     def checked(self) -> Self:
-        self.keys(None)
+        if self.keys(None) is None and self.tenant_cache_salt:
+            raise ConfigError(
+                "--tenant-cache-salt without --keys-file: there are no tenants; drop it, or give keys"
+            )
         return self
 
     def keys(self, engine_key: str | None) -> Keys | None:

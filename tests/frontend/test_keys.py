@@ -244,3 +244,45 @@ async def test_one_key(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> No
         assert 404 == await _status(
             fleet.url, "/metrics", bearer("sk-1")
         )  # no operators' key: not on this port
+
+
+async def test_cache_salt(fleet_of: FleetOf, ring: Ring) -> None:
+    """Keys with different salts share no block, in the engine and here; the client's own still counts."""
+    one, two = ring.add("one", "--cache-salt", "s"), ring.add("two", "--cache-salt", "s")
+    other, plain = ring.add("other"), {**BODY, "prompt": list(range(64))}
+    bodies = (
+        plain,
+        {**plain, "cache_salt": "own"},
+        {**plain, "nvext": {"cache_salt": "own"}},
+        {**MESSAGE, "model": "m"},
+    )
+    async with fleet_of(*ring.flags, "--tenant-cache-salt", scripts=(OK,)) as fleet:
+        salts = {}
+        for key in (one, two, other):
+            for body in bodies:
+                assert (
+                    200
+                    == (
+                        await fleet.ask(
+                            body, key, path="/v1/messages" if "messages" in body else "/v1/completions"
+                        )
+                    ).status
+                )
+            await fleet.ask({"model": "m", "input": "x"}, key, path=PATH)
+            salts[key] = [each.json["cache_salt"] for each in fleet.workers[0].requests[-5:]]
+        assert ["s", "s:own", "s:own", "s", "s"] == salts[one] == salts[two]
+        assert 32 == len(salts[other][0])
+        assert salts[other][0] + ":own" == salts[other][1]
+        assert 200 == (await fleet.ask(plain, OPERATOR)).status
+        assert "cache_salt" not in fleet.workers[0].requests[-1].json
+
+
+async def test_salted_hashes(fleet_of: FleetOf, ring: Ring) -> None:
+    """A tenant sees no overlap with what another one has sent; without the setting it does."""
+    flags = ("--router-mode", "kv", "--no-use-kv-events")
+    one, other = (ring.add(name, "--override", "target") for name in ("one", "other"))
+    for salt, is_shared in ((("--tenant-cache-salt",), False), ((), True)):
+        async with fleet_of(*ring.flags, *flags, *salt, scripts=(OK,)) as fleet:
+            answers = [await fleet.ask(None, key) for key in (one, one, other)]
+            found = [int(one.header("x-kvrouter-overlap-blocks")) > 0 for one in answers]
+            assert [False, True, is_shared] == found

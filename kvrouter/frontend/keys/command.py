@@ -72,7 +72,9 @@ class KeysSettings(Settings):
     requests_at_once: int = setting(0, "of its tenant; 0: no limit", least=0, is_top=True)
     priority: int = setting(0, "of requests that name none; lower goes first")
     weight: float = setting(1.0, "its tenant's share while requests wait", least=0.01, most=1000)
-    cache_salt: str = setting("", "keeps its prefixes apart, with --tenant-cache-salt", metavar="TEXT")
+    cache_salt: str = setting(
+        "", "keys with one salt share prefixes under --tenant-cache-salt", metavar="TEXT"
+    )
     override: tuple[str, ...] = setting(
         (),
         "what its requests may choose: target, mode, weights, priority or dry-run",

@@ -66,6 +66,7 @@ class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=
     weight: Annotated[float, Meta(ge=0.01, le=1000)] = 1.0
     """Its tenant's share when requests wait."""
     cache_salt: Annotated[str, Meta(max_length=256)] = ""
+    """With --tenant-cache-salt keys with one salt share prefixes; empty: it shares with none."""
     overrides: tuple[Override, ...] = ()
 
     @cached_property
@@ -79,6 +80,11 @@ class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=
     def owner(self) -> str:
         """Whose its sessions and responses are, in the form of owners.py."""
         return blake2b(f"tenant\n{self.tenant}".encode(), digest_size=_OWNER_BYTES).hexdigest()
+
+    def salted(self, own: str | None) -> str:
+        """The salt of a prompt that has this one of its own. Others cannot guess it, and so not name it."""
+        salt = self.cache_salt or self.sha256[:32]
+        return f"{salt}:{own}" if own else salt
 
     @cached_property
     def forbidden(self) -> frozenset[str]:

@@ -216,6 +216,8 @@ class Record(Struct):
     error: Exception | None = None
     """Why this replica answered in place of a worker."""
     ended_at: float = 0.0
+    tenant: str = ""
+    """Of its client's key; empty: there is none."""
 
     @property
     def last(self) -> AttemptRecord | None:

@@ -12,6 +12,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
 
+import msgspec
 import structlog
 from msgspec import Struct
 from msgspec.structs import replace
@@ -26,6 +27,7 @@ from kvrouter.bodies.edits import (
     may_have_priority,
     removed_from,
     token_ids_field,
+    with_field,
     with_request_id,
     without_priority,
 )
@@ -108,7 +110,9 @@ class Accept:
         *,
         wait_for_workers_s: float = 0.0,
         limits: TenantLimits,
+        salts: bool = False,
     ) -> None:
+        """`salts`: whether prefixes of keys are kept apart (--tenant-cache-salt)."""
         self._pools = pools
         self._first_worker = FirstWorker(pools.has_names, wait_for_workers_s) if wait_for_workers_s else None
         self._blocks = blocks
@@ -116,6 +120,7 @@ class Accept:
         self.dialect = dialect
         self.aliases = aliases
         self.limits = limits
+        self._salts = salts
         self.kept = KeptResponses()
         self._has_warned = False  # of the object `kvrouter`, which the release after this one no longer reads
 
@@ -125,7 +130,7 @@ class Accept:
         client = rights.of(request) if rights and (rights.are_limited or rights.key.is_set) else ALL
         if self._first_worker is not None:
             await self._first_worker.wait()
-        read = await self._read(request, api, record.received_at, client)
+        read = await self._read(record, api, client)
         asked, router = read.asked, read.router
         overrides = self._overrides(request, read, client)
         wanted, mode = _wanted(request, read, overrides)
@@ -136,7 +141,7 @@ class Accept:
         # A request in a mode without tokens is tokenized, too, if other requests of the pool are placed by
         # the tokens and blocks that its booking holds.
         needs_tokens = router.needs_tokens or policy.needs_tokens
-        prompts = await self._prompts(asked, router, api, record, found_ids) if needs_tokens else ()
+        prompts = await self._prompts(asked, router, api, record, found_ids, client) if needs_tokens else ()
         # by position: CPython passes more than 15 keywords by a dict, which takes 1 % of a request
         route = RouteRequest(
             record.id,
@@ -180,8 +185,11 @@ class Accept:
             limits=limits,
         )
 
-    async def _read(self, request: Request, api: Api, now: float, client: Caller) -> _Read:
+    async def _read(self, record: Record, api: Api, client: Caller) -> _Read:
         """Parse the body. A response continues the chat of the one before it."""
+        request, now = record.request, record.received_at
+        if client.key is not None:
+            record.tenant = client.key.tenant
         parse, before, owner = api.parse, None, ""
         body = await request.read() if request.body is None else request.body
         is_json = bool(body) and (parse is not None or passthrough.is_json(request))
@@ -229,7 +237,10 @@ class Accept:
         # where bodies are read, a priority that a key forbids was refused
         is_read = read.parse is not None or "priority" not in client.forbidden
         may_override = client.may_override and is_read
-        is_plain = read.asked.is_plain and read.rename is None and not request.head.has_overrides
+        salts = self._salts and client.key is not None and read.parse is not None
+        is_plain = (
+            read.asked.is_plain and read.rename is None and not request.head.has_overrides and not salts
+        )
         if is_plain and may_override:  # nearly always
             return read.body
         body, edits, removed = read.body, edits_of(read.asked), removed_from(read.asked)
@@ -241,6 +252,9 @@ class Accept:
             edits.append(without_priority)
         if read.rename is not None:
             edits.append(read.rename)
+        if salts and client.key is not None:  # last: of two fields with one name the last one counts
+            salt = client.key.salted(read.asked.cache_salt)
+            edits.append(partial(with_field, field=b'"cache_salt":' + msgspec.json.encode(salt)))
         if edits:
             body = apply(edits, body) if read.large is None else read.large.edited(edits)
         if request.head.has_overrides:
@@ -299,13 +313,14 @@ class Accept:
     def _count_ignored(self) -> None:
         self._metrics.removed_fields.inc("overrides")
 
-    async def _prompts(
+    async def _prompts(  # noqa: PLR0917
         self,
         asked: openai.CompletionRequest,
         router: Router,
         api: Api,
         record: Record,
         found_ids: list[Sendable],
+        client: Caller,
     ) -> tuple[Prompt, ...]:
         """Token ids, then hashes. Empty if the tokens are not known.
 
@@ -321,6 +336,8 @@ class Accept:
             return ()
         found = found_ids.append if asked.may_be_ids and router.pool.sends_token_ids else None
         lora_name, salt = _lora_name(router, asked), asked.cache_salt
+        if self._salts and client.key is not None and api.parse is not None:
+            salt = client.key.salted(salt)
         naming = Naming(router.pool, asked.model, lora_name, salt, asked.extra_key, found)
         began = clock()
         try:
