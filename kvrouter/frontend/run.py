@@ -233,7 +233,8 @@ async def _open_member(
     rules = new_rules(options)
     metrics = RequestMetrics(registry)
     replica = new_replica(options, rules, index_maker(metrics.steps, is_on=options.index_metrics))
-    waiting_room = WaitingRoom(replica, options.admission, metrics.queue_wait, random.random)
+    keys = ClientKeys(options.keys)
+    waiting_room = WaitingRoom(replica, options.admission, metrics.queue_wait, random.random, keys)
     traffic = FleetTraffic(replica, lambda: served(replica, metrics, waiting_room.waiting()))
     registry.register(StateCollector(lambda: rules.samples(replica.routers)))
     registry.register(StateCollector(waiting_room.samples))
@@ -266,7 +267,7 @@ async def _open_member(
             listeners=listeners,
             bus=bus,
             waiting_room=waiting_room,
-            keys=ClientKeys(options.keys),
+            keys=keys,
             metrics=metrics,
             traffic=traffic,
             replica_loop=replica_loop,
@@ -280,7 +281,9 @@ async def _open_request_path(
 ) -> AsyncIterator[_RequestPath]:
     """`tls`: which workers are trusted."""
     replica, metrics, publishing = member.replica, member.metrics, member.replica_loop.publishing
-    limits = TenantLimits(replica, member.keys, lambda: member.bus.connected)
+    limits = TenantLimits(
+        replica, member.keys, lambda: member.bus.connected, has_queue=member.waiting_room.is_on
+    )
     accept = Accept(
         replica.pools,
         member.tokens.blocks,

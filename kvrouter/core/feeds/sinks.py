@@ -262,7 +262,8 @@ class SyncSink:
         if booking is None:
             return TOO_MANY
         if op.tenant:
-            self._active.tenants.begun_elsewhere(self._router_id, op.tenant, op.tenant_tokens, now)
+            facts = op.tenant, op.tenant_tokens, now, op.prefill_tokens
+            self._active.tenants.begun_elsewhere(self._router_id, *facts)
         self._booked(booking, now)
         return ""
 
@@ -270,7 +271,7 @@ class SyncSink:
         freed = self._active.free(BookingKey(self._router_id, op.number), now)
         if freed is not None and freed.tenant:
             self._active.tenants.ended_elsewhere(
-                self._router_id, freed.tenant, op.settled, freed.tenant_tokens, freed.sent_at, now
+                self._router_id, freed.tenant, op.settled, freed.tenant_tokens, freed.sent_at, now, freed.isl
             )
 
     def agrees(self, check: Check | CheckResumable) -> bool:

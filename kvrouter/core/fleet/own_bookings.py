@@ -120,8 +120,7 @@ class OwnBookings:
         return booking
 
     def _charge(self, booking: Booking, charge: Charge, now: float) -> None:
-        self._pool.active.tenants.count(charge, now)
-        charge.is_booked = True
+        self._pool.active.tenants.booked(charge, booking.prefill_tokens, now)
         booking.tenant, booking.tenant_tokens = charge.tenant, charge.tokens
 
     def _blocks(self, request: RouteRequest) -> tuple[Sequence[int], int]:

@@ -33,6 +33,8 @@ LEAST_S, MOST_S = 0.1, 1.0
 STEP_S = 0.01
 # By this share of the limit what may be unknown can take it above: the last steps would be many.
 SLACK = 0.05
+# What a token of output costs, in computed tokens of a prompt (VTC's weights).
+OUTPUT_WEIGHT = 2
 # The delay of an echo counts for the next ones, less and less.
 _FADING = 0.8
 
@@ -120,13 +122,15 @@ class Window:
 class _Use:
     """What one tenant has used."""
 
-    __slots__ = ("at_once", "own", "peers", "recent")
+    __slots__ = ("at_once", "own", "peers", "recent", "served")
 
     def __init__(self) -> None:
         self.own = Window()
         self.peers: dict[str, Window] = {}
         self.recent: deque[list[int]] = deque()
         """Of the last MOST_S, in steps: number of the step, own requests and their tokens."""
+        self.served = 0
+        """Tokens computed, and output by its weight, since this replica began: requests at all replicas."""
         self.at_once = 0
         """Requests of this replica that have begun and not ended."""
 
@@ -165,7 +169,7 @@ class TenantTable:
     def __init__(self, router_id: str = "") -> None:
         self.router_id = router_id
         self.limited: Set[str] = frozenset()
-        """The tenants with a limit: anyone who may publish as a replica can name any number of others."""
+        """The tenants that are counted: anyone who may publish as a replica can name any number of others."""
         self.booked_elsewhere: Counter[str] = Counter()
         """Bookings of peers in flight, by tenant. BookedBudget counts them."""
         self._uses: dict[str, _Use] = {}
@@ -219,6 +223,16 @@ class TenantTable:
         self._use(charge.tenant).at_once += 1
         self.count(charge, now)
 
+    def served(self, tenant: str) -> int:
+        """What its requests have cost so far, for the order in which tenants wait."""
+        return self._uses[tenant].served if tenant in self._uses else 0
+
+    def booked(self, charge: Charge, prefill_tokens: int, now: float) -> None:
+        """A worker gets the request, and computes this much of its prompt."""
+        self.count(charge, now)
+        charge.is_booked = True
+        self._use(charge.tenant).served += prefill_tokens
+
     def count(self, charge: Charge, now: float) -> None:
         """Count it, if it is not counted: a retry is again what the failed attempt was."""
         if charge.counted_at is None:
@@ -233,6 +247,7 @@ class TenantTable:
         if charge.counted_at is None:
             return 0
         settled = charge.used - charge.tokens
+        self._use(charge.tenant).served += OUTPUT_WEIGHT * max(0, charge.used - charge.prompt_tokens)
         self._settle(self._use(charge.tenant).own, settled, charge.tokens, charge.counted_at, now)
         if not charge.used:
             charge.counted_at = None
@@ -270,15 +285,29 @@ class TenantTable:
 
     # What peers say
 
-    def begun_elsewhere(self, router_id: RouterId, tenant: str, tokens: int, now: float) -> None:
+    def begun_elsewhere(
+        self, router_id: RouterId, tenant: str, tokens: int, now: float, prefill_tokens: int = 0
+    ) -> None:
         if tenant in self.limited:
             use = self._use(tenant)
+            use.served += prefill_tokens
             use.peers.setdefault(router_id, Window()).add(now, 1, tokens)
 
     def ended_elsewhere(  # noqa: PLR0917
-        self, router_id: RouterId, tenant: str, settled: int, tokens: int, begun_at: float, now: float
+        self,
+        router_id: RouterId,
+        tenant: str,
+        settled: int,
+        tokens: int,
+        begun_at: float,
+        now: float,
+        isl: int = 0,
     ) -> None:
-        window = self._use(tenant).peers.get(router_id) if tenant in self.limited else None
+        if tenant not in self.limited:
+            return
+        use = self._use(tenant)
+        use.served += OUTPUT_WEIGHT * max(0, tokens + settled - isl)
+        window = use.peers.get(router_id)
         if window is not None:
             self._settle(window, settled, tokens, begun_at, now)
 

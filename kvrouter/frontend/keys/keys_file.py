@@ -109,7 +109,11 @@ class Keys:
         self._by_id = {key.id: key for key in keys.values()}
         self._single = _single(single) if single else None
         self.limited = frozenset({key.tenant for key in keys.values() if key.limits != KeyLimits()})
-        """The tenants whose requests are counted."""
+        """The tenants with a limit."""
+        self.weights: dict[str, float] = {}
+        """Of each tenant: the largest of its keys."""
+        for key in (*keys.values(), *filter(None, [self._single])):
+            self.weights[key.tenant] = max(key.weight, self.weights.get(key.tenant, 0.0))
 
     def find(self, given: str) -> Key | None:
         """The key that a client has sent; None: it is unknown."""

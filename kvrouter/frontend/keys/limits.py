@@ -53,11 +53,15 @@ class ReadBody(Protocol):
 class TenantLimits:
     """`is_connected()`: whether NATS is: else each replica enforces its share of a limit."""
 
-    def __init__(self, replica: Replica, keys: ClientKeys, is_connected: Callable[[], bool]) -> None:
+    def __init__(
+        self, replica: Replica, keys: ClientKeys, is_connected: Callable[[], bool], *, has_queue: bool
+    ) -> None:
+        """`has_queue`: tenants without a limit are counted, too, for their turns."""
         self._replica = replica
         self._table = replica.tenants
         self._keys = keys
         self._is_connected = is_connected
+        self._has_queue = has_queue
         self._now = asyncio.get_running_loop().time
         self._means: dict[str, float] = {}
         self.change()
@@ -65,7 +69,8 @@ class TenantLimits:
     def change(self) -> None:
         """The keys have changed."""
         keys = self._keys.now
-        self._table.limit(keys.limited if keys is not None else frozenset())
+        counted = frozenset[str]() if keys is None else keys.limited
+        self._table.limit(keys.weights.keys() if keys is not None and self._has_queue else counted)
 
     async def begin(
         self, key: Key, api: Api, read: ReadBody, route: RouteRequest
