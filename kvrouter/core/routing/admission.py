@@ -200,7 +200,11 @@ class AdmissionQueue:
         if len(lines) == 1:
             ((_, line),) = lines.items()
         else:
-            line = min(lines.items(), key=lambda one: (self._turn_of(one[0]), one[1].first(self._waiting)))[1]
+            # of equal turns that of the tenant with fewer requests: it has just come back
+            line = min(
+                lines.items(),
+                key=lambda one: (self._turn_of(one[0]), one[1].waiting, one[1].first(self._waiting)),
+            )[1]
         return self._waiting[line.first(self._waiting)[1]]
 
     def admit(self, ticket: Ticket, *, has_room: bool) -> bool:
@@ -240,12 +244,12 @@ class AdmissionQueue:
         oldest = next(iter(self._waiting.values()), None)  # `_waiting` is in order of arrival
         return now - oldest.arrived if oldest else 0.0
 
-    def wake_after_s(self, peers: int, chance: float) -> float:
+    def wake_after_s(self, peers: int, chance: float, *, yields: bool = False) -> float:
         """How long to wait after a target has capacity again. Peers see that at the same moment.
 
-        `chance` is in [0, 1).
+        `chance` is in [0, 1). `yields`: a request at a peer may come first, of a tenant that was served less.
         """
-        return chance * WAKE_SPREAD_S * peers
+        return (chance + yields) * WAKE_SPREAD_S * peers
 
     def _is_full(self, candidate: Candidate) -> bool:
         capacity = candidate.card.max_batched_tokens

@@ -35,6 +35,7 @@ STEP_S = 0.01
 SLACK = 0.05
 # What a token of output costs, in computed tokens of a prompt (VTC's weights).
 OUTPUT_WEIGHT = 2
+ACTIVE_S = 10.0
 # The delay of an echo counts for the next ones, less and less.
 _FADING = 0.8
 
@@ -137,10 +138,12 @@ class _Use:
     def windows(self, now: float, *, hears: bool) -> list[Window]:
         """That count, not those of replicas that have long left."""
         self.own.slide(now)
-        for window in self.peers.values():
+        if not self.peers:
+            return [self.own]
+        for name, window in list(self.peers.items()):
             window.slide(now)
-        if any(not window.counts for window in self.peers.values()):
-            self.peers = {name: window for name, window in self.peers.items() if window.counts}
+            if not window.counts:
+                del self.peers[name]
         return [self.own, *self.peers.values()] if hears else [self.own]
 
     def count_recent(self, now: float, tokens: int) -> None:
@@ -188,15 +191,22 @@ class TenantTable:
         self, tenant: str, limits: KeyLimits, tokens: int, now: float, *, peers: int, hears: bool
     ) -> Left:
         """Whether a request may begin. `hears`: whether bookings of peers arrive; else each has a share."""
-        use = self._use(tenant)
+        use, own, own_tokens = self._use(tenant), 0, 0
         windows = use.windows(now, hears=hears)
         if not hears:
             limits, peers = limits.share(peers + 1), 0
-        oldest = min([window.counts[0][0] for window in windows if window.counts], default=now - MINUTE_S - 1)
-        requests = sum([window.requests for window in windows])
-        used = sum([window.tokens for window in windows])
+        requests, used, oldest = 0, 0, now - MINUTE_S - 1
+        for window in windows:
+            if window.counts:
+                requests += window.requests
+                used += window.tokens
+                oldest = window.counts[0][0] if oldest < now - MINUTE_S else min(oldest, window.counts[0][0])
         at_once = use.at_once + (self.booked_elsewhere[tenant] if hears else 0)
-        own, own_tokens = use.since(now - self.unknown_s(now)) if peers else (0, 0)
+        if peers and use.recent:
+            own, own_tokens = use.since(now - self.unknown_s(now))
+        left = (max(0, limits.requests - requests), max(0, limits.tokens - used), oldest + MINUTE_S + 1 - now)
+        if not own and _is_below(limits, requests, used + tokens, at_once):  # nearly always
+            return Left(*left)
         refused, retry_s, is_unsure = "", 0.0, False
         for kind, limit, count, more, mine in (
             ("requests", limits.requests, requests, 1, own),
@@ -209,14 +219,7 @@ class TenantTable:
             elif limit and mine:
                 share = (limit * (1 + SLACK) - max(0, count - mine)) / (peers + 1)
                 is_unsure = is_unsure or mine + more > share
-        return Left(
-            max(0, limits.requests - requests),
-            max(0, limits.tokens - used),
-            max(0.0, oldest + MINUTE_S + 1 - now),
-            refused,  # type: ignore[arg-type]  # one of the kinds
-            retry_s,
-            is_unsure and not refused,
-        )
+        return Left(*left, refused, retry_s, is_unsure and not refused)  # type: ignore[arg-type]  # a kind
 
     def begin(self, charge: Charge, now: float) -> None:
         """A request of this replica begins."""
@@ -226,6 +229,16 @@ class TenantTable:
     def served(self, tenant: str) -> int:
         """What its requests have cost so far, for the order in which tenants wait."""
         return self._uses[tenant].served if tenant in self._uses else 0
+
+    def active(self, now: float) -> Iterator[str]:
+        """The tenants that any replica has heard of in the last ACTIVE_S."""
+        for tenant, use in self._uses.items():
+            last = max(
+                [window.counts[-1][0] for window in (use.own, *use.peers.values()) if window.counts],
+                default=-1,
+            )
+            if last >= now - ACTIVE_S:
+                yield tenant
 
     def booked(self, charge: Charge, prefill_tokens: int, now: float) -> None:
         """A worker gets the request, and computes this much of its prompt."""
@@ -346,6 +359,15 @@ class TenantTable:
         if use is None:
             use = self._uses[tenant] = _Use()
         return use
+
+
+def _is_below(limits: KeyLimits, requests: int, tokens: int, at_once: int) -> bool:
+    """Whether one more request is within all limits."""
+    return (
+        (not limits.requests or requests < limits.requests)
+        and (not limits.tokens or tokens <= limits.tokens)
+        and (not limits.at_once or at_once < limits.at_once)
+    )
 
 
 def _ops(tenant: str, window: Window, now: float, owner: str) -> Iterator[TenantUse]:

@@ -84,8 +84,7 @@ class TenantLimits:
         charge = Charge(key.tenant, max(1, prompt_tokens), output * asked.n if api.parse is not None else 0)
         left = await self._passed(key, api, charge)
         self._table.begin(charge, self._now())
-        headers = "".join([f"{name}: {value}\r\n" for name, value in _headers(api, key, left, charge.tokens)])
-        return replace(route, charge=charge), headers
+        return replace(route, charge=charge), _lines(api, key, left, charge.tokens)
 
     async def _passed(self, key: Key, api: Api, charge: Charge) -> Left:
         until = self._now() + PATIENCE_S
@@ -100,7 +99,7 @@ class TenantLimits:
             if left.refused or now >= until:
                 error = RateLimitError(_why(key, left, charge))
                 error.retry_after_s = max(1, math.ceil(left.retry_s))
-                error.limits = tuple(_headers(api, key, left, 0))
+                error.limits = _fields(_lines(api, key, left, 0))
                 raise error
             await asyncio.sleep(LOOK_AGAIN_S)
 
@@ -121,20 +120,33 @@ def _why(key: Key, left: Left, charge: Charge) -> str:
     return f"tenant {key.tenant!r} has used its {limit:,} {_NAMES[kind]}{asked}"
 
 
-def _headers(api: Api, key: Key, left: Left, tokens: int) -> list[tuple[str, str]]:
+def _fields(lines: str) -> tuple[tuple[str, str], ...]:
+    pairs = [line.partition(": ") for line in lines.splitlines()]
+    return tuple([(name, value) for name, _, value in pairs])
+
+
+def _lines(api: Api, key: Key, left: Left, tokens: int) -> str:
     """How much is left, in the form of the API. `tokens`: of the request that has been counted; 0: none."""
-    found = []
-    counted = int(tokens > 0)
-    for kind, limit, rest in (
-        ("requests", key.limits.requests, left.requests - counted),
-        ("tokens", key.limits.tokens, left.tokens - tokens),
-    ):
-        for what, value in (
-            (("limit", str(limit)), ("remaining", str(max(0, rest))), ("reset", "")) if limit else ()
-        ):
-            if api.error_schema == "AnthropicError":
-                at = (now_utc() + timedelta(seconds=left.reset_s)).isoformat(timespec="seconds")
-                found.append((f"anthropic-ratelimit-{kind}-{what}", value or at.replace("+00:00", "Z")))
-            else:
-                found.append((f"x-ratelimit-{what}-{kind}", value or f"{left.reset_s:.0f}s"))
-    return found
+    lines, limits = "", key.limits
+    if api.error_schema == "AnthropicError":
+        at = (now_utc() + timedelta(seconds=left.reset_s)).isoformat(timespec="seconds")
+        form, reset = _anthropics, at.replace("+00:00", "Z")
+    else:
+        form, reset = _openais, f"{left.reset_s:.0f}s"
+    if limits.requests:
+        lines = form("requests", limits.requests, max(0, left.requests - (tokens > 0)), reset)
+    if limits.tokens:
+        lines += form("tokens", limits.tokens, max(0, left.tokens - tokens), reset)
+    return lines
+
+
+def _openais(kind: str, limit: int, left: int, reset: str) -> str:
+    return (
+        f"x-ratelimit-limit-{kind}: {limit}\r\nx-ratelimit-remaining-{kind}: {left}\r\n"
+        f"x-ratelimit-reset-{kind}: {reset}\r\n"
+    )
+
+
+def _anthropics(kind: str, limit: int, left: int, reset: str) -> str:
+    start = f"anthropic-ratelimit-{kind}-"
+    return f"{start}limit: {limit}\r\n{start}remaining: {left}\r\n{start}reset: {reset}\r\n"

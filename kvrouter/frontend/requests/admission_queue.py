@@ -171,8 +171,15 @@ class WaitingRoom:
     def _look_soon(self, line: _Line) -> None:
         if line.look is None and len(line.queue):
             # Replicas without sync do not see each other's bookings: waiting for them would gain nothing.
-            delay_s = line.queue.wake_after_s(self._replica.sharing_peers(), self._chance())
-            line.look = asyncio.get_running_loop().call_later(delay_s, self._look, line)
+            loop, peers = asyncio.get_running_loop(), self._replica.sharing_peers()
+            yields = bool(peers and self._keys.now) and self._yields(line, loop.time())
+            delay_s = line.queue.wake_after_s(peers, self._chance(), yields=yields)
+            line.look = loop.call_later(delay_s, self._look, line)
+
+    def _yields(self, line: _Line, now: float) -> bool:
+        """Whether a tenant that was served less than all that are first here may wait at a peer."""
+        least = min([self._served(ticket.tenant) for ticket in line.queue.firsts()])
+        return any(self._served(tenant) < least for tenant in self._replica.tenants.active(now))
 
     def _look(self, line: _Line) -> None:
         line.look = None

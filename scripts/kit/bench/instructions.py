@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from scripts.kit.bench.keyring import header, keyring
+from scripts.kit.bench.keyring import FREE, header, keyring
 from scripts.kit.bench.meter import conclude, machine
 from scripts.kit.bench.relay import checkout
 from scripts.kit.bench.wire.rounds import send, warm
@@ -108,7 +108,7 @@ async def run(flags: argparse.Namespace) -> int:
         whole = await stage.workers(STREAM_PACE_MS)
         headers: tuple[str, ...] = ()
         if flags.keys:
-            (key, *_), more = keyring(stage.directory, flags.keys)
+            (key, *_), more = keyring(stage.directory, flags.keys, FREE if flags.limits else {})
             flags.flag += more
             headers = (header(key),)
         halves = await stage.workers(STREAM_PACE_MS + 0.01, is_split=True)
@@ -197,7 +197,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--modes", nargs="+", default=list(FLAGS), choices=list(FLAGS), metavar="MODE",
         help="which frontends (all)")  # fmt: skip
     add("--keys", type=int, default=0, metavar="N",
-        help="this checkout's frontends ask for one of N keys with limits; see --against .")  # fmt: skip
+        help="this checkout's frontends ask for one of N keys; see --against .")  # fmt: skip
+    add("--limits", action="store_true", help="these keys have limits")
     add("--works", nargs="+", default=list(REQUESTS), choices=list(REQUESTS), metavar="WORK",
         help="what is sent (all)")  # fmt: skip
     add("--share", type=float, default=1.0, metavar="X", help="share of the usual requests (%(default)g)")
