@@ -105,6 +105,24 @@ async def test_engines_get_no_clients_key(fleet_of: FleetOf, ring: Ring, tmp_pat
                 assert lines == ([f"authorization: {found.lower()}"] if found else [])
 
 
+async def test_no_log_has_a_key(fleet_of: FleetOf, ring: Ring) -> None:
+    """Neither of requests that are served nor of refused ones, nor GET /decisions or /clients."""
+    key = ring.add("a", "--override", "mode")
+    secret = key.rpartition("_")[2]
+    flags = ("--access-log", "all", "--log-decisions")
+    async with fleet_of(*ring.flags, *flags, scripts=(OK,)) as fleet:
+        for headers in (
+            (key,),
+            (key, "x-kvrouter-mode: nothing"),
+            (key[:-1],),
+            (key, "x-kvrouter-target: w0"),
+        ):
+            await fleet.ask(None, *headers)
+        shown = [(await fleet.get(path)).body for path in ("/decisions", "/clients", "/tenants", "/workers")]
+        assert secret[:-1] not in repr((fleet.trouble.logs, shown))
+        assert fleet.trouble.logs
+
+
 REFUSED: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     ({}, ("x-kvrouter-mode: p2c",), "mode"),
     ({}, ("x-kvrouter-overlap-weight: 2",), "weights"),
