@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,10 @@ async def test_what_clients_see(fleet_of: FleetOf, ring: Ring) -> None:
         assert 401 == await _status(fleet.url, "/metrics", key)
         assert 200 == await _status(fleet.url, "/metrics", OPERATOR)
         assert 200 == await _status(fleet.url, "/health", key)
+        # a browser sends its password with requests of other sites, too: those may only read
+        password = "authorization: Basic " + base64.b64encode(b"x:operators").decode()
+        assert 200 == await _status(fleet.url, "/health", password)
+        assert 401 == (await fleet.ask(None, password)).status
 
 
 async def _status(url: str, path: str, *headers: str) -> int:

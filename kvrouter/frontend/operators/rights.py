@@ -164,10 +164,10 @@ class Rights:
         keys = self._keys.now
         return None if keys is None else self._known(request, keys).client.key
 
-    def need_key(self, _requested: str, headers: Mapping[str, str]) -> None:
+    def need_key(self, requested: str, headers: Mapping[str, str]) -> None:
         """The gate of what clients with a key may see, if keys are in use."""
         keys = self._keys.now
-        if keys is not None and not self._is_operator(headers):
+        if keys is not None and not self._is_operator(requested.partition(" ")[0], headers):
             key_in(headers, keys)
 
     def need_operator(self, requested: str, headers: Mapping[str, str]) -> None:
@@ -175,8 +175,9 @@ class Rights:
         if self._keys.now is not None:
             self.gate(requested, headers)
 
-    def _is_operator(self, headers: Mapping[str, str]) -> bool:
-        return self._is_operators or self.key.is_in(headers, as_password=True)
+    def _is_operator(self, method: str, headers: Mapping[str, str]) -> bool:
+        # a password only for what reads, as KeyGate has it
+        return self._is_operators or self.key.is_in(headers, as_password=method in _READS)
 
     def form(self, api: Api, request: Request) -> Api:
         """The API as the client of this request gets it: the one place where errors lose names."""
@@ -215,7 +216,7 @@ class Rights:
                 check_expiry(known.client.key)
             return known
         # by `request.headers`: the head may be without its key already
-        if self._is_operator(request.headers):  # not kept: the operators' key may change
+        if self._is_operator(request.head.method, request.headers):  # not kept: the operators' key may change
             return KnownHead(keys, self, ALL, without_key(request, keys))
         try:
             key = key_in(request.headers, keys)
