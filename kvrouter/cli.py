@@ -23,6 +23,7 @@ usage: kvrouter COMMAND [flags]
   nats       the embedded NATS server on 127.0.0.1, until stopped
   nats-accounts
              users of NATS: an agent may publish in the name of its own workers only
+  keys       makes, lists and ends the keys of clients
   verify     compares the state of live replicas: whether they agree on blocks and bookings
   index      lists the blocks in a replica's index, or compares those of two replicas
   doctor     looks at NATS, agents, engines and replicas, and reports what is wrong and what to do

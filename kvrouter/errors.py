@@ -206,6 +206,40 @@ class NoAdminKeyError(WrongAdminKeyError):
     challenge = 'Bearer realm="kvrouter"'
 
 
+class UnknownKeyError(KvRouterError):
+    """The request has no key that is known and has not expired. The form is OpenAI's."""
+
+    names_nothing = True
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+    challenge = 'Bearer realm="kvrouter"'
+
+
+class KeyForbidsError(KvRouterError):
+    """The client's key does not allow what the request asks for."""
+
+    names_nothing = True
+    status = 403
+    type = "PermissionDeniedError"
+    code = "permission_denied"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class RateLimitError(KvRouterError):
+    """The client's tenant has reached a limit of its key."""
+
+    names_nothing = True
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+    limits: tuple[tuple[str, str], ...] = ()
+    """Further headers: how much of each limit is left."""
+
+
 class PeerNotAllowedError(KvRouterError):
     """The admin listener has no key, so it serves peers on loopback only."""
 

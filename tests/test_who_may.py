@@ -16,8 +16,12 @@ from urllib.parse import urlsplit
 import pytest
 
 from kvrouter.frontend.requests import engine_routes
-from tests.frontend.clients import Client, get
+from tests.frontend.clients import Client, Response, get
 from tests.frontend.fleet import Fleet, FleetOf
+from tests.frontend.test_keys import Ring, ring
+from tests.frontend.workers import OK
+
+__all__ = ["ring"]
 
 KEY = "s3cret"
 DOCS = Path(__file__).parents[1] / "docs/reference/http.md"
@@ -40,6 +44,7 @@ HTTP: dict[str, set[tuple[str, str]]] = {
         ("GET", "/fleet/stream"),
         ("GET", "/prefixes"),
         ("GET", "/clients"),
+        ("GET", "/tenants"),
         ("GET", "/decisions"),
         ("GET", "/decisions/{request_id}"),
         ("GET", "/busy_threshold"),
@@ -190,3 +195,69 @@ async def _connected(url: str, who: Who) -> AsyncIterator[Client]:
         yield Client(reader, writer)
     finally:
         writer.transport.abort()
+
+
+FREE = {("GET", "/live"), ("GET", "/ready"), ("GET", "/openapi.json")}
+
+
+async def test_every_route_with_keys(fleet_of: FleetOf, ring: Ring) -> None:
+    """A client without a key gets nothing but FREE; with one what is for its models, and nothing of others.
+
+    Every way to name a model of another tenant is tried on every route; no engine gets such a request.
+    """
+    mine, others = ring.add("mine", "--model", "m"), ring.add("others", "--model", "theirs")
+    expired = ring.add("expired", "--expires", "2020-01-01")
+    async with fleet_of(*ring.flags, "--model-alias", "alias=m", scripts=(OK,)) as fleet:
+        assert await _routes(fleet.frontend.admin_url) == set().union(*HTTP.values())
+        before = await _state(fleet)
+        wrong: list[Any] = []
+        for kind, routes in HTTP.items():
+            for method, path in sorted(routes):
+                free = (method, path) in FREE
+                for keys in ((), (expired,), ("authorization: Bearer kvr_0123456789abcdef_x",)):
+                    answered = await _ask(fleet, method, path, *keys)
+                    if free == (answered.status == 401) or b"w0" in answered.head + answered.body:
+                        wrong.append((keys, method, path, answered.status))
+                may = free or kind in {"models, health", "engines"}
+                answered = await _ask(fleet, method, path, mine, model="m")
+                if may == (answered.status in {401, 403}) or b"w0" in answered.head + answered.body:
+                    wrong.append((mine, method, path, answered.status))
+        assert not wrong
+        assert before == await _state(fleet)
+
+        served = len(fleet.requests)
+        for method, path in sorted(HTTP["engines"]):
+            for model in ("m", "alias", None):
+                for place in ("body", "query", "form"):
+                    answered = await _ask(fleet, method, path, others, model=model, place=place)
+                    # a form is no JSON, whatever is in it
+                    assert answered.status in {403, 400 if place == "form" else 403}, (
+                        method,
+                        path,
+                        model,
+                        place,
+                    )
+                    assert b"`m`" not in answered.body
+        assert served == len(fleet.requests)
+
+
+async def _ask(
+    fleet: Fleet, method: str, path: str, *headers: str, model: str | None = "m", place: str = "body"
+) -> Response:
+    """One request of a client, which names the model in this place."""
+    path = path.replace("{model}", "m").replace("{worker_id}", "w9").replace("{request_id}", "x")
+    path = path.replace("{file}", "page.js").replace("{hash}", "00" * 16)
+    kind, body = "application/json", b""
+    fields = {"prompt": "x", "input": "x", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    if place == "query" and model is not None:
+        path += f"?model={model}"
+    if method != "GET":
+        body = json.dumps(
+            fields | ({"model": model} if place == "body" and model is not None else {})
+        ).encode()
+    if place == "form" and method != "GET":
+        part = f'--b\r\ncontent-disposition: form-data; name="model"\r\n\r\n{model}\r\n' if model else ""
+        body, kind = f"{part}--b--\r\n".encode(), "multipart/form-data; boundary=b"
+    async with fleet.connected() as client:
+        client.send(body, *headers, f"content-type: {kind}", path=path, method=method)
+        return await client.response()

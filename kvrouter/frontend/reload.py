@@ -17,6 +17,8 @@ from msgspec import Struct
 
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.errors import BadRequestError, ConfigError
+from kvrouter.frontend.keys.clients import ClientKeys
+from kvrouter.frontend.keys.keys_file import Keys
 from kvrouter.frontend.operators.rights import AdminKey
 from kvrouter.frontend.operators.views import json_answer
 from kvrouter.frontend.requests.accept import Accept
@@ -33,7 +35,7 @@ from kvrouter.settings.reload import CHANGED, Changes, log_failure, read_again
 from kvrouter.tokens.remote_tokenizer import EngineTokenizer
 
 # Their value may change, but what they switch on or off is decided at the start.
-SWITCHES = {"router-queue-threshold", "tls-cert", "tls-key"}
+SWITCHES = {"router-queue-threshold", "tls-cert", "tls-key", "keys-file", "api-key"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class Fresh:
     loaded: Loaded[FrontendOptions]
     admin_key: str | None
     engine_api_key: str | None
+    keys: Keys | None
     changes: Changes
 
 
@@ -53,7 +56,8 @@ def read_fresh(current: Loaded[FrontendOptions]) -> Fresh:
     # a policy that was made keeps what it has learnt
     policy = replace(settings.policy, custom=current.settings.policy.custom)
     loaded = replace(loaded, settings=replace(settings, policy=policy))
-    return Fresh(loaded, settings.process.admin_key, settings.tokens.engine_api_key, changes)
+    keys, engine_key = loaded.settings.keys, settings.tokens.engine_api_key
+    return Fresh(loaded, settings.process.admin_key, engine_key, keys, changes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,7 @@ class RunningSettings:
     completions: Completions
     waiting_room: WaitingRoom
     key: AdminKey
+    clients_keys: ClientKeys
     engines: EngineTokenizer
     certificate: ServerCertificate | None
 
@@ -87,6 +92,9 @@ class RunningSettings:
             applied.setdefault("router-config", CHANGED)
         if self.key.change(fresh.admin_key):
             applied.setdefault("admin-key-file", CHANGED)
+        if self.clients_keys.change(fresh.keys):
+            self.accept.limits.change()
+            applied.setdefault("keys-file", CHANGED)
         if self.engines.use_key(fresh.engine_api_key):
             applied.setdefault("engine-api-key-file", CHANGED)
         if (

@@ -26,6 +26,9 @@ from kvrouter.core.native import versions
 from kvrouter.core.routing.policy import AUTO
 from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.errors import ConfigError
+from kvrouter.frontend.keys.clients import ClientKeys
+from kvrouter.frontend.keys.keys_file import now_utc
+from kvrouter.frontend.keys.limits import TenantLimits
 from kvrouter.frontend.operators.admin import Admin
 from kvrouter.frontend.operators.busy_threshold import BusyThresholds
 from kvrouter.frontend.operators.deadly_prompts import PROMPT_PATH, PROMPTS_PATH, DeadlyPromptViews
@@ -40,6 +43,7 @@ from kvrouter.frontend.operators.worker_blocks import WORKER_PATH, WorkerBlocks
 from kvrouter.frontend.records.access_log import AccessLog
 from kvrouter.frontend.records.client_totals import ClientTotals
 from kvrouter.frontend.records.readers import Readers
+from kvrouter.frontend.records.tenant_totals import TenantTotals
 from kvrouter.frontend.reload import Reload, RunningSettings
 from kvrouter.frontend.requests.accept import Accept
 from kvrouter.frontend.requests.admission_queue import WaitingRoom
@@ -153,6 +157,7 @@ class _Member:
     listeners: Listeners
     bus: Bus
     waiting_room: WaitingRoom
+    keys: ClientKeys
     metrics: RequestMetrics
     traffic: FleetTraffic
     replica_loop: ReplicaLoop
@@ -195,7 +200,8 @@ async def running_frontend(
         settings = (lambda: reload.configured.settings) if reload is not None else (lambda: options)
         registry.register(config_collector(COMMAND.declared(), settings))
         changes = _routing_changes(registry, member, reload) if reload is not None else None
-        site = Site(path.completions, admin, _operators_routes(member, path, admin, reload, changes), options)
+        for_operators = _operators_routes(member, path, admin, reload, changes)
+        site = Site(path.completions, admin, for_operators, options, member.keys)
         async with (
             metrics_port(options.metrics, admin.all_metrics, is_shared=member.listeners.siblings is not None),
             http_server(site, member.listeners, *gates, hurried=hurried, options=options),
@@ -228,7 +234,8 @@ async def _open_member(
     rules = new_rules(options)
     metrics = RequestMetrics(registry)
     replica = new_replica(options, rules, index_maker(metrics.steps, is_on=options.index_metrics))
-    waiting_room = WaitingRoom(replica, options.admission, metrics.queue_wait, random.random)
+    keys = ClientKeys(options.keys)
+    waiting_room = WaitingRoom(replica, options.admission, metrics.queue_wait, random.random, keys)
     traffic = FleetTraffic(replica, lambda: served(replica, metrics, waiting_room.waiting()))
     registry.register(StateCollector(lambda: rules.samples(replica.routers)))
     registry.register(StateCollector(waiting_room.samples))
@@ -261,6 +268,7 @@ async def _open_member(
             listeners=listeners,
             bus=bus,
             waiting_room=waiting_room,
+            keys=keys,
             metrics=metrics,
             traffic=traffic,
             replica_loop=replica_loop,
@@ -274,6 +282,9 @@ async def _open_request_path(
 ) -> AsyncIterator[_RequestPath]:
     """`tls`: which workers are trusted."""
     replica, metrics, publishing = member.replica, member.metrics, member.replica_loop.publishing
+    limits = TenantLimits(
+        replica, member.keys, lambda: member.bus.connected, has_queue=member.waiting_room.is_on
+    )
     accept = Accept(
         replica.pools,
         member.tokens.blocks,
@@ -281,6 +292,8 @@ async def _open_request_path(
         _dialect(options),
         options.aliases,
         wait_for_workers_s=options.wait_for_workers_s,
+        limits=limits,
+        salts=options.clients.tenant_cache_salt,
     )
     views = DecisionViews(member.rules.decisions, logs=options.rules.log_decisions)
     now, networks = asyncio.get_running_loop().time, options.worker_networks
@@ -292,7 +305,8 @@ async def _open_request_path(
             registry.register(StateCollector(tracing.samples))
         access = AccessLog(options.access, views, random.random, tracing)
         clients = ClientTotals(access.addresses, now)
-        readers = Readers(metrics, clients, member.audit, access, views)
+        tenants = TenantTotals(metrics.tenant_tokens, now_utc)
+        readers = Readers(metrics, clients, member.audit, access, views, tenants)
         lost = LostRequests(replica, publishing, probe, now=now)
         upstream = Upstream(tls, networks, is_native=versions.in_use() == versions.NATIVE)
         with contextlib.closing(upstream), contextlib.ExitStack() as at_end:
@@ -447,6 +461,7 @@ def _changeable(member: _Member, path: _RequestPath, key: AdminKey) -> RunningSe
         completions=path.completions,
         waiting_room=member.waiting_room,
         key=key,
+        clients_keys=member.keys,
         engines=member.tokens.engines,
         certificate=member.listeners.certificate,
     )
@@ -503,6 +518,7 @@ def _operators_routes(
         ("GET", FILES_PATH, page.file),
         ("GET", "/prefixes", Prefixes(member.rules.decisions).view),
         ("GET", "/clients", partial(readers.clients.view, path.completions.in_flight.requests)),
+        ("GET", "/tenants", readers.tenants.view),
         ("GET", WORKER_PATH, WorkerBlocks(member.replica).view),
         ("POST", "/v1/route", DryRoute(path.accept, views).route),
         ("GET", "/decisions", views.last),

@@ -24,6 +24,7 @@ from kvrouter.core.wire.addresses import Network
 from kvrouter.core.wire.values import url_error
 from kvrouter.errors import ConfigError
 from kvrouter.frontend.dynamo_flags import DynamoOptions
+from kvrouter.frontend.keys.keys_file import Keys, read_keys
 from kvrouter.frontend.requests.overrides import DIRECT
 from kvrouter.policies import CUSTOM, SERVED_MODES, PolicySettings
 from kvrouter.policies.files import PolicyFiles
@@ -281,6 +282,37 @@ class ClientsOptions(Settings):
         "off: requests cannot choose worker, mode, weights or priority; what they send of it is ignored and "
         "counted in kvrouter_removed_fields_total",
     )
+    keys_file: Path | None = setting(
+        None,
+        "the keys of clients, as `kvrouter keys` writes them (TOML): --port serves probes, and requests with "
+        "one of them; engines get the key of --engine-api-key-file instead",
+        reloadable=True,
+    )
+    api_key: str | None = setting(
+        None,
+        "one key for all clients, which may do all; as a flag other users of the machine can see it",
+        is_secret=True,
+        reloadable=True,
+    )
+
+    tenant_cache_salt: bool = setting(
+        False,
+        "keep the prefixes of keys apart, by `cache_salt`: no tenant can time what others have sent",
+    )
+
+    def checked(self) -> Self:
+        if self.keys(None) is None and self.tenant_cache_salt:
+            raise ConfigError(
+                "--tenant-cache-salt without --keys-file: there are no tenants; drop it, or give keys"
+            )
+        return self
+
+    def keys(self, engine_key: str | None) -> Keys | None:
+        """All keys; None: clients need none. `engine_key`: what engines get. Raises ConfigError."""
+        if self.keys_file is None and self.api_key is None:
+            return None
+        found = read_keys(self.keys_file) if self.keys_file is not None else {}
+        return Keys(found, self.api_key or "", engine_key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -550,6 +582,11 @@ class FrontendOptions(CommonOptions):
     def worker_networks(self) -> tuple[Network, ...]:
         """The networks to which workers are limited; empty: they are not."""
         return tuple(map(ip_network, self.allowed_workers))
+
+    @property
+    def keys(self) -> Keys | None:
+        """Of clients, and what engines get in their place."""
+        return self.clients.keys(self.tokens.engine_api_key)
 
     @property
     def aliases(self) -> dict[str, str]:

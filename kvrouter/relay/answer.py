@@ -10,7 +10,9 @@ from msgspec import Struct
 
 from kvrouter.errors import (
     KvRouterError,
+    RateLimitError,
     TrailingSlashError,
+    UnknownKeyError,
     UnsupportedCodingError,
     WrongAdminKeyError,
     WrongMethodError,
@@ -72,9 +74,11 @@ def _reason(status: int) -> str:
 def error_headers(error: KvRouterError, request_id: str) -> dict[str, str]:
     """The headers of an error answer. They do not depend on the API."""
     headers = {"x-request-id": request_id}
-    if error.status == 503:
+    if error.status in {429, 503}:
         headers["retry-after"] = str(error.retry_after_s)
-    if isinstance(error, WrongAdminKeyError):
+    if isinstance(error, RateLimitError):
+        headers |= error.limits
+    if isinstance(error, (WrongAdminKeyError, UnknownKeyError)):
         headers["www-authenticate"] = error.challenge
     if isinstance(error, UnsupportedCodingError):
         headers["accept-encoding"] = ACCEPTED

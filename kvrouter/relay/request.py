@@ -84,7 +84,7 @@ class RequestHead:
     """
 
     __slots__ = (
-        "_forwarded", "fields", "has_overrides", "headers", "hops", "method", "path", "route",
+        "_forwarded", "fields", "has_overrides", "headers", "hops", "known", "method", "path", "route",
         "wants_keep_alive",
     )  # fmt: skip
 
@@ -98,13 +98,16 @@ class RequestHead:
         self.has_overrides = any(name.startswith(OVERRIDES) for name, _ in fields)
         self.hops = ", ".join([value for name, value in fields if name == HOPS])
         """The routers that the request has passed; empty: it comes from a client."""
+        self.known: object = None
+        """What the server has found out of it and keeps for the next request with it; None: nothing."""
         self._forwarded: dict[tuple[str, bool, bool], bytes] = {}
 
     def with_path(self, path: str) -> RequestHead:
         return RequestHead(self.method, path, self.fields, wants_keep_alive=self.wants_keep_alive)
 
-    def without(self, name: str) -> RequestHead:
-        fields = [field for field in self.fields if field[0] != name]
+    def without(self, *names: str, more: Sequence[Field] = ()) -> RequestHead:
+        """Without the fields of these names, and with `more`."""
+        fields = [*(field for field in self.fields if field[0] not in names), *more]
         return RequestHead(self.method, self.path, fields, wants_keep_alive=self.wants_keep_alive)
 
     def for_worker(

@@ -27,6 +27,7 @@ MODULES = {
     "tune": Modules("kvrouter.lab.tune.settings", "kvrouter.lab.tune.__main__"),
     "nats": Modules("kvrouter.bus.settings", "kvrouter.bus.__main__"),
     "nats-accounts": Modules("kvrouter.bus.accounts", "kvrouter.bus.accounts"),
+    "keys": Modules("kvrouter.frontend.keys.command", "kvrouter.frontend.keys.command"),
     "verify": Modules("kvrouter.observe.verify.settings", "kvrouter.observe.verify.__main__"),
     "index": Modules("kvrouter.observe.verify.index_settings", "kvrouter.observe.verify.index_command"),
     "doctor": Modules("kvrouter.observe.doctor.settings", "kvrouter.observe.doctor.__main__"),

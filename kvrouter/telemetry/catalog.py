@@ -64,6 +64,13 @@ SECTIONS: dict[str, dict[str, Metric]] = {
             "these, predicted to be cached), `output` (of the answers that were passed on, "
             "whole or not: as the engine reports them, else one for each event of a stream)",
         ),
+        "kvrouter_tenant_tokens_total": Metric(
+            "counter",
+            ("tenant", "kind"),
+            "with `--keys-file`: tokens of a tenant's requests, `prompt`, of these `cached` (as the engine "
+            "reports, else as predicted) and `computed`, and `output`",
+            see="operations.md#what-tenants-use",
+        ),
         "kvrouter_spans_total": Metric(
             "counter",
             ("outcome",),

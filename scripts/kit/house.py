@@ -22,12 +22,13 @@ FUNCTION_LINES = 60
 CLASS_LINES = 300
 # Classes that were longer when the limit came (issue "The request, the router, the cost"). They may shrink.
 # Pool has the roles of its targets since prefill and decode are apart; Agent learns restarted engines again;
-# Attempt hands committed streams to C and takes them back; Completions asks for blocks of a peer.
+# Attempt hands committed streams to C and takes them back; Completions asks for blocks of a peer; Replica,
+# BookingTable, Completions and SyncFeed have four lines more each for tenants.
 LARGER = {
-    "Attempt": 549, "Replica": 477, "FeedReader": 419, "BlockIndex": 395, "Pool": 398, "Agent": 379,
-    "BookingTable": 362, "Completions": 328, "Bus": 337, "EngineBlocks": 330, "Examination": 316,
+    "Attempt": 549, "Replica": 481, "FeedReader": 419, "BlockIndex": 395, "Pool": 398, "Agent": 379,
+    "BookingTable": 366, "Completions": 335, "Bus": 337, "EngineBlocks": 330, "Examination": 316,
     "ReferenceEngine": 351,  # with both halves of a request, and blocks of a peer
-    "Router": 250, "OwnBookings": 250, "SyncFeed": 250,  # one router in three
+    "Router": 250, "OwnBookings": 250, "SyncFeed": 254,  # one router in three
 }  # fmt: skip
 # Class names in two modules: two of the library, which Dynamo has too, and the mocker's Answer, which others
 # import (tests/test_moved.py).
@@ -37,13 +38,16 @@ FILES = 25
 # of SGLang, whose halves are sent at once: 220 of these in the mocker. 475 for fastokens, its comparison with
 # the reference library, and the order of what waits for a thread. 430 for bodies that are read in steps, with
 # a Python and a C version of the scan. 500 for pairs in the simulator and analyze. 420 for blocks from a
-# peer: 90 in the mocker, 80 in the simulator. 210 for streams in C.
-LINES = 72_770
+# peer: 90 in the mocker, 80 in the simulator. 210 for streams in C. 1,560 for keys of clients: 680 the file,
+# the command, and what each may; 610 limits that hold for the fleet; 180 what tenants use, and their salts;
+# 120 turns of tenants that wait.
+LINES = 74_390
 COMMENTS = 30
 # Of docs/, as `wc -w` counts them, without docs/changes; 1,920 of them for pairs, 400 of these SGLang's; 170
 # for the figures of large bodies; 1,050 for when pairs pay, in tables, and flags to find that out; 390 for
-# fastokens and its figures; 660 for blocks from a peer, half of them figures.
-DOC_WORDS = 62_700
+# fastokens and its figures; 660 for blocks from a peer, half of them figures; 1,930 for clients' keys,
+# their limits, costs, turns and salts, 650 of these the threat model.
+DOC_WORDS = 64_620
 _IMPORT = re.compile(r"^\s*from kvrouter\.core\.(\w+)", re.MULTILINE)
 _FOR_TOOLS = ("noqa", "type:", "pragma", "fmt:", "cython:")
 

@@ -107,10 +107,10 @@ class Client:
             )
         return self._session
 
-    async def get(self, url: str) -> tuple[int, bytes]:
+    async def get(self, url: str, headers: Mapping[str, str] | None = None) -> tuple[int, bytes]:
         """Status and body of a GET."""
         body = bytearray()
-        head = await self.send("GET", url, body.extend)
+        head = await self.send("GET", url, body.extend, headers=headers)
         return head.status, bytes(body)
 
     async def get_json(self, url: str) -> Any:

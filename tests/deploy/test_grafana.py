@@ -26,6 +26,7 @@ NOT_SHOWN = {
     "kvrouter_remote_tokenizations_total",
     "kvrouter_removed_fields_total",
     "kvrouter_spans_total",
+    "kvrouter_tenant_tokens_total",
     "kvrouter_token_ids_sent_total",
     "kvrouter_tokenizer_checks_total",
     # how much of long prompts is known: sizes within fixed bounds

@@ -349,14 +349,16 @@ def test_operators_key() -> None:
     """The key of a secret opens the admin listener, and its port, to other addresses."""
     helm()
     values = values_of("one-host.yaml")
-    keyed = render(values | {"frontend": {**values.get("frontend", {}), "adminKeySecret": "operators"}})
+    secrets = {"adminKeySecret": "operators", "keysSecret": "clients"}
+    keyed = render(values | {"frontend": {**values.get("frontend", {}), **secrets}})
     found = {one["kind"]: one for one in yaml.safe_load_all(keyed) if one["metadata"]["name"] == FRONTEND}
 
     pod = found["Deployment"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    assert "--admin-key-file=/admin/key" in container["args"]
-    (volume,) = [one for one in pod["volumes"] if one["name"] == "admin"]
-    assert "operators" == volume["secret"]["secretName"]
+    assert {"--admin-key-file=/admin/key", "--keys-file=/keys/keys.toml"} <= {*container["args"]}
+    mounted = {one["name"]: one["secret"]["secretName"] for one in pod["volumes"] if "secret" in one}
+    assert ("operators", "clients") == (mounted["admin"], mounted["keys"])
+    assert {"admin", "keys"} <= {one["name"] for one in container["volumeMounts"]}
     rules = found["NetworkPolicy"]["spec"]["ingress"]
     (admin,) = [one for one in rules if one["ports"][0]["port"] == "admin"]
     assert "from" not in admin

@@ -30,6 +30,7 @@ BODY = {"model": "m", "prompt": list(range(64)), "max_tokens": 4}
 STREAM = {**BODY, "stream": True}
 FOR_OPERATORS = (
     "/clients",
+    "/tenants",
     "/deadly_prompts",
     "/fleet",
     "/routing",

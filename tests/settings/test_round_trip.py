@@ -55,6 +55,8 @@ SAMPLES = {
     "sync-ms": ["0.5", "2.5"],
     "tool": ["t", "grafana-1"],
     "trusted-proxies": ["127.0.0.1", "10.0.0.0/8", "fd00::/8"],
+    "tenant": ["t", "team-1.x"],
+    "expires": ["2027-01-31", "2027-01-31T12:00:00+02:00"],
     "url": ["nats://127.0.0.1:1", "nats://127.0.0.1:65535"],
     "workload": ["zero", "hot:prefixes=3"],
     "worker-id": ["w", "w-1_2"],
@@ -121,8 +123,8 @@ def test_flags(name: str, data: st.DataObject) -> None:
     values = data.draw(some_values(name))
     declared = settable(name)
     words = []
-    for key, value in values.items():
-        one = declared[key]
+    for key in sorted(values, key=list(declared).index):  # words without flags have their order
+        one, value = declared[key], values[key]
         values_of_one = value if one.is_list else (value,)
         is_word = one.setting.is_positional
         words += [one.text(each) for each in values_of_one] if is_word else one.flags(value)

@@ -16,6 +16,7 @@ REQUIRED = {
     "verify": ["--replica=http://a:1", "--replica=http://b:1"],
     "analyze": ["--live=http://a:1"],
     "tune": ["trace.jsonl"],
+    "keys": ["list"],
     "index": ["dump", "--replica=http://a:1"],
 }
 

@@ -33,6 +33,7 @@ from kvrouter.core.wire.ops import (
     Resumable,
     SentText,
     Stored,
+    TenantUse,
 )
 from kvrouter.errors import counted
 
@@ -226,15 +227,13 @@ class SyncSink:
         self._speeds = speeds
         self._hear_of_prompt = hear_of_prompt
         self._named: set[int] = set()
+        self._counted: list[tuple[TenantUse, float]] = []
 
     def apply(self, op: Op, now: float) -> str:
         """Apply a moment of a booking, a session or a text. Only too many bookings contradict."""
         match op:
             case AddRequest():
-                booking = self._active.book_of_peer(_booking(self._router_id, op, now))
-                if booking is None:
-                    return TOO_MANY
-                self._booked(booking, now)
+                return self._book(op, now)
             case FirstByte() if self._speeds is not None:
                 key = BookingKey(self._router_id, op.number)
                 service = self._active.service(key, now, op.ttft_us / 1e6)
@@ -247,7 +246,7 @@ class SyncSink:
             case Progress():
                 self._active.progress(BookingKey(self._router_id, op.number), op.output_blocks)
             case Free():
-                self._active.free(BookingKey(self._router_id, op.number), now)
+                self._free(op, now)
             case SentText() if self._learn is not None:
                 self._learn(op, now)
             case Bind() if self._sessions is not None:
@@ -257,6 +256,23 @@ class SyncSink:
             case LostWith() | DeadlyPrompt() | Pardon():
                 self._hear_of_prompt(op, now)
         return ""
+
+    def _book(self, op: AddRequest, now: float) -> str:
+        booking = self._active.book_of_peer(_booking(self._router_id, op, now))
+        if booking is None:
+            return TOO_MANY
+        if op.tenant:
+            facts = op.tenant, op.tenant_tokens, now, op.prefill_tokens
+            self._active.tenants.begun_elsewhere(self._router_id, *facts)
+        self._booked(booking, now)
+        return ""
+
+    def _free(self, op: Free, now: float) -> None:
+        freed = self._active.free(BookingKey(self._router_id, op.number), now)
+        if freed is not None and freed.tenant:
+            self._active.tenants.ended_elsewhere(
+                self._router_id, freed.tenant, op.settled, freed.tenant_tokens, freed.sent_at, now, freed.isl
+            )
 
     def agrees(self, check: Check | CheckResumable) -> bool:
         return isinstance(check, Check) and (check.count, check.digest) == self._active.digest(
@@ -270,7 +286,7 @@ class SyncSink:
         self._active.drop_owner(self._router_id)
 
     def begin_load(self) -> None:
-        self._named = set()
+        self._named, self._counted = set(), []
 
     def load(self, op: Op, now: float) -> str:
         """Load one op. A booking comes as AddRequest, followed by its later moments."""
@@ -285,6 +301,8 @@ class SyncSink:
                 self._speeds.adopt(op)
             case ApproxEntry():
                 self._assume(op, now)
+            case TenantUse():
+                self._counted.append((op, now))
             case Bind() if self._sessions is not None:
                 if not self._is_early(op, now):
                     target = Target(WorkerId(op.worker_id), op.rank)
@@ -294,6 +312,8 @@ class SyncSink:
         return ""
 
     def finish_load(self) -> None:
+        if self._counted:  # older replicas count nothing
+            self._active.tenants.load(self._router_id, [op for op, _ in self._counted], self._counted[0][1])
         # a booking that the owner did not name has ended
         for booking in self._active.bookings(self._router_id):
             if booking.key.number not in self._named:
@@ -316,4 +336,6 @@ def _booking(router_id: RouterId, op: AddRequest, now: float) -> Booking:
         sent_at=now,
         is_text=op.is_text,
         role=op.role,
+        tenant=op.tenant,
+        tenant_tokens=op.tenant_tokens,
     )

@@ -24,10 +24,11 @@ from kvrouter.core.routing.policy import Candidate, RouteRequest
 from kvrouter.core.routing.selection import Selection
 from kvrouter.core.tables.bookings import Booking, add_request
 from kvrouter.core.tables.prefill_speeds import Calibration
+from kvrouter.core.tables.tenants import Charge
 from kvrouter.core.tables.text_index import sent_text
 from kvrouter.core.tables.transfers import Pull
 from kvrouter.core.wire.hashes import pack_hashes
-from kvrouter.core.wire.heartbeats import DECODE
+from kvrouter.core.wire.heartbeats import DECODE, PREFILL
 from kvrouter.core.wire.ids import BookingKey, RouterId, Target
 from kvrouter.core.wire.ops import (
     MAX_BOOKING_HASHES,
@@ -119,10 +120,16 @@ class OwnBookings:
             is_text=request.is_text,
             role=role,
         )
+        if request.charge is not None and role != PREFILL:  # of a pair the other one counts
+            self._charge(booking, request.charge, now)
         self._pool.active.book(booking)
         if self._feed.is_followed:
             self._feed.publish(add_request(booking, pack_hashes(named)))
         return booking
+
+    def _charge(self, booking: Booking, charge: Charge, now: float) -> None:
+        self._pool.active.tenants.booked(charge, booking.prefill_tokens, now)
+        booking.tenant, booking.tenant_tokens = charge.tenant, charge.tokens
 
     def _blocks(self, request: RouteRequest) -> tuple[Sequence[int], int]:
         """The named blocks of a request, at most MAX_BOOKING_HASHES, and the number of its other blocks."""
@@ -279,8 +286,11 @@ class OwnBookings:
             seconds = max(0.0, now - own.sent_at)
             produced = own.output_tokens if output_tokens is None else output_tokens
             own.policy.on_request_end(own.request, own.booking.target, own.ttft_s, seconds, produced)
-        if self._pool.active.free(key, now) is not None and self._feed.is_followed:
-            self._feed.publish(Free(key.number))
+        booking, settled = self._pool.active.free(key, now), 0
+        if own is not None and own.request.charge is not None and own.booking.tenant:
+            settled = self._pool.active.tenants.settle(own.request.charge, now)
+        if booking is not None and self._feed.is_followed:
+            self._feed.publish(Free(key.number, settled))
 
 
 def _pulls_from(own: OwnBooking, pull: Pull) -> float:

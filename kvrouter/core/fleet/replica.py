@@ -53,7 +53,7 @@ from kvrouter.core.wire.heartbeats import (
     standing,
 )
 from kvrouter.core.wire.ids import PoolId, RouterId, Target, WorkerId
-from kvrouter.core.wire.ops import VERSION
+from kvrouter.core.wire.ops import VERSION, seq_of
 from kvrouter.core.wire.senders import (
     AwaitedSource,
     Feed,
@@ -137,6 +137,8 @@ class Replica:
         self._leases: Leases[Source] = Leases(settings.lease_rounds, settings.heartbeat_s)
         self.peers = Peers(router_id, incarnation, self._leases, settings.lease_rounds)
         self._held, self._early, self._booked = HeldBudget(), EarlyBudget(), BookedBudget()
+        self.tenants = self._booked.tenants
+        self.tenants.router_id = router_id
         self.feeds = Following(self._leases, self._new_reader)
         self.readers = self.feeds.readers
         self.readiness = Readiness(self.pools, self.peers, self.readers)
@@ -317,7 +319,9 @@ class Replica:
         self._leases.forget(AwaitedSource(worker_id))
 
     def sync_frame(self, source: SyncSource, data: bytes, now: float) -> Receipt:
-        """A frame of a peer's sync feed; frames of this replica are refused."""
+        """A frame of a peer's sync feed; one of this replica is refused, and only shows that it came back."""
+        if source.router_id == self.router_id and self.tenants.awaits_echo:
+            self.tenants.echoed(source.pool, seq_of(data), now)
         if source.router_id == self.router_id or not self.settings.synced:
             return REFUSED
         if not self._may_begin(source.pool, served=False):

@@ -115,7 +115,10 @@ class SyncFeed:
             return []
         self.last_seq()
         ops, self._outbox = self._outbox, []
-        return self.source.append(ops)
+        frames, tenants = self.source.append(ops), self._pool.active.tenants
+        if tenants.limited:
+            tenants.published(self._pool.id, self.source.seq)
+        return frames
 
     def check_frames(self, now: float) -> list[bytes]:
         """Called once a second: the frames to publish, with a Check if one is due.
@@ -157,6 +160,7 @@ class SyncFeed:
                 # with KV events nothing else is assumed
                 is_text=self._pool.settings.use_kv_events,
             )
+        yield from self._pool.active.tenants.ops(now, self._peers, is_elder=is_elder)
         if (speed := self._tables.speeds.op()) is not None:
             yield speed
         if is_elder:

@@ -14,18 +14,25 @@ A target is full if its charged prefill tokens exceed `threshold × max_batched_
 no request starves; with `ageing_s` 0 it does not count. Equal priorities keep their order of arrival
 (what Ray's FIFOMixin promises, in one replica). While requests wait, new ones wait behind them.
 
+Tenants (keys of clients) have a queue each in a lane. The next request is that of the tenant that was served
+least: computed and output tokens, at all replicas, by its weight (virtual token counters, as in VTC). One
+that comes back begins where the others are, so nothing can be saved up. While a tenant waits, each request
+of others that goes first brings them nearer to its turn, so none starves, whatever they send. Of the queue's
+room a tenant has a part, so that none can fill it.
+
 Requests that may go to different targets wait in different lanes: else one that waits for a full worker
 would hold up those for an idle one. Order holds within a lane; `max_waiting` counts all lanes.
 The caller does the waiting and passes the time in.
 
-Invariants: `_waiting` holds exactly the tickets that have not left, in order of arrival; the heap of a
-lane holds all of its waiting tickets, and may hold some that have left; every lane has a waiting ticket.
+Invariants: `_waiting` holds exactly the tickets that have not left, in order of arrival; the heap of a lane
+and tenant holds all of its waiting tickets, and may hold some that have left; each has a waiting ticket.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container, Iterable
+from collections import Counter
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 
 from kvrouter.core.routing.policy import Candidate
@@ -93,11 +100,12 @@ class Ticket:
     arrived: float
     priority: int
     lane: str = ""
+    tenant: str = ""
 
 
 @dataclass(slots=True)
-class _Lane:
-    """Requests that may go to the same targets: a heap of (rank, number), and how many of them still wait."""
+class _TenantLine:
+    """A tenant's requests that may go to the same targets: a heap of (rank, number), and how many wait."""
 
     order: list[tuple[float, int]] = field(default_factory=list)
     waiting: int = 0
@@ -108,11 +116,11 @@ class _Lane:
         heapq.heappush(self.order, (rank, ticket.number))
         self.waiting += 1
 
-    def first(self, waiting: Container[int]) -> int:
-        """The number of the next ticket. There must be a waiting one."""
+    def first(self, waiting: Container[int]) -> tuple[float, int]:
+        """Rank and number of the next ticket. There must be a waiting one."""
         while self.order[0][1] not in waiting:
             heapq.heappop(self.order)
-        return self.order[0][1]
+        return self.order[0]
 
     def tidy(self, waiting: Container[int]) -> None:
         self.order = [entry for entry in self.order if entry[1] in waiting]
@@ -120,12 +128,18 @@ class _Lane:
 
 
 class AdmissionQueue:
-    """The waiting requests of one pool."""
+    """The waiting requests of one pool. `served(tenant)`: what it was served so far, by its weight."""
 
-    def __init__(self, settings: AdmissionSettings) -> None:
+    def __init__(self, settings: AdmissionSettings, served: Callable[[str], float] = lambda _: 0.0) -> None:
         self.settings = settings
+        self._served = served
+        self._lifts: dict[str, float] = {}
+        """What is added for a tenant that was away."""
+        self._turn = 0.0
+        """That of the last request that was admitted."""
+        self._of_tenants: Counter[str] = Counter()
         self._waiting: dict[int, Ticket] = {}
-        self._lanes: dict[str, _Lane] = {}
+        self._lanes: dict[str, dict[str, _TenantLine]] = {}
         self._last_number = 0
 
     def __len__(self) -> int:
@@ -147,30 +161,57 @@ class AdmissionQueue:
         """Whether requests wait in the lane: a new one must wait behind them."""
         return lane in self._lanes
 
-    def join(self, now: float, priority: int = 0, lane: str = "") -> Ticket:
-        """Queue a request. Raises QueueFullError if `max_waiting` requests wait already."""
-        if len(self._waiting) >= self.settings.max_waiting:
-            waiting = counted(len(self._waiting), "request")
+    def join(self, now: float, priority: int = 0, lane: str = "", tenant: str = "") -> Ticket:
+        """Queue a request. Raises QueueFullError if `max_waiting`, or a tenant's part of it, wait already."""
+        count = self._of_tenants[tenant] if tenant else len(self._waiting)
+        if count >= self._room(tenant):
+            waiting = counted(count, "request")
             raise QueueFullError(f"all workers are busy, with {waiting} in the queue; try again later")
+        if tenant and not self._of_tenants[tenant]:
+            least = min([self._turn_of(one) for one in self._of_tenants if one], default=self._turn)
+            self._lifts[tenant] = max(self._lifts.get(tenant, 0.0), least - self._served(tenant))
         self._last_number += 1
-        ticket = Ticket(self._last_number, now, priority, lane)
+        ticket = Ticket(self._last_number, now, priority, lane, tenant)
         self._waiting[ticket.number] = ticket
-        self._lanes.setdefault(lane, _Lane()).add(ticket, self.settings)
+        self._of_tenants[tenant] += 1
+        self._lanes.setdefault(lane, {}).setdefault(tenant, _TenantLine()).add(ticket, self.settings)
         return ticket
+
+    def _room(self, tenant: str) -> int:
+        """The most requests that wait; of tenants at most half, or an equal part if more of them wait."""
+        most = self.settings.max_waiting
+        if not tenant:
+            return most
+        others = len(self._of_tenants.keys() - {tenant, ""})
+        return max(1, most // max(2, others + 1))
+
+    def _turn_of(self, tenant: str) -> float:
+        return self._served(tenant) + self._lifts.get(tenant, 0.0)
 
     def firsts(self) -> list[Ticket]:
         """The next ticket of each lane."""
-        return [self._waiting[lane.first(self._waiting)] for lane in self._lanes.values()]
+        return [first for lane in self._lanes if (first := self.first(lane)) is not None]
 
     def first(self, lane: str = "") -> Ticket | None:
         """The next ticket of a lane; None if none waits there."""
-        found = self._lanes.get(lane)
-        return self._waiting[found.first(self._waiting)] if found else None
+        lines = self._lanes.get(lane)
+        if not lines:
+            return None
+        if len(lines) == 1:
+            ((_, line),) = lines.items()
+        else:
+            # of equal turns that of the tenant with fewer requests: it has just come back
+            line = min(
+                lines.items(),
+                key=lambda one: (self._turn_of(one[0]), one[1].waiting, one[1].first(self._waiting)),
+            )[1]
+        return self._waiting[line.first(self._waiting)[1]]
 
     def admit(self, ticket: Ticket, *, has_room: bool) -> bool:
         """Whether this request may be routed now; if so it leaves the queue."""
         if self.first(ticket.lane) != ticket or not has_room:
             return False
+        self._turn = max(self._turn, self._turn_of(ticket.tenant))
         self.leave(ticket)
         return True
 
@@ -178,12 +219,18 @@ class AdmissionQueue:
         """Remove a request that was admitted or whose client disconnected; a second call changes nothing."""
         if self._waiting.pop(ticket.number, None) is None:
             return
-        lane = self._lanes[ticket.lane]
-        lane.waiting -= 1
-        if not lane.waiting:
-            del self._lanes[ticket.lane]
-        elif len(lane.order) > _FEW_LEFT + 2 * lane.waiting:
-            lane.tidy(self._waiting)
+        self._of_tenants[ticket.tenant] -= 1
+        if not self._of_tenants[ticket.tenant]:
+            del self._of_tenants[ticket.tenant]
+        lines = self._lanes[ticket.lane]
+        line = lines[ticket.tenant]
+        line.waiting -= 1
+        if not line.waiting:
+            del lines[ticket.tenant]
+            if not lines:
+                del self._lanes[ticket.lane]
+        elif len(line.order) > _FEW_LEFT + 2 * line.waiting:
+            line.tidy(self._waiting)
 
     def expire(self, now: float) -> list[Ticket]:
         """Remove and return the tickets that have waited `max_wait_s`; their clients get a 503."""
@@ -197,12 +244,12 @@ class AdmissionQueue:
         oldest = next(iter(self._waiting.values()), None)  # `_waiting` is in order of arrival
         return now - oldest.arrived if oldest else 0.0
 
-    def wake_after_s(self, peers: int, chance: float) -> float:
+    def wake_after_s(self, peers: int, chance: float, *, yields: bool = False) -> float:
         """How long to wait after a target has capacity again. Peers see that at the same moment.
 
-        `chance` is in [0, 1).
+        `chance` is in [0, 1). `yields`: a request at a peer may come first, of a tenant that was served less.
         """
-        return chance * WAKE_SPREAD_S * peers
+        return (chance + yields) * WAKE_SPREAD_S * peers
 
     def _is_full(self, candidate: Candidate) -> bool:
         capacity = candidate.card.max_batched_tokens

@@ -13,6 +13,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 from msgspec import Struct
 
 from kvrouter.core.tables.prefill_speeds import Speed
+from kvrouter.core.tables.tenants import Charge
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import Target, WorkerId
 from kvrouter.errors import BadRequestError
@@ -90,6 +91,8 @@ class RouteRequest(Struct, frozen=True, gc=False):
     """What prompt and asked output take of an engine's context; 0: it takes any, or all are equally long."""
     may_split: bool = False
     """Whether another worker may compute its prompt, or hand over blocks of it."""
+    charge: Charge | None = None
+    """What it counts for its tenant; None: that has no limit."""
 
     @property
     def isl(self) -> int:

@@ -37,6 +37,7 @@ from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
 from kvrouter.core.tables.table import CountedSet, Slots, new_table
+from kvrouter.core.tables.tenants import TenantTable
 from kvrouter.core.wire.hashes import pack_hashes
 from kvrouter.core.wire.heartbeats import DECODE
 from kvrouter.core.wire.ids import BookingKey, RouterId, Target
@@ -80,6 +81,9 @@ class Booking(Struct, eq=False, gc=False):
     role: str = ""
     """Of AddRequest. In no digest: older replicas do not read it, and it follows from the target and its
     prefill tokens."""
+    tenant: str = ""
+    """Of AddRequest, as `tenant_tokens`; both in no digest."""
+    tenant_tokens: int = 0
 
     def without_names(self) -> Booking:
         """With the same load and the same digest, in little room."""
@@ -209,6 +213,8 @@ class BookedBudget:
 
     used_blocks: int = 0
     bookings: int = 0
+    tenants: TenantTable = field(default_factory=TenantTable, compare=False)
+    """Of the replica."""
 
     def within_bounds(self, booking: Booking, owner: _Owner) -> Booking | None:
         """A peer's booking: without its names if they are too many, or None. `owner`: all of the peer.
@@ -229,11 +235,20 @@ class BookedBudget:
         owner.room += (room := _room_of(booking))
         self.used_blocks += room
         self.bookings += 1
+        if booking.tenant in self.tenants.limited:
+            self.tenants.booked_elsewhere[booking.tenant] += 1
 
     def remove(self, booking: Booking, owner: _Owner) -> None:
         owner.room -= (room := _room_of(booking))
         self.used_blocks -= room
         self.bookings -= 1
+        self.forget_tenant(booking)
+
+    def forget_tenant(self, booking: Booking) -> None:
+        """It is in flight no longer."""
+        counts = self.tenants.booked_elsewhere
+        if booking.tenant and counts[booking.tenant] > 0:
+            counts[booking.tenant] -= 1
 
 
 class BookingTable:
@@ -241,6 +256,7 @@ class BookingTable:
 
     def __init__(self, placement_secret: int = 0, budget: BookedBudget | None = None) -> None:
         self._budget = budget or BookedBudget()
+        self.tenants = self._budget.tenants
         self._table = new_table(placement_secret)
         self._slots = Slots(self._table)
         self._loads: dict[Target, _Load] = {}
@@ -369,7 +385,10 @@ class BookingTable:
         owner = self._owners.pop(router_id, None)
         if owner is not None:
             self._budget.used_blocks -= owner.room
-            self._budget.bookings -= len(owner.bookings) if owner.room else 0
+            if owner.room:
+                self._budget.bookings -= len(owner.bookings)
+                for booking in owner.bookings.values():
+                    self._budget.forget_tenant(booking)
             self._dropped.extend(owner.bookings.values())
 
     def sweep(self, hashes: int = SWEEP_HASHES) -> bool:
@@ -615,6 +634,8 @@ def add_request(booking: Booking, hashes: bytes) -> AddRequest:
         anonymous_blocks=booking.anonymous_blocks,
         is_text=booking.is_text,
         role=booking.role,
+        tenant=booking.tenant,
+        tenant_tokens=booking.tenant_tokens,
     )
 
 

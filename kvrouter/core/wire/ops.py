@@ -19,6 +19,7 @@ from kvrouter.core.wire.values import (
     U64,
     Amount,
     BookedWorker,
+    Difference,
     Number,
     Rank,
     RequestId,
@@ -112,6 +113,9 @@ class AddRequest(Struct, frozen=True, array_like=True, tag=16):
     # "prefill" or "decode": one of two bookings of a request that two workers serve; empty: the only one;
     # "pull": the only one, and its target reads blocks from a peer
     role: ShortText = ""
+    # whose request it is, and the tokens that it counts, if the tenant has a limit (core/tables/tenants.py)
+    tenant: ShortText = ""
+    tenant_tokens: Amount = 0
 
 
 class MarkPrefillCompleted(Struct, frozen=True, array_like=True, tag=17):
@@ -124,6 +128,8 @@ class Free(Struct, frozen=True, array_like=True, tag=18):
     """The booking ends."""
 
     number: Number
+    # tokens that the tenant has used, less those that were counted; with none used the request does not count
+    settled: Difference = 0
 
 
 class Progress(Struct, frozen=True, array_like=True, tag=19):
@@ -216,6 +222,19 @@ class Pardon(Struct, frozen=True, array_like=True, tag=27):
     ttl_ms: Amount
 
 
+class TenantUse(Struct, frozen=True, array_like=True, tag=28):
+    """What a tenant began `age_ms` ago, within a second. In snapshots only.
+
+    `owner`: the replica that counted it, if it has left; empty: the source.
+    """
+
+    tenant: ShortText
+    age_ms: Amount
+    requests: Amount
+    tokens: Amount
+    owner: ShortText = ""
+
+
 Op: TypeAlias = (
     Stored
     | Removed
@@ -236,6 +255,7 @@ Op: TypeAlias = (
     | LostWith
     | DeadlyPrompt
     | Pardon
+    | TenantUse
 )
 
 
@@ -313,7 +333,7 @@ _decode_raw_ops = msgspec.msgpack.Decoder(list[Raw]).decode
 _decode_code = msgspec.msgpack.Decoder(list[object]).decode
 _decode_request = msgspec.msgpack.Decoder(ReplayRequest).decode
 _decode_answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-_KNOWN_CODES = frozenset({*range(1, 8), *range(16, 28)})  # the tags of Op
+_KNOWN_CODES = frozenset({*range(1, 8), *range(16, 29)})  # the tags of Op
 _WITH_HASHES = (Stored, Removed, Resumable, NotResumable, AddRequest, ApproxEntry)
 # What msgspec raises for malformed bytes: besides its own error, for deep nesting and for text not in UTF-8.
 UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
@@ -343,6 +363,14 @@ def decode_frame(data: bytes) -> Decoded:
     except (*UNREADABLE, MalformedFrameError):
         pass  # the fast path failed; the slow one finds out which case it is
     return _decode_leniently(data)
+
+
+def seq_of(data: bytes) -> int:
+    """The number of a frame; 0: it cannot be read."""
+    try:
+        return _decode_envelope(data).seq
+    except UNREADABLE:
+        return 0
 
 
 def _decode_leniently(data: bytes) -> Decoded:

@@ -40,6 +40,8 @@ TokenId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 Number = Annotated[int, Meta(ge=0, le=MOST_NUMBER)]
 # Tokens, blocks, requests or milliseconds.
 Amount = Annotated[int, Meta(ge=0, le=MOST_AMOUNT)]
+# The difference of two amounts.
+Difference = Annotated[int, Meta(ge=-MOST_AMOUNT, le=MOST_AMOUNT)]
 # What is counted for people: exact in JavaScript, too.
 Total = Annotated[int, Meta(ge=0, le=1 << 53)]
 Rank = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]

@@ -27,6 +27,7 @@ from kvrouter.core.wire.ids import PoolId, Target
 from kvrouter.core.wire.ops import TIERS
 from kvrouter.core.wire.senders import Feed, KvSource, SyncSource, name
 from kvrouter.errors import UnknownModelError
+from kvrouter.frontend.keys.keys_file import Key
 from kvrouter.frontend.operators.state_metrics import samples
 from kvrouter.frontend.operators.views import TEXT, json_answer
 from kvrouter.frontend.server.sockets import Listeners
@@ -249,21 +250,25 @@ class Admin:
             for router_id, peer in sorted(self._replica.peers.items())
         ]
 
-    async def models(self, _request: Request) -> Answer:
-        """/v1/models, merged over the fleet."""
-        return json_answer(ModelList(data=self._model_entries()))
+    async def models(self, request: Request, *, key_of: Callable[[Request], Key | None]) -> Answer:
+        """/v1/models, merged over the fleet: those that the client's key may use."""
+        return json_answer(ModelList(data=self._model_entries(key_of(request))))
 
-    async def model(self, request: Request) -> Answer:
+    async def model(self, request: Request, *, key_of: Callable[[Request], Key | None]) -> Answer:
         """/v1/models/NAME. Raises UnknownModelError."""
-        name, entries = request.path_after(MODEL_PATH), {entry.id: entry for entry in self._model_entries()}
+        entries = {entry.id: entry for entry in self._model_entries(key_of(request))}
+        name = request.path_after(MODEL_PATH)
         if name not in entries:
             served = listed(entries.keys())
             raise UnknownModelError(f"The model `{name}` does not exist; served: {served}", param="model")
         return json_answer(entries[name])
 
-    def _model_entries(self) -> list[ModelEntry]:
-        pools = [router.pool for router in self._replica.routers.values()]
-        return model_entries(pools, self._aliases())
+    def _model_entries(self, key: Key | None) -> list[ModelEntry]:
+        pools, aliases = [router.pool for router in self._replica.routers.values()], self._aliases()
+        entries = model_entries(pools, aliases)
+        if key is None or not key.models:
+            return entries
+        return [one for one in entries if key.may_use({one.id, aliases.get(one.id, "")})]
 
     def _degraded(self) -> list[str]:
         of_workers = self._audit.degrading()

@@ -25,6 +25,7 @@ from kvrouter.frontend.operators.decision_views import DECISION_PATH
 from kvrouter.frontend.operators.routing_change import RoutingRequest, RoutingView
 from kvrouter.frontend.operators.worker_blocks import WORKER_PATH
 from kvrouter.frontend.records.client_totals import ClientsView
+from kvrouter.frontend.records.tenant_totals import TenantsView
 from kvrouter.frontend.reload import Reloaded
 from kvrouter.frontend.requests import engine_routes
 from kvrouter.observe.dashboard.page import FILES_PATH, PAGE_PATH
@@ -80,7 +81,17 @@ _PROMPT: Schema = {
         {"type": "array", "items": {"type": "array", "items": _COUNT}},
     ]
 }
-_ANSWERS = {200: _JSON, 400: _JSON, 401: _JSON, 404: _JSON, 502: _JSON, 503: _JSON, 504: _JSON}
+_ANSWERS = {
+    200: _JSON,
+    400: _JSON,
+    401: _JSON,
+    403: _JSON,
+    404: _JSON,
+    429: _JSON,
+    502: _JSON,
+    503: _JSON,
+    504: _JSON,
+}
 _BODIES = {
     "/v1/chat/completions": _engine_body("messages", messages=_ROWS),
     "/v1/completions": _engine_body("prompt", prompt=_PROMPT),
@@ -150,6 +161,12 @@ _ROUTES: dict[tuple[str, str], Described] = {
     ),
     ("GET", "/clients"): Described(
         "Who asks for how much: the last minute, and the ten before it", {200: _JSON}, answer=ClientsView
+    ),
+    ("GET", "/tenants"): Described(
+        "What each tenant has used on a day, at this replica",
+        {200: f"{_JSON} text/csv", 400: _JSON},
+        query={"day": {"type": "string", "format": "date"}, "format": {"enum": ["json", "csv"]}},
+        answer=TenantsView,
     ),
     ("GET", "/workers"): Described(
         "Every target, feed and booking",

@@ -2,6 +2,7 @@
 
     clients' port     no client; with --admin-key-file, clients that send `Authorization: Bearer KEY`, and
                       browsers whose user has given KEY as the password (KeyGate)
+                      with --keys-file every other route but the probes needs a client's key (keys/clients.py)
     admin listener    peers on loopback, and peers that send `Authorization: Bearer KEY` (AdminGate)
 
 A browser on an operator's machine is a peer on loopback, and so is every page that it shows. So the admin
@@ -32,8 +33,19 @@ from kvrouter.errors import (
     NoAdminKeyError,
     OperatorsOnlyError,
     PeerNotAllowedError,
+    UnknownKeyError,
     WrongAdminKeyError,
 )
+from kvrouter.frontend.keys.clients import (
+    ALL,
+    Caller,
+    ClientKeys,
+    KnownHead,
+    check_expiry,
+    key_in,
+    without_key,
+)
+from kvrouter.frontend.keys.keys_file import Key, Keys
 from kvrouter.frontend.requests import engine_routes
 from kvrouter.frontend.settings import ClientsOptions
 from kvrouter.observe.dashboard.page import FILES_PATH, PAGE_PATH
@@ -118,19 +130,54 @@ class AdminKey:
 class Rights:
     """What the clients of a port may do and see. Those that its gate lets in may do and see everything."""
 
-    def __init__(self, gate: Gate, key: AdminKey, options: ClientsOptions | None = None) -> None:
-        """`options`: None: all may do and see everything."""
+    def __init__(
+        self,
+        gate: Gate,
+        key: AdminKey,
+        options: ClientsOptions | None = None,
+        keys: ClientKeys | None = None,
+    ) -> None:
+        """`options`: None: all may do and see everything. `keys`: of clients; None: they need none."""
         self.gate = gate
+        self._keys = keys or ClientKeys()
+        self._is_operators = options is None
         self.key = key
         """The operators', which no worker gets."""
         self._shows_workers = options is None or "headers" in options.expose
         self._obeys_clients = options is None or options.client_overrides == "on"
-        self.are_limited = not (self._shows_workers and self._obeys_clients)
+        has_keys = self._keys.now is not None
+        self.are_limited = has_keys or not (self._shows_workers and self._obeys_clients)
         """Whether some clients may not do or see everything."""
 
     def sees_workers(self, request: Request) -> bool:
         """Whether the client may see names of workers and peers, in headers, errors and reports."""
-        return self._shows_workers or lets_in(self.gate, request.headers)
+        keys = self._keys.now
+        if keys is None or self._is_operators:
+            return self._shows_workers or lets_in(self.gate, request.headers)
+        try:
+            return self._known(request, keys).client.sees_workers
+        except UnknownKeyError:
+            return False
+
+    def key_of(self, request: Request) -> Key | None:
+        """The client's key; None: it is an operator, or no keys are in use. Raises UnknownKeyError."""
+        keys = self._keys.now
+        return None if keys is None else self._known(request, keys).client.key
+
+    def need_key(self, requested: str, headers: Mapping[str, str]) -> None:
+        """The gate of what clients with a key may see, if keys are in use."""
+        keys = self._keys.now
+        if keys is not None and not self._is_operator(requested.partition(" ")[0], headers):
+            key_in(headers, keys)
+
+    def need_operator(self, requested: str, headers: Mapping[str, str]) -> None:
+        """The gate of what shows all tenants: for everyone while no keys are in use."""
+        if self._keys.now is not None:
+            self.gate(requested, headers)
+
+    def _is_operator(self, method: str, headers: Mapping[str, str]) -> bool:
+        # a password only for what reads, as KeyGate has it
+        return self._is_operators or self.key.is_in(headers, as_password=method in _READS)
 
     def form(self, api: Api, request: Request) -> Api:
         """The API as the client of this request gets it: the one place where errors lose names."""
@@ -144,17 +191,42 @@ class Rights:
     def unread_answer(self, path: str, error: KvRouterError, request_id: str) -> Answer:
         """The answer to a request whose headers were not read."""
         api = engine_routes.api_of(path)
-        return (api if self._shows_workers else unnamed(api)).error_answer(error, request_id)
+        shows = self._shows_workers and (self._is_operators or self._keys.now is None)
+        return (api if shows else unnamed(api)).error_answer(error, request_id)
 
-    def of(self, request: Request) -> tuple[bool, bool]:
-        """Whether the client may override how it is routed, and see which worker answers.
+    def of(self, request: Request) -> Caller:
+        """What the client may do and see. Raises UnknownKeyError.
 
-        From now on the request is without the operators' key, if it had it.
+        From now on the request is without its key, if that is known here: no worker gets it.
         """
+        keys = self._keys.now
+        if keys is not None:
+            known = self._known(request, keys)
+            request.head = known.bare
+            return known.client
         if self.key.is_in(request.headers, as_password=True):
             request.head = request.head.without("authorization")
         is_free = not self.are_limited or lets_in(self.gate, request.headers)
-        return is_free or self._obeys_clients, is_free or self._shows_workers
+        return Caller(is_free or self._obeys_clients, is_free or self._shows_workers)
+
+    def _known(self, request: Request, keys: Keys) -> KnownHead:
+        known = request.head.known
+        if isinstance(known, KnownHead) and known.keys is keys and known.port is self:
+            if known.client.key is not None:
+                check_expiry(known.client.key)
+            return known
+        # by `request.headers`: the head may be without its key already
+        if self._is_operator(request.head.method, request.headers):  # not kept: the operators' key may change
+            return KnownHead(keys, self, ALL, without_key(request, keys))
+        try:
+            key = key_in(request.headers, keys)
+        except UnknownKeyError as error:
+            error.is_body_left = request.body is None
+            raise
+        sees = self._shows_workers and "target" in key.overrides
+        known = KnownHead(keys, self, Caller(self._obeys_clients, sees, key), without_key(request, keys))
+        request.head.known = known.bare.known = known
+        return known
 
 
 class KeyGate:

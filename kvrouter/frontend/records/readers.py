@@ -17,6 +17,7 @@ from kvrouter.frontend.records.access_log import AccessLog
 from kvrouter.frontend.records.client_totals import ClientTotals
 from kvrouter.frontend.records.prediction_checks import check_answer
 from kvrouter.frontend.records.record import AttemptRecord, Record, clock, ending_without_worker
+from kvrouter.frontend.records.tenant_totals import TenantTotals
 from kvrouter.frontend.requests import engine_routes
 from kvrouter.relay.engine_answers import UNKNOWN_MODEL
 from kvrouter.relay.exchange import Attempt, Lost, Rejected, Retried
@@ -32,18 +33,20 @@ ROUTES = engine_routes.PATHS
 class Readers:
     """`decisions`: as people see them; the others read what their names say."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0917
         self,
         metrics: RequestMetrics,
         clients: ClientTotals,
         audit: Audit,
         access: AccessLog,
         decisions: DecisionViews,
+        tenants: TenantTotals,
     ) -> None:
         self.metrics = metrics
         self.clients = clients
         self.access = access
         self.decisions = decisions
+        self.tenants = tenants
         self._audit = audit
         self._now = asyncio.get_running_loop().time
 
@@ -57,7 +60,7 @@ class Readers:
                 metrics.tokens.values[running.model, "output"] += tokens
             if running.first_at and events > 1:
                 metrics.between.observe((clock() - running.first_at) / (events - 1), running.model)
-        if work.traits is not None or record.is_noted:
+        if work.traits is not None or record.is_noted or work.key is not None:
             running.usage = work.api.find_usage(attempt.tail)
         # of a pair, this engine has computed no prompt
         if running.usage is not None and running.prefill is None and running.is_good:
@@ -98,6 +101,8 @@ class Readers:
         metrics.requests.values[model, record.request.head.route, mode, record.status, ending] += 1
         seconds = record.lasted_s
         self.clients.of(record.request, self._now()).count(record, ending, seconds)
+        if record.tenant:
+            self.tenants.count(record.tenant, record, ending)
         if record.served is not None:
             metrics.duration.observe(seconds, model)
         if ending != "ok" or record.error is not None or record.is_noted:

@@ -24,6 +24,7 @@ from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.predictions import PredictionKind, Usage
 from kvrouter.core.wire.ids import Target
+from kvrouter.frontend.keys.keys_file import Key
 from kvrouter.frontend.requests.kept_responses import NewResponse
 from kvrouter.prompts.ways import Sendable
 from kvrouter.relay.answer import Served
@@ -95,8 +96,12 @@ class Work(Struct, frozen=True):
     """Whether its policy is told how long the answer was."""
     shows_worker: bool
     """Whether its client may see which worker answers."""
+    key: Key | None
+    """Of its client; None: no keys are in use, or it is an operator."""
     ids: SentIds | None
     """Its token ids, for engines that may get them."""
+    limits: str = ""
+    """Lines for the head of its answer: how much its key may still use."""
 
 
 class AttemptRecord(Struct):
@@ -211,6 +216,8 @@ class Record(Struct):
     error: Exception | None = None
     """Why this replica answered in place of a worker."""
     ended_at: float = 0.0
+    tenant: str = ""
+    """Of its client's key; empty: there is none."""
 
     @property
     def last(self) -> AttemptRecord | None:

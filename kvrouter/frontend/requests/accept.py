@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
 
+import msgspec
 import structlog
 from msgspec import Struct
 from msgspec.structs import replace
@@ -26,6 +27,7 @@ from kvrouter.bodies.edits import (
     may_have_priority,
     removed_from,
     token_ids_field,
+    with_field,
     with_request_id,
     without_priority,
 )
@@ -37,7 +39,10 @@ from kvrouter.core.fleet.router import Router
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy
 from kvrouter.core.routing.policy import Prompt, RouteRequest, Wanted
 from kvrouter.core.tables.predictions import PredictionKind
-from kvrouter.errors import BadRequestError, NotMendedError, UnknownResponseError
+from kvrouter.errors import BadRequestError, KeyForbidsError, NotMendedError, UnknownResponseError
+from kvrouter.frontend.keys.clients import ALL, Caller
+from kvrouter.frontend.keys.keys_file import Key
+from kvrouter.frontend.keys.limits import TenantLimits
 from kvrouter.frontend.operators.rights import Rights
 from kvrouter.frontend.records.record import Record, SentIds, Traits, Work, clock
 from kvrouter.frontend.requests import passthrough
@@ -56,9 +61,10 @@ from kvrouter.frontend.requests.overrides import (
     AcceptedOverrides,
     Overrides,
     find_wanted,
+    forbids,
     read_overrides,
 )
-from kvrouter.frontend.requests.owners import owned, owner_of
+from kvrouter.frontend.requests.owners import owned
 from kvrouter.prompts.ways import Naming, PromptWays, Sendable
 from kvrouter.relay.request import OVERRIDES, Request
 from kvrouter.telemetry.metrics import RequestMetrics
@@ -103,36 +109,39 @@ class Accept:
         aliases: Mapping[str, str] = MappingProxyType({}),
         *,
         wait_for_workers_s: float = 0.0,
+        limits: TenantLimits,
+        salts: bool = False,
     ) -> None:
+        """`salts`: whether prefixes of keys are kept apart (--tenant-cache-salt)."""
         self._pools = pools
         self._first_worker = FirstWorker(pools.has_names, wait_for_workers_s) if wait_for_workers_s else None
         self._blocks = blocks
         self._metrics = metrics
         self.dialect = dialect
         self.aliases = aliases
+        self.limits = limits
+        self._salts = salts
         self.kept = KeptResponses()
         self._has_warned = False  # of the object `kvrouter`, which the release after this one no longer reads
 
     async def work(self, record: Record, api: Api, rights: Rights | None) -> Work:
         """Read what routing needs from a request. Raises KvRouterError. `rights`: its client's; None: all."""
-        request, may_override, may_see = record.request, True, True
-        if rights is not None and (rights.are_limited or rights.key.is_set):
-            may_override, may_see = rights.of(request)
+        request = record.request
+        client = rights.of(request) if rights and (rights.are_limited or rights.key.is_set) else ALL
         if self._first_worker is not None:
             await self._first_worker.wait()
-        read = await self._read(request, api, record.received_at)
+        read = await self._read(record, api, client)
         asked, router = read.asked, read.router
-        overrides = self._overrides(request, read, may_override=may_override)
+        overrides = self._overrides(request, read, client)
         wanted, mode = _wanted(request, read, overrides)
         policy = (router.modes.of(mode) if mode else router.modes.default).policy
-        lora_name = _lora_name(router, asked)
-        found_ids: list[Sendable] = []
+        lora_name, found_ids = _lora_name(router, asked), list[Sendable]()
         if read.large is not None and read.large.holes:
             asked = await _whole(read, read.large, api, policy)
         # A request in a mode without tokens is tokenized, too, if other requests of the pool are placed by
         # the tokens and blocks that its booking holds.
         needs_tokens = router.needs_tokens or policy.needs_tokens
-        prompts = await self._prompts(asked, router, api, record, found_ids) if needs_tokens else ()
+        prompts = await self._prompts(asked, router, api, record, found_ids, client) if needs_tokens else ()
         # by position: CPython passes more than 15 keywords by a dict, which takes 1 % of a request
         route = RouteRequest(
             record.id,
@@ -144,7 +153,7 @@ class Accept:
             session=overrides.session,
             bucket=overrides.bucket,
             wanted=wanted,
-            priority=_priority(asked, overrides, may_override=may_override),
+            priority=_priority(asked, overrides, client),
             parent_session=overrides.parent_session,
             mode=mode,
             reads_cache=asked.reads_cache,
@@ -152,9 +161,11 @@ class Accept:
             context_tokens=0 if router.pool.has_equal_contexts else _context_tokens(asked, prompts),
             may_split=router.pool.split.may_share and wanted is None and _may_split(asked, prompts, api),
         )
-        sent, response = self._edited(request, read, may_override=may_override), None
+        sent, response, limits = self._edited(request, read, client), None, ""
         if isinstance(asked, responses.ResponseRequest):
             sent, response = _with_id(sent, asked, read)
+        if client.key is not None and not overrides.dry_run:
+            route, limits = await self.limits.begin(client.key, api, read, route)
         return Work(
             id=record.id,
             request=request,
@@ -168,12 +179,17 @@ class Accept:
             response=response,
             is_dry_run=overrides.dry_run,
             reads_end=policy.reads_ends,
-            shows_worker=may_see,
+            shows_worker=client.sees_workers,
+            key=client.key,
             ids=await _sent_ids(asked, prompts, found_ids[0]) if found_ids else None,
+            limits=limits,
         )
 
-    async def _read(self, request: Request, api: Api, now: float) -> _Read:
+    async def _read(self, record: Record, api: Api, client: Caller) -> _Read:
         """Parse the body. A response continues the chat of the one before it."""
+        request, now = record.request, record.received_at
+        if client.key is not None:
+            record.tenant = client.key.tenant
         parse, before, owner = api.parse, None, ""
         body = await request.read() if request.body is None else request.body
         is_json = bool(body) and (parse is not None or passthrough.is_json(request))
@@ -186,9 +202,14 @@ class Accept:
             elif is_json and len(body) > passthrough.MOST_INPUT_BYTES:
                 large = await LargeBody.read_fields(body, passthrough.FIELDS)
         asked, large = await _parsed(parse or partial(passthrough.parse, request), body, large)
-        router = self._pools.router_for(self.aliases.get(asked.model or "", asked.model))
+        model = self.aliases.get(asked.model or "", asked.model)
+        if client.key is not None and asked.model:  # before it is looked up: no key learns of others' models
+            _check_model(client.key, {asked.model, model or ""})
+        router = self._pools.router_for(model)
+        if client.key is not None and not asked.model:
+            _check_model(client.key, router.pool.names)
         if isinstance(asked, responses.ResponseRequest):
-            owner = owner_of(request.headers)
+            owner = client.owner(request.headers)
             before = self._response_before(asked, router, owner, now)
             self._check_own_id(asked, router, owner, now)
             if before is not None:
@@ -211,9 +232,15 @@ class Accept:
             owner=owner,
         )
 
-    def _edited(self, request: Request, read: _Read, *, may_override: bool) -> bytes:
+    def _edited(self, request: Request, read: _Read, client: Caller) -> bytes:
         """The body that an engine gets. What the client sent and no engine gets is counted."""
-        is_plain = read.asked.is_plain and read.rename is None and not request.head.has_overrides
+        # where bodies are read, a priority that a key forbids was refused
+        is_read = read.parse is not None or "priority" not in client.forbidden
+        may_override = client.may_override and is_read
+        salts = self._salts and client.key is not None and read.parse is not None
+        is_plain = (
+            read.asked.is_plain and read.rename is None and not request.head.has_overrides and not salts
+        )
         if is_plain and may_override:  # nearly always
             return read.body
         body, edits, removed = read.body, edits_of(read.asked), removed_from(read.asked)
@@ -225,6 +252,9 @@ class Accept:
             edits.append(without_priority)
         if read.rename is not None:
             edits.append(read.rename)
+        if salts and client.key is not None:  # last: of two fields with one name the last one counts
+            salt = client.key.salted(read.asked.cache_salt)
+            edits.append(partial(with_field, field=b'"cache_salt":' + msgspec.json.encode(salt)))
         if edits:
             body = apply(edits, body) if read.large is None else read.large.edited(edits)
         if request.head.has_overrides:
@@ -255,7 +285,7 @@ class Accept:
         except UnknownResponseError:
             raise BadRequestError("`request_id`: choose another one", param="request_id") from None
 
-    def _overrides(self, request: Request, read: _Read, *, may_override: bool) -> Overrides:
+    def _overrides(self, request: Request, read: _Read, client: Caller) -> Overrides:
         asked = read.asked
         names_none = self.dialect.headers.isdisjoint(request.headers)
         if names_none and asked.kvrouter is None and not asked.session_id and asked.nvext is None:
@@ -264,11 +294,17 @@ class Accept:
             self._has_warned = True
             log.warning("request.deprecated_object", object="kvrouter", use="headers x-kvrouter-…, or nvext")
         nvext = asked.nvext.overrides() if asked.nvext is not None else {}
-        ignored = None if may_override else self._count_ignored
+        ignored = None if client.may_override else self._count_ignored
         found = read_overrides(
-            request.headers, asked.kvrouter, asked.session_id, self.dialect, nvext, ignored=ignored
+            request.headers,
+            asked.kvrouter,
+            asked.session_id,
+            self.dialect,
+            nvext,
+            ignored=ignored,
+            forbidden=client.forbidden,
         )
-        owner = (read.owner or owner_of(request.headers)) if found.session else ""
+        owner = (read.owner or client.owner(request.headers)) if found.session else ""
         if not owner:
             return found
         session, parent = owned(found.session, owner), owned(found.parent_session, owner)
@@ -277,13 +313,14 @@ class Accept:
     def _count_ignored(self) -> None:
         self._metrics.removed_fields.inc("overrides")
 
-    async def _prompts(
+    async def _prompts(  # noqa: PLR0917
         self,
         asked: openai.CompletionRequest,
         router: Router,
         api: Api,
         record: Record,
         found_ids: list[Sendable],
+        client: Caller,
     ) -> tuple[Prompt, ...]:
         """Token ids, then hashes. Empty if the tokens are not known.
 
@@ -299,6 +336,8 @@ class Accept:
             return ()
         found = found_ids.append if asked.may_be_ids and router.pool.sends_token_ids else None
         lora_name, salt = _lora_name(router, asked), asked.cache_salt
+        if self._salts and client.key is not None and api.parse is not None:
+            salt = client.key.salted(salt)
         naming = Naming(router.pool, asked.model, lora_name, salt, asked.extra_key, found)
         began = clock()
         try:
@@ -398,11 +437,21 @@ def _traits(
     return Traits(kind, is_single, asked.reads_cache)
 
 
-def _priority(asked: openai.CompletionRequest, overrides: Overrides, *, may_override: bool) -> int:
-    """Lower goes first. All clients without the right to choose are equal."""
-    if not may_override:
-        return 0
-    return asked.priority if overrides.priority is None else overrides.priority
+def _priority(asked: openai.CompletionRequest, overrides: Overrides, client: Caller) -> int:
+    """Lower goes first. All clients without keys or the right to choose are equal."""
+    key = client.key
+    if asked.priority and "priority" in client.forbidden:
+        raise forbids("priority", "`priority`")
+    if not client.may_override:
+        return 0 if key is None else key.priority
+    given = asked.priority if overrides.priority is None else overrides.priority
+    return given or (0 if key is None else key.priority)
+
+
+def _check_model(key: Key, names: Collection[str]) -> None:
+    """Raise KeyForbidsError for a model that is not of the key, whether it is served or not."""
+    if not key.may_use(names):
+        raise KeyForbidsError(f"the API key may use: {', '.join(key.models)}", param="model")
 
 
 def _caches(pool: Pool) -> bool:

@@ -28,6 +28,7 @@ from kvrouter.core.routing.admission import AdmissionQueue, AdmissionSettings, T
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.wire.ids import PoolId
 from kvrouter.errors import QueueFullError, QueueTimeoutError
+from kvrouter.frontend.keys.clients import ClientKeys
 from kvrouter.telemetry.metrics import Sample, Spread
 
 
@@ -49,12 +50,14 @@ class WaitingRoom:
         settings: AdmissionSettings,
         waits: Spread,
         chance: Callable[[], float],
+        keys: ClientKeys | None = None,
     ) -> None:
         self._replica = replica
         self.is_on = settings.threshold > 0
         self._settings = settings
         self._waits = waits
         self._chance = chance
+        self._keys = keys or ClientKeys()
         self._lines: dict[PoolId, _Line] = {}
 
     def change(self, settings: AdmissionSettings) -> None:
@@ -77,7 +80,7 @@ class WaitingRoom:
         # A newcomer must not overtake requests of its lane that wait for the next look.
         if not line.queue.is_waited_in(lane) and not router.must_wait(request, now, line.queue):
             return
-        ticket = self._join(line, now, request.priority, lane)
+        ticket = self._join(line, now, request, lane)
         outcome = "left"  # stays if the task is cancelled: the client left
         try:
             await self._wait(line, ticket, router, request)
@@ -117,12 +120,20 @@ class WaitingRoom:
     def _line(self, pool_id: PoolId) -> _Line:
         line = self._lines.get(pool_id)
         if line is None:
-            line = self._lines[pool_id] = _Line(AdmissionQueue(self._settings))
+            line = self._lines[pool_id] = _Line(AdmissionQueue(self._settings, self._served))
         return line
 
-    def _join(self, line: _Line, now: float, priority: int, lane: str) -> Ticket:
+    def _served(self, tenant: str) -> float:
+        """What the tenant was served, by its weight."""
+        keys = self._keys.now
+        if not tenant or keys is None:
+            return 0.0
+        return self._replica.tenants.served(tenant) / keys.weights.get(tenant, 1.0)
+
+    def _join(self, line: _Line, now: float, request: RouteRequest, lane: str) -> Ticket:
+        tenant = "" if request.charge is None else request.charge.tenant
         try:
-            ticket = line.queue.join(now, priority, lane)
+            ticket = line.queue.join(now, request.priority, lane, tenant)
         except QueueFullError as error:
             self._waits.observe(0, "full")
             error.retry_after_s = self._retry_after_s(line, now)
@@ -160,8 +171,15 @@ class WaitingRoom:
     def _look_soon(self, line: _Line) -> None:
         if line.look is None and len(line.queue):
             # Replicas without sync do not see each other's bookings: waiting for them would gain nothing.
-            delay_s = line.queue.wake_after_s(self._replica.sharing_peers(), self._chance())
-            line.look = asyncio.get_running_loop().call_later(delay_s, self._look, line)
+            loop, peers = asyncio.get_running_loop(), self._replica.sharing_peers()
+            yields = bool(peers and self._keys.now) and self._yields(line, loop.time())
+            delay_s = line.queue.wake_after_s(peers, self._chance(), yields=yields)
+            line.look = loop.call_later(delay_s, self._look, line)
+
+    def _yields(self, line: _Line, now: float) -> bool:
+        """Whether a tenant that was served less than all that are first here may wait at a peer."""
+        least = min([self._served(ticket.tenant) for ticket in line.queue.firsts()])
+        return any(self._served(tenant) < least for tenant in self._replica.tenants.active(now))
 
     def _look(self, line: _Line) -> None:
         line.look = None

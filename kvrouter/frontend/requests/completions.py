@@ -16,6 +16,7 @@ from itertools import cycle, repeat
 import structlog
 
 from kvrouter.bodies.apis import Api
+from kvrouter.core.tables.tenants import Charge
 from kvrouter.core.wire.ids import Target
 from kvrouter.errors import (
     KvRouterError,
@@ -24,6 +25,7 @@ from kvrouter.errors import (
     WorkerRejectedError,
     WorkerSilentError,
 )
+from kvrouter.frontend.keys.limits import TenantLimits
 from kvrouter.frontend.operators.rights import Rights
 from kvrouter.frontend.operators.state_metrics import target_samples
 from kvrouter.frontend.records.readers import Readers
@@ -137,6 +139,8 @@ class Completions:
             served = record.served = self._failed(record, api, error)
         finally:
             self.in_flight.end(request)
+            if record.work is not None and record.work.route.charge is not None:
+                self._accept.limits.ended(record.work.route.charge)
             self.readers.ended(record)
             record.error = None  # its traceback leads back here, and would hold the body in a ring
         return served
@@ -148,7 +152,8 @@ class Completions:
         record.work = work = await self._accept.work(record, api, rights)
         record.accepted_at = clock()
         if work.is_dry_run:
-            rights.gate("a dry run", request.headers)
+            if work.key is None:  # a key that may not is refused already
+                rights.gate("a dry run", request.headers)
             return self._reply(request, self.readers.decisions.preview(work))
         keeps_alive = record.limits.keep_alive_s and work.stream and api.streams
         relay = self._kept_alive if keeps_alive else self._try_workers
@@ -185,7 +190,8 @@ class Completions:
     async def _kept_alive(self, record: Record, work: Work) -> Outcome | None:
         """`_try_workers`, with comments for a client that waits for its stream (--sse-keep-alive-s)."""
         request = work.request
-        headers = f"x-request-id: {work.id}\r\nx-kvrouter-router: {self._replica.router_id}\r\n".encode()
+        own = f"x-request-id: {work.id}\r\nx-kvrouter-router: {self._replica.router_id}\r\n"
+        headers = (own + work.limits).encode()
         may_stay = request.head.wants_keep_alive and not self.in_flight.is_draining
         start = partial(begin_unplaced, request.client, headers, may_stay=may_stay)
         keep_alive = KeepAlive(request.client, start, record.limits.keep_alive_s)
@@ -375,6 +381,9 @@ class Completions:
         worker = router.pool.workers.get(placement.target.worker_id)
         if outcome is not None and running.work.api.is_native and worker is not None:
             worker.first_answers.note(_status_of(outcome))
+        charge = running.work.route.charge
+        if charge is not None:
+            charge.used = _used(charge, running, self._accept.limits)
         router.bookings.free(placement.key, now, running.output_tokens)
         self._publishing.flush_soon()
 
@@ -397,6 +406,18 @@ class Completions:
                 raise WorkerDiedError(reason)
             case None:
                 raise NoWorkersError("no worker was tried")
+
+
+def _used(charge: Charge, running: AttemptRecord, limits: TenantLimits) -> int:
+    """The tokens that an attempt has used for the tenant; 0: none, as its worker failed."""
+    outcome, output = running.outcome, running.output_tokens
+    if isinstance(outcome, (Lost, Retried)) or (isinstance(outcome, Rejected) and outcome.status >= 429):
+        return 0
+    if isinstance(outcome, (Rejected, Done)) and outcome.status >= 400:
+        return 1  # the request is at fault, and counts
+    if output and running.is_good:
+        limits.answered(running.work.router.pool.model, output)
+    return charge.prompt_tokens + (output or 0)
 
 
 def _count_placed(metrics: RequestMetrics, running: AttemptRecord) -> None:

@@ -162,14 +162,14 @@ class Exchanges:
 
 def _response_headers(work: Work, placement: Placement, router_id: str) -> bytes:
     if not work.shows_worker:
-        return f"x-request-id: {work.id}\r\nx-kvrouter-router: {router_id}\r\n".encode()
+        return f"x-request-id: {work.id}\r\nx-kvrouter-router: {router_id}\r\n{work.limits}".encode()
     lines, first = _target_lines(placement.target, router_id), placement.prefill
     if first is not None:
         lines += f"x-kvrouter-prefill-worker: {first.target.worker_id}\r\n"
     if placement.pull is not None:
         lines += f"x-kvrouter-kv-source: {placement.pull.source.worker_id}\r\n"
     blocks = (first or placement).choice.overlap_blocks
-    return f"x-request-id: {work.id}\r\n{lines}x-kvrouter-overlap-blocks: {blocks}\r\n".encode()
+    return f"x-request-id: {work.id}\r\n{lines}x-kvrouter-overlap-blocks: {blocks}\r\n{work.limits}".encode()
 
 
 @lru_cache(maxsize=4096)

@@ -10,7 +10,8 @@
 
 Headers win over the object, and it over `nvext` (bodies/nvext.py): gateways in front of kvrouter set headers.
 A wrong value is a 400. With --client-overrides off only the session, the bucket and a dry run are read, but
-for clients with the operators' key; the rest is ignored and counted.
+for clients with the operators' key; the rest is ignored and counted. What a client's key does not allow
+(--keys-file) is a 403.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any, TypeAlias
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.routing.policy import AUTO, OverlapWeight, Wanted, parse_wanted
 from kvrouter.core.wire.values import valid_unicode
-from kvrouter.errors import BadRequestError, UnknownTargetError
+from kvrouter.errors import BadRequestError, KeyForbidsError, UnknownTargetError
 from kvrouter.frontend.requests import agent_headers
 
 DIRECT = "direct"
@@ -115,18 +116,24 @@ def read_overrides(
     nvext: Mapping[str, Any] = NO_NVEXT,
     *,
     ignored: Callable[[], None] | None = None,
+    forbidden: frozenset[str] = frozenset(),
 ) -> Overrides:
     """Read all settings; `nvext`: those of bodies/nvext.py.
 
-    `ignored`: called if the client sent some that it has no right to; None: it may send all.
+    `ignored`: called if the client sent some that it has no right to; None: it may send all. `forbidden`:
+    fields that the client's key does not allow.
 
-    Raises BadRequestError, which names the field and its valid values.
+    Raises BadRequestError, which names the field and its valid values, or KeyForbidsError.
     """
     places = dialect.places
     of_nvext = {field: _Given(value, f"nvext.{field}", "`nvext`") for field, value in nvext.items()}
     # Headers last: they win.
     given = {**of_nvext, **_in_body(body or {}, places), **_in_headers(headers, places)}
     priority = headers.get(PRIORITY_HEADER)
+    for name in forbidden & given.keys():
+        raise forbids(given[name].field, given[name].place)
+    if priority is not None and "priority" in forbidden:
+        raise forbids(PRIORITY_HEADER, f"header {PRIORITY_HEADER}")
     if ignored is not None:
         if priority is not None or not _POWERS.isdisjoint(given):
             ignored()
@@ -146,6 +153,13 @@ def read_overrides(
     )
     _check_target(overrides, given, dialect)
     return overrides
+
+
+def forbids(field: str, place: str) -> KeyForbidsError:
+    """The error for an override that a key does not allow."""
+    return KeyForbidsError(
+        f"{place}: the API key does not allow it (`overrides` of --keys-file)", param=field
+    )
 
 
 def find_wanted(target: str, headers: Mapping[str, str], pool: Pool) -> Wanted:

@@ -2,7 +2,8 @@
 
     authorization | x-api-key | api-key ──hash──> owner     none of them: all such clients are one
 
-The router does not check credentials, a gateway or the engines do. Two clients with one key are one client.
+Without keys (--keys-file) the router does not check credentials, a gateway or the engines do; with keys the
+owner is the tenant (keys/clients.py). Two clients with one key are one client.
 The names of sessions go to all replicas, so they contain the hash and not the credentials.
 """
 
@@ -11,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from hashlib import blake2b
 
-_CREDENTIALS = ("authorization", "x-api-key", "api-key")
+CREDENTIALS = ("authorization", "x-api-key", "api-key")
 _BYTES = 16
 
 
 def owner_of(headers: Mapping[str, str]) -> str:
     """A hash of the credentials; empty: there are none."""
-    given = next(filter(None, map(headers.get, _CREDENTIALS)), "")
+    given = next(filter(None, map(headers.get, CREDENTIALS)), "")
     return blake2b(given.encode("utf-8", "surrogateescape"), digest_size=_BYTES).hexdigest() if given else ""
 
 

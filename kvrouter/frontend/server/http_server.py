@@ -23,6 +23,7 @@ import structlog
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from kvrouter.frontend.keys.clients import ClientKeys
 from kvrouter.frontend.operators.admin import MODEL_PATH, Admin
 from kvrouter.frontend.operators.admin_listener import application
 from kvrouter.frontend.operators.openapi import OPENAPI_PATH, document
@@ -77,7 +78,9 @@ class Site:
         admin: Admin,
         for_operators: Sequence[tuple[str, str, View]],
         options: FrontendOptions,
+        keys: ClientKeys | None = None,
     ) -> None:
+        self._keys = keys
         self.completions = completions
         self.admin = admin
         self._for_operators = for_operators
@@ -92,28 +95,28 @@ class Site:
 
     def clients_rights(self, gate: KeyGate) -> Rights:
         """What clients may do and see."""
-        return Rights(gate, gate.key, self._options)
+        return Rights(gate, gate.key, self._options, self._keys)
 
     def for_admin(self, key: AdminKey) -> Routes:
         """The routes of the admin listener."""
-        return self._routes(Rights(open_gate, key), self.admin.metrics)
+        return self._routes(Rights(open_gate, key, keys=self._keys), self.admin.metrics)
 
     def _routes(self, rights: Rights, metrics: View | None) -> Routes:
         """All routes of a port, behind its gate. `metrics`: None, if it does not show them."""
         why = why_closed if metrics is not None else _without_metrics
         routes, admin, completions, gate = Routes(why), self.admin, self.completions, rights.gate
         completions.add_routes(routes, rights)
-        views: dict[str, View] = {
-            "/v1/models": admin.models,
-            MODEL_PATH: admin.model,
-            "/live": admin.live,
-            "/ready": partial(admin.ready, sees=rights.sees_workers),
-            "/health": partial(admin.health, sees=rights.sees_workers),
+        views: dict[str, tuple[View, Gate]] = {
+            "/v1/models": (partial(admin.models, key_of=rights.key_of), rights.need_key),
+            MODEL_PATH: (partial(admin.model, key_of=rights.key_of), rights.need_key),
+            "/live": (admin.live, open_gate),
+            "/ready": (partial(admin.ready, sees=rights.sees_workers), open_gate),
+            "/health": (partial(admin.health, sees=rights.sees_workers), rights.need_key),
         }
         if metrics is not None:
-            views["/metrics"] = metrics
-        for path, view in views.items():
-            _add(routes, "GET", path, answering(view, rights, open_gate, completions.readers.refused))
+            views["/metrics"] = metrics, rights.need_operator
+        for path, (view, its_gate) in views.items():
+            _add(routes, "GET", path, answering(view, rights, its_gate, completions.readers.refused))
         for method, path, view in self._for_operators:
             _add(routes, method, path, answering(view, rights, gate, completions.readers.refused))
         if self.root_path:

@@ -23,6 +23,7 @@ COMMANDS = {
     "request": "cost of a short request and of a streamed event in kvrouter's code, without sockets",
     "relay": "cost of a request and of a streamed event at one frontend",
     "instructions": "the same in instructions, which other work does not change; needs valgrind",
+    "limits": "how many requests of one tenant pass in a burst through several replicas",
     "walks": "how many files a chat, a KV event and a booking run through: pictures in docs/concepts",
     "peers": "comparison with nginx, vllm-router, sglang-router and Dynamo's frontend",
 }

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from scripts.kit.bench.keyring import FREE, header, keyring
 from scripts.kit.bench.meter import conclude, machine
 from scripts.kit.bench.relay import checkout
 from scripts.kit.bench.wire.rounds import send, warm
@@ -105,13 +106,18 @@ async def run(flags: argparse.Namespace) -> int:
     others: dict[str, dict[str, Cost]] = {}
     async with open_stage() as stage:
         whole = await stage.workers(STREAM_PACE_MS)
+        headers: tuple[str, ...] = ()
+        if flags.keys:
+            (key, *_), more = keyring(stage.directory, flags.keys, FREE if flags.limits else {})
+            flags.flag += more
+            headers = (header(key),)
         halves = await stage.workers(STREAM_PACE_MS + 0.01, is_split=True)
         for mode in flags.modes:
             workers = halves if mode == OURS_PAIR else whole
             print(f"{mode}: this takes 5 minutes for each frontend", flush=True)
-            ours[mode] = await _measure(stage, workers, mode, flags, None)
+            ours[mode] = await _measure(stage, workers, mode, flags, None, headers)
             if flags.against is not None and mode != OURS_PAIR:
-                others[mode] = await _measure(stage, workers, mode, flags, flags.against)
+                others[mode] = await _measure(stage, workers, mode, flags, flags.against, headers)
     about = machine(before) | {"flags": flags.flag, "share": flags.share}
     conclude(flags, [table(ours, others)], about, this=_as_json(ours), other=_as_json(others))
     return 0
@@ -130,14 +136,19 @@ def works(share: float) -> list[Work]:
     ]
 
 
-async def _measure(
-    stage: Stage, workers: Workers, mode: str, flags: argparse.Namespace, other: Path | None
+async def _measure(  # noqa: PLR0917
+    stage: Stage,
+    workers: Workers,
+    mode: str,
+    flags: argparse.Namespace,
+    other: Path | None,
+    headers: tuple[str, ...],
 ) -> dict[str, Cost]:
     """The costs of each work, at a frontend that is started for it."""
     which = "other" if other else "this"
     callgrind = Callgrind(stage.directory / f"callgrind-{mode.replace(' ', '-')}-{which}")
     one = await stage.ours(mode, workers, other, flags.flag, under=callgrind.command, timeout_s=START_S)
-    todo = works(flags.share)
+    todo = [replace(work, headers=headers) for work in works(flags.share) if work.name in flags.works]
     for _ in range(WARM_RUNS):
         await warm([one], todo, stage.directory)
     await asyncio.sleep(SETTLE_S)
@@ -185,4 +196,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="one more flag of this checkout's frontends, as in --flag=--access-log=all")  # fmt: skip
     add("--modes", nargs="+", default=list(FLAGS), choices=list(FLAGS), metavar="MODE",
         help="which frontends (all)")  # fmt: skip
+    add("--keys", type=int, default=0, metavar="N",
+        help="this checkout's frontends ask for one of N keys; see --against .")  # fmt: skip
+    add("--limits", action="store_true", help="these keys have limits")
+    add("--works", nargs="+", default=list(REQUESTS), choices=list(REQUESTS), metavar="WORK",
+        help="what is sent (all)")  # fmt: skip
     add("--share", type=float, default=1.0, metavar="X", help="share of the usual requests (%(default)g)")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
 import pytest
 
 from kvrouter.core.routing.admission import AdmissionQueue, AdmissionSettings
@@ -174,7 +177,7 @@ def test_a_lane_drops_tickets_that_left() -> None:
         queue.leave(queue.join(float(number)))
 
     assert last == queue.first()
-    assert len(queue._lanes[""].order) < 200
+    assert len(queue._lanes[""][""].order) < 200
 
 
 def test_figures(queue: AdmissionQueue) -> None:
@@ -191,3 +194,120 @@ def test_queues_do_not_wake_in_one_instant(queue: AdmissionQueue) -> None:
     assert (0.0, 0.006, 0.003) == (
         queue.wake_after_s(0, 0.9), queue.wake_after_s(3, 1.0), queue.wake_after_s(3, 0.5)
     )  # fmt: skip
+
+
+class Served:
+    """What tenants were served, as all replicas count it, by their weights."""
+
+    def __init__(self, **weights: float) -> None:
+        self.weights, self.tokens = weights, Counter[str]()
+
+    def __call__(self, tenant: str) -> float:
+        return self.tokens[tenant] / self.weights.get(tenant, 1.0)
+
+
+def fair(served: Served, most: int = 10_000) -> AdmissionQueue:
+    return AdmissionQueue(AdmissionSettings(threshold=1.0, max_waiting=most), served)
+
+
+def serve(queue: AdmissionQueue, served: Served, cost: int = 100) -> str:
+    """Admit the next request; returns its tenant."""
+    ticket = queue.first()
+    assert ticket is not None
+    assert queue.admit(ticket, has_room=True)
+    served.tokens[ticket.tenant] += cost
+    return ticket.tenant
+
+
+def test_tenants_take_turns() -> None:
+    """One that sends ten times as much waits for itself, not the others for it."""
+    served = Served()
+    queue = fair(served)
+    for number in range(100):
+        queue.join(float(number), tenant="greedy")
+    for number in range(10):
+        queue.join(100.0 + number, tenant="modest")
+
+    order = [serve(queue, served) for _ in range(110)]
+
+    assert 10 == order[:20].count("modest")
+    assert ["greedy"] * 90 == order[20:]
+
+
+@pytest.mark.parametrize("weight", [1.0, 2.0, 4.0])
+def test_weights(weight: float) -> None:
+    """Shares are as weights, also of requests that cost more."""
+    served = Served(heavy=weight)
+    queue = fair(served)
+    for number in range(400):
+        queue.join(float(number), tenant="heavy")
+        queue.join(float(number), tenant="light")
+    for _ in range(300):
+        ticket = queue.first()
+        assert ticket is not None
+        serve(queue, served, 300 if ticket.tenant == "heavy" else 100)
+
+    assert weight == pytest.approx(served.tokens["heavy"] / served.tokens["light"], rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_tenant_starves(seed: int) -> None:
+    """Whatever others send, with whatever weight and priority, a request goes within its turns."""
+    rng = random.Random(seed)
+    served = Served(poor=0.5, **{f"t{number}": rng.choice((1.0, 10.0)) for number in range(5)})
+    queue = fair(served)
+    for _ in range(50):
+        queue.join(0.0, priority=-100, tenant=f"t{rng.randrange(5)}")
+    queue.join(0.0, priority=100, tenant="poor")
+    turns = 0
+    while serve(queue, served, rng.randrange(1, 200)) != "poor":
+        turns += 1
+        for _ in range(rng.randrange(4)):
+            queue.join(float(turns), priority=-100, tenant=f"t{rng.randrange(5)}")
+        assert turns < 1000
+
+
+def test_nothing_is_saved_up() -> None:
+    """A tenant that was away begins where those that wait are."""
+    served = Served()
+    queue = fair(served)
+    served.tokens["old"] = 1_000_000
+    for number in range(50):
+        queue.join(float(number), tenant="old")
+    serve(queue, served)
+    for number in range(50):
+        queue.join(50.0 + number, tenant="new")
+
+    order = [serve(queue, served) for _ in range(40)]
+
+    assert 19 <= order.count("old") <= 21
+
+
+def test_a_part_of_the_room() -> None:
+    """A tenant that floods the queue is refused, and others still join."""
+    queue = fair(Served(), most=12)
+    for _ in range(6):
+        queue.join(0.0, tenant="greedy")
+    with pytest.raises(QueueFullError):
+        queue.join(0.0, tenant="greedy")
+    for tenant in ("a", "b", "c"):
+        for _ in range(3):
+            queue.join(0.0, tenant=tenant)
+    with pytest.raises(QueueFullError):
+        queue.join(0.0, tenant="c")
+
+
+def test_several_replicas() -> None:
+    """With shared counts, four queues serve each tenant its share, though one asks at all of them."""
+    served = Served()
+    queues = [fair(served) for _ in range(4)]
+    for queue in queues:
+        for number in range(200):
+            queue.join(float(number), tenant="greedy")
+    for number in range(60):
+        queues[0].join(float(number), tenant="modest")
+    for turn in range(240):
+        serve(queues[turn % 4], served)
+
+    # one of four queues has its requests: there it goes first until it has caught up
+    assert 58 <= served.tokens["modest"] / 100 <= 60

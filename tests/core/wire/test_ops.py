@@ -39,6 +39,7 @@ from kvrouter.core.wire.ops import (
     SentText,
     SnapshotChunk,
     Stored,
+    TenantUse,
     decode_answer,
     decode_frame,
     decode_request,
@@ -70,6 +71,7 @@ OPS: list[Op] = [
     LostWith(PROMPT, "w1", 1200, 20),
     DeadlyPrompt(PROMPT, ["w1", "w2"], 600_000),
     Pardon(PROMPT, 600_000),
+    TenantUse("team", 59_000, 12, 34_000, "r2"),
 ]
 REAL = [
     encode(Frame(VERSION, 1_700_000_000_000_000, 5, OPS)),
@@ -102,6 +104,7 @@ ops = st.one_of(
     st.builds(SentText, names, tiers, names),
     st.builds(FirstByte, amounts, amounts),
     st.builds(PrefillSpeed, *[amounts] * 7),
+    st.builds(TenantUse, st.text(max_size=64), *[amounts] * 3, st.text(max_size=64)),
     st.builds(LostWith, whole_prompts, worker_ids, amounts, amounts),
     st.builds(DeadlyPrompt, whole_prompts, st.lists(worker_ids, max_size=8), amounts),
     st.builds(Pardon, whole_prompts, amounts),
@@ -147,9 +150,11 @@ def test_the_wire_is_that_of_the_design() -> None:
     version, incarnation, seq, raw = msgpack.unpackb(REAL[0])
 
     assert (1, 1_700_000_000_000_000, 5) == (version, incarnation, seq)
-    assert [1, 1, 2, 3, 4, 5, 6, 7, 16, 17, 19, 18, 20, 21, 22, 23, 24, 25, 26, 27] == [op[0] for op in raw]
+    assert [1, 1, 2, 3, 4, 5, 6, 7, 16, 17, 19, 18, 20, 21, 22, 23, 24, 25, 26, 27, 28] == [
+        op[0] for op in raw
+    ]
     assert [1, 1, 2**64 - 1, b"\x01" + bytes(7) + b"\xff" * 8] == raw[0]
-    assert [16, 7, "chatcmpl-é", "w1", 3, HASHES, 40, 1, 24, 5, False, ""] == raw[8]
+    assert [16, 7, "chatcmpl-é", "w1", 3, HASHES, 40, 1, 24, 5, False, "", "", 0] == raw[8]
 
 
 def test_streaming_reader_finds_the_same() -> None:
@@ -174,7 +179,7 @@ def test_unknown_codes_are_skipped_and_counted() -> None:
 
 def test_additional_fields_are_ignored() -> None:
     """In ops and in the frame."""
-    data = msgpack.packb([VERSION, 1, 1, [[18, 7, "new", [1]], [3, {}]], "new"])
+    data = msgpack.packb([VERSION, 1, 1, [[18, 7, 0, "new", [1]], [3, {}]], "new"])
 
     assert [Free(7), Cleared()] == decode_frame(data).ops
 

@@ -70,6 +70,10 @@ async def start_announcer(
     await fleet.start(f"announcer-{namespace}", command)
 
 
+# The operators' key of frontends whose clients have keys.
+OPERATORS = "operators"
+
+
 async def start_kvrouter(
     fleet: Fleet,
     client: Client,
@@ -112,7 +116,7 @@ async def start_kvrouter(
 
 async def _workers_seen(client: Client, url: str) -> float:
     """The number of workers by the metrics, which every version has on this port."""
-    _, body = await client.get(f"{url}/metrics")
+    _, body = await client.get(f"{url}/metrics", {"authorization": f"Bearer {OPERATORS}"})
     lines = [line for line in body.decode().splitlines() if line.startswith("kvrouter_workers{")]
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 

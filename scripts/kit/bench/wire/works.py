@@ -72,13 +72,14 @@ class Work:
     ramp_ms: float = 0.0
     path: str = "/v1/completions"
     first: str = ""
+    headers: tuple[str, ...] = ()
 
     def load(self, port: int) -> Load:
         """The load for the router at this port."""
         return Load(
             port, self.bodies, path=self.path, concurrency=self.concurrency, requests=self.requests,
             is_stream=self.is_stream, ramp_ms=self.ramp_ms, seconds=90, limit_s=100,
-            first=self.first,
+            first=self.first, headers=self.headers,
         )  # fmt: skip
 
 

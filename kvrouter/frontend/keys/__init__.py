@@ -1,0 +1,1 @@
+"""Clients' keys: their file, who sends which, and what each may."""
