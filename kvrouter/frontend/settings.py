@@ -17,6 +17,7 @@ from kvrouter.core.fleet.replica import ReplicaSettings
 from kvrouter.core.routing.admission import AdmissionSettings
 from kvrouter.core.routing.breaker import BreakerSettings
 from kvrouter.core.routing.filters import FilterSettings
+from kvrouter.core.routing.policy import AUTO
 from kvrouter.core.tables.deadly_prompts import DEADLY_TTL_S
 from kvrouter.core.tables.sessions import DEFAULT_TTL_S
 from kvrouter.core.tables.text_index import TextIndexSettings
@@ -551,6 +552,11 @@ class FrontendOptions(CommonOptions):
             raise ConfigError(
                 "--router-mode direct with --client-overrides off: no request could name its worker; give "
                 "another mode, or --client-overrides on"
+            )
+        if self.pool.kv_from_peers and self.policy.overlap_weight not in {None, AUTO}:
+            raise ConfigError(
+                f"--kv-from-peers with --kv-overlap-score-weight {self.policy.overlap_weight:g}: it compares "
+                "seconds; give weight auto, or drop the flag"
             )
         policy, notes = self.policy_files.loaded(self.policy, self.router_mode)
         # 0: all priorities are equal, so requests are served in the order of their arrival

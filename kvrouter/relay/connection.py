@@ -48,7 +48,7 @@ from kvrouter.relay.routes import Routes
 from kvrouter.relay.transport import has_ended, is_unsent, reset
 
 if TYPE_CHECKING:
-    from kvrouter.relay.native.streams import Stream
+    from kvrouter.relay.native import streams as native
 
 # While a request is served, at most this much of the following requests is read. Without the bound a client
 # that sends faster than it is served made the buffer grow from 64 to 197 MB in 4 s.
@@ -146,7 +146,7 @@ class ClientConnection(asyncio.Protocol):
         self._is_lingering = False
         self._waiting: list[Callable[[], None]] = []
         self._look: asyncio.TimerHandle | None = None  # set while nothing is read
-        self._stream: Stream | None = None  # the last one of the request to which the socket was lent
+        self._stream: native.Stream | None = None  # the last one of the request to which the socket was lent
         self._active_at = 0.0
         self._timer: asyncio.TimerHandle  # not before connection_made: a TLS handshake may fail
 
@@ -158,7 +158,7 @@ class ClientConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.write(data)
 
-    def lend(self, begin: Callable[[int], Stream | None]) -> Stream | None:
+    def lend(self, begin: Callable[[int], native.Stream | None]) -> native.Stream | None:
         """Lend the socket to a stream that C passes on, if nothing waits for it and it is not encrypted."""
         transport = self._transport
         if transport is None or transport.is_closing() or transport.get_write_buffer_size():

@@ -67,7 +67,7 @@ from kvrouter.relay.hops import ROUTER
 from kvrouter.relay.upstream import WorkerConnection
 
 if TYPE_CHECKING:
-    from kvrouter.relay.native.streams import Stream
+    from kvrouter.relay.native import streams as native
 
 # A longer answer is passed on before it is complete: this bounds the memory that one request holds here.
 HELD_BYTES = 1024 * 1024
@@ -186,7 +186,7 @@ class ClientSide(Protocol):
         """Call once the client has caught up; never if it leaves."""
         ...
 
-    def lend(self, begin: Callable[[int], Stream | None]) -> Stream | None:
+    def lend(self, begin: Callable[[int], native.Stream | None]) -> native.Stream | None:
         """Call `begin` with the descriptor of the socket, and stop its stream before the socket is closed.
 
         None: it is no socket, it is encrypted, or something waits for the client.
@@ -255,7 +255,7 @@ class Attempt:
         """
         self.outcome: asyncio.Future[Outcome] = connection.loop.create_future()
         self._count = 0  # events that Python has passed on
-        self._stream: Stream | None = None  # set while C passes on what follows
+        self._stream: native.Stream | None = None  # set while C passes on what follows
         self._until_native = -1  # whole chunks until it does; negative: it does not
         self._loop = connection.loop
         self._client = client
@@ -398,7 +398,7 @@ class Attempt:
         if not self._until_native:
             self._loop.call_soon(self._pass_natively)  # by then this chunk is written
 
-    def taken_back(self, stream: Stream) -> None:
+    def taken_back(self, stream: native.Stream) -> None:
         """C passes on no longer: what follows comes here."""
         self._stream, self._until_native = None, PYTHON_CHUNKS
         self._count += stream.events

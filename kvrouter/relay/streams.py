@@ -4,33 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 try:
-    from kvrouter.relay.native.streams import StreamLoop
+    from kvrouter.relay.native import streams as native
 except ImportError:  # no C compiler, or not Linux
-    StreamLoop = None  # type: ignore[assignment,misc]
-
-if TYPE_CHECKING:
-    from kvrouter.relay.native.streams import Stream
+    native = None  # type: ignore[assignment]
 
 
 class Streams:
     """`is_native`: False leaves all streams to Python, as on a machine where C is not built."""
 
     def __init__(self, *, is_native: bool = True) -> None:
-        self.is_native = is_native and StreamLoop is not None
-        self._native: StreamLoop | None = None
+        self.is_native = is_native and native is not None
+        self._native: native.StreamLoop | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def add(self, worker: asyncio.Transport, client: int, returned: Callable[[], None]) -> Stream:
+    def add(self, worker: asyncio.Transport, client: int, returned: Callable[[], None]) -> native.Stream:
         """Pause a worker that sends chunks, and pass on to the socket `client` until `returned` is called.
 
         Only if `is_native`.
         """
         if self._native is None:
             self._loop = asyncio.get_running_loop()
-            self._native = StreamLoop(self._failed)
+            self._native = native.StreamLoop(self._failed)
             self._loop.add_reader(self._native.fileno(), self._native.run)
         worker.pause_reading()
         return self._native.add(worker.get_extra_info("socket").fileno(), client, returned)

@@ -43,7 +43,7 @@ from kvrouter.resolving import addresses_of
 from kvrouter.tls import tls_trouble, trusting
 
 if TYPE_CHECKING:
-    from kvrouter.relay.native.streams import Stream
+    from kvrouter.relay.native import streams as native
 
 # Idle connections close after this long. uvicorn, the server of vLLM and SGLang, closes its side after 5 s:
 # a request sent just then would be lost.
@@ -86,7 +86,7 @@ class Receiver(Protocol):
         """`received` for data that is exactly one chunk, as nearly every read of a stream is."""
         ...
 
-    def taken_back(self, stream: Stream) -> None:
+    def taken_back(self, stream: native.Stream) -> None:
         """C passes on no longer (see `pass_natively`): what follows is reported here."""
         ...
 
@@ -129,7 +129,7 @@ class WorkerConnection(asyncio.Protocol):
     def __init__(self, pool: deque[WorkerConnection], streams: Streams | None = None) -> None:
         """`streams`: those that C passes on; None: it passes on none."""
         self._streams = streams if streams is not None and streams.is_native else None
-        self._stream: Stream | None = None  # set while C passes on what arrives
+        self._stream: native.Stream | None = None  # set while C passes on what arrives
         self._has_served = False
         self._has_answered = False
         self._got_eof = False
@@ -196,7 +196,7 @@ class WorkerConnection(asyncio.Protocol):
         if self._receiver is receiver and self._transport is not None:
             self._transport.resume_reading()
 
-    def pass_natively(self, receiver: Receiver, client: int) -> Stream | None:
+    def pass_natively(self, receiver: Receiver, client: int) -> native.Stream | None:
         """Have C pass on what follows to a client's socket; None: it cannot. `taken_back` ends it."""
         body, transport = self._body, self._transport
         is_plain = isinstance(body, ChunkedBody) and body.is_at_boundary and self.is_usable

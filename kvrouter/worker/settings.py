@@ -10,6 +10,7 @@ from typing import Literal
 
 from kvrouter.bus.addresses import reachable
 from kvrouter.config import CommonOptions, read_key, read_worker_id
+from kvrouter.core.wire.heartbeats import BOTH, PEER
 from kvrouter.errors import ConfigError
 from kvrouter.settings.declare import Command, Settings, setting
 from kvrouter.settings.read import load
@@ -185,6 +186,12 @@ class WorkerSettings(CommonOptions):
         # other's id. What replaces 0.0.0.0 in the URL is known only later, when NATS is reached.
         advertised = engine.advertise_url or engine.engine_url
         check_url("--advertise-url" if engine.advertise_url else "--engine-url", advertised)
+        if engine.kv_connector == PEER and (not engine.kv_address or engine.role not in {None, BOTH}):
+            raise ConfigError(
+                f"--kv-connector {PEER} is for engines of whole requests: give no other --role, and "
+                "--kv-address HOST:PORT (the engine's VLLM_P2P_SIDE_CHANNEL_HOST and _PORT, as other engines "
+                "reach it)"
+            )
         if engine.worker_tls_ca is not None:
             trusting(engine.worker_tls_ca)  # read now: a broken file ends the start
         return AgentOptions(

@@ -98,13 +98,15 @@ def sentences(found: Analysis, apart: Apart | None, model: StepModel) -> Iterato
         )
         return
     yield _sentence(apart, found.fleet.workers)
+    if not apart.decode:
+        return
     kv, busy = f"{KV_BYTES_PER_TOKEN // 1024} KB of KV a token", f"{apart.prefill_busy:.0%}"
     yield (
         f"Assumed: {1e6 * model.prefill_token_s:.0f} µs a prompt token, {1000 * model.base_s:g} ms a step,"
         f" {found.rates.perfect:.0%} of the prompt tokens cached (perfect placement), prefill engines {busy}"
         f" busy ({MOST_BUSY:.0%} at most). Each engine's wire must carry {apart.gbps:.0f} Gb/s with {kv}."
-        f" Queues are not calculated: kvrouter simulate --workers {found.fleet.workers}"
-        f" --prefill-workers {apart.prefill} --decode-workers {apart.decode}"
+        " Queues are not calculated: kvrouter simulate does, with the same requests and engines and"
+        f" --workers {found.fleet.workers} --prefill-workers {apart.prefill} --decode-workers {apart.decode}"
     )
 
 
@@ -112,7 +114,7 @@ def _sentence(apart: Apart, engines: int) -> str:
     ratio, whole, split = f"{apart.prefill}P+{apart.decode}D", _every(apart.whole_s), _every(apart.apart_s)
     prompts = f"prompts take {apart.busy:.0%} of the time of {counted(engines, 'whole engine')}"
     if apart.apart_s == math.inf:
-        return f"Stay whole: {prompts}; apart, {engines} are too few for this rate."
+        return f"Stay whole: {prompts}; apart this rate needs more than {engines}."
     if not apart.has_room:
         room, held = f"{apart.room_tokens:,} tokens", f"{apart.kv_tokens:,.0f}"
         return f"Stay whole: as {ratio} the decode engines have room for {room}, and requests hold {held}."

@@ -156,7 +156,7 @@ class CellSettings(Settings):
     kv_from_peers: bool = setting(
         False, "whole engines read blocks of each other; modes have a row with this, too"
     )
-    transfer_gbps: float = setting(GBPS, "Gb/s at which each engine sends, and receives, KV", above=0)
+    transfer_gbps: float = setting(GBPS, "Gb/s at which each engine sends, and receives, KV", least=0.01)
     kv_bytes_per_token: int = setting(KV_BYTES_PER_TOKEN, "bytes of a token's KV", least=1)
     kv_delay_ms: float = setting(0.0, "until a KV event reaches the routers", least=0)
     slo_ttft_s: float = setting(Slo().ttft_s, "goodput: most seconds to the first token", above=0)
@@ -254,7 +254,10 @@ class SimulateSettings(Settings):
         modes = self.router_mode or (DEFAULT_MODES if self.cell.roles is None else DEFAULT_MODES[-1:])
         modes = (*modes, *([CUSTOM] if policy.custom is not None else ()))
         rules = () if self.cell.roles is None else self.cell.pd_rule or RULES
-        rules = (PEERS,) if self.cell.kv_from_peers else rules
+        if self.cell.kv_from_peers:
+            rules = (PEERS,)
+            if {"kv", "kv:auto"}.isdisjoint(modes):
+                raise ConfigError("--kv-from-peers compares seconds: give --router-mode kv, or drop the flag")
         return (*modes, *(f"{mode}{RULE}{rule}" for mode in modes for rule in rules)), policy
 
     def cells(self, requests: Sequence[TraceRequest]) -> Iterator[Cell]:

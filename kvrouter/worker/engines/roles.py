@@ -51,7 +51,11 @@ def settled(kv_role: str, kv_connector: str, options: AgentOptions) -> Half:
     """
     told = _ROLES.get(kv_role)
     if options.kv_connector == PEER:
-        return _peer(told, options)
+        if told in {PREFILL, DECODE}:
+            raise EngineError(
+                half_of_a_pair(f"kv_role {kv_role} in /server_info", f"remove --kv-connector {PEER}")
+            )
+        return Half(BOTH, PEER)
     role = options.role or (BOTH if options.whole else told)
     if told in {PREFILL, DECODE} and role != told:
         flag = f"--role {options.role}" if options.role else "--whole"
@@ -65,17 +69,6 @@ def settled(kv_role: str, kv_connector: str, options: AgentOptions) -> Half:
     if role != BOTH:
         _check_served(role, connector or kv_connector)
     return Half(role, connector)
-
-
-def _peer(told: str | None, options: AgentOptions) -> Half:
-    if options.role not in {None, BOTH} or told in {PREFILL, DECODE}:
-        raise EngineError(f"--kv-connector {PEER} is for engines of whole requests: give --role both")
-    if not options.kv_address:
-        raise EngineError(
-            f"--kv-connector {PEER} without --kv-address HOST:PORT (VLLM_P2P_SIDE_CHANNEL_HOST and …_PORT of "
-            "the engine, as other engines reach it)"
-        )
-    return Half(BOTH, PEER)
 
 
 def settled_sglang(mode: str, options: AgentOptions) -> Half:

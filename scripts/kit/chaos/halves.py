@@ -119,7 +119,9 @@ async def _damage(stage: Stage, numbers: Sequence[int], excuses: Sequence[Excuse
 
 
 async def _notes(stage: Stage) -> list[str]:
-    return ["; ".join(f"{count:,} {path}" for path, count in sorted((await _counts(stage)).items()) if count)]
+    said = {"failures": "hand-overs that failed"}
+    counts = sorted((await _counts(stage)).items())
+    return ["; ".join(f"{count:,} {said.get(path, f'by path {path}')}" for path, count in counts if count)]
 
 
 async def _counts(stage: Stage) -> Counter[str]:

@@ -47,7 +47,7 @@ def test_long_prompts_and_answers() -> None:
     assert (
         "Split as 4P+4D if tokens must come faster than every 12.4 ms: prompts take 39% of the time" in text
     )
-    assert "kvrouter simulate --workers 8 --prefill-workers 4 --decode-workers 4" in text
+    assert "--workers 8 --prefill-workers 4 --decode-workers 4" in text
 
 
 def test_short_prompts() -> None:
@@ -58,7 +58,9 @@ def test_short_prompts() -> None:
 
 
 def test_too_few_engines() -> None:
-    assert "apart, 8 are too few for this rate" in said(asked(6.0, 10_240, 400), pace=4.0)
+    text = said(asked(6.0, 10_240, 400), pace=4.0)
+
+    assert text.endswith("apart this rate needs more than 8.")  # without a command for no decode engines
 
 
 def test_no_room_for_answers() -> None:
