@@ -82,7 +82,7 @@ def sheets() -> dict[str, Sheet]:
         cell(chats, (3, 5), load=0.6),
         cell(generated.agents(), (4, 4), pace=2.0),
     ]
-    base = cell(trace(), (5, 3), load=0.64)
+    base = cell(trace(), (5, 3), load=0.6)
     peers = [
         *(peer_cell(trace(long), load, gbps) for load, gbps in ((0.5, 200), (0.7, 200), (0.7, 20), (0.7, 5))),
         *(peer_cell(generated.docs(REQUESTS), 0.7, gbps) for gbps in (200.0, 5.0)),
