@@ -161,7 +161,8 @@ class RequestHead:
     def _left_out(self, rank_header: str, keeps_rank: bool) -> frozenset[str]:
         """The headers that are not for the worker, in lower case; `connection` may name some."""
         connection = ",".join(value for name, value in self.fields if name == "connection")
-        named = hop_by_hop(connection.encode("utf-8", "surrogateescape"))
+        # a client must not take the engines' own key away by naming its header
+        named = hop_by_hop(connection.encode("utf-8", "surrogateescape")) - {b"authorization"}
         left_out = _NOT_FOR_WORKERS.union((name.decode("latin-1") for name in named), (rank_header.lower(),))
         return left_out if keeps_rank and not rank_header else left_out | {_RANK}
 

@@ -357,6 +357,12 @@ def _estimated(text: str) -> int:
     return len(text.encode("utf-8", "replace")) // _BYTES_PER_TOKEN
 
 
+def count_of(prompt: Prompt | None) -> int:
+    """How many prompts a request has; each gets its answers."""
+    many = prompt.token_ids if isinstance(prompt, TokenPrompt) else ()
+    return max(1, len(prompt.texts if isinstance(prompt, TextPrompt) else many))
+
+
 def has_media(prompt: Prompt) -> bool:
     """Whether the prompt has images, audio or video."""
     if not isinstance(prompt, ChatPrompt):

@@ -109,7 +109,7 @@ async def test_engines_get_no_clients_key(fleet_of: FleetOf, ring: Ring, tmp_pat
 async def test_no_log_has_a_key(fleet_of: FleetOf, ring: Ring) -> None:
     """Neither of requests that are served nor of refused ones, nor GET /decisions or /clients."""
     key = ring.add("a", "--override", "mode")
-    secret = key.rpartition("_")[2]
+    secret = key.split("_", 2)[2]  # it may have underscores
     flags = ("--access-log", "all", "--log-decisions")
     async with fleet_of(*ring.flags, *flags, scripts=(OK,)) as fleet:
         for headers in (
@@ -193,6 +193,22 @@ async def test_models(fleet_of: FleetOf, ring: Ring) -> None:
         assert [["alias", "m"], [], ["alias", "m"], ["alias", "m"]] == [
             sorted(one) for one in listed.values()
         ]
+
+
+async def test_adapters(fleet_of: FleetOf, ring: Ring) -> None:
+    """A key for an adapter is none for its base; SGLang's field for an adapter says no more than `model`."""
+    base, adapter = ring.add("a", "--model", "m"), ring.add("b", "--model", "lora1")
+    async with fleet_of(*ring.flags, scripts=(OK,), lora_names=["lora1", "lora2"]) as fleet:
+        for model, key, status in (
+            ("m", base, 200),
+            ("lora1", adapter, 200),
+            ("m", adapter, 403),
+            (None, adapter, 403),
+        ):
+            assert status == (await fleet.ask({**BODY, "model": model}, key)).status
+        assert 403 == (await fleet.ask({**BODY, "lora_path": "lora2"}, base)).status
+        nothing = await fleet.ask({**BODY, "model": ""}, base)
+        assert (403, False) == (nothing.status, b"lora" in nothing.body)
 
 
 async def test_sessions_and_responses(fleet_of: FleetOf, ring: Ring) -> None:

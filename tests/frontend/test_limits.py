@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from kvrouter.core.tables.tenants import TenantTable
+from kvrouter.core.tables.tenants import KeyLimits, TenantTable
 from kvrouter.frontend.keys.limits import FIRST_MEAN
 from tests.frontend.clients import ask
 from tests.frontend.fleet import BODY, STREAM, Fleet, FleetOf
@@ -16,6 +16,7 @@ from tests.frontend.workers import OK, answer, in_turn, says, until
 
 __all__ = ["ring"]
 SYNC = "--router-replica-sync"
+LIMITS = KeyLimits(requests=20)
 
 
 async def test_requests_a_minute(fleet_of: FleetOf, ring: Ring) -> None:
@@ -174,3 +175,28 @@ async def _all_hear(fleet: Fleet, count: int = 3) -> None:
     await until(
         lambda: all(len(each.replica.peers) >= count for each in fleet.frontends), "all know each other"
     )
+
+
+async def test_any_number_of_tokens(fleet_of: FleetOf, ring: Ring) -> None:
+    """What a client asks for is no number that peers could not read: what others have done arrives, too."""
+    greedy, other = (ring.add(name, "--requests-per-minute", "20") for name in ("greedy", "other"))
+    async with fleet_of(*ring.flags, SYNC, scripts=(OK,), replicas=2) as fleet:
+        first, second = fleet.frontends
+        for more in ({"max_tokens": 2**70}, {"n": 2**66, "max_tokens": 2**48}, {"max_tokens": 10**4000}):
+            await asyncio.gather(ask(first.url, {**BODY, **more}, greedy), ask(first.url, BODY, other))
+
+        def left() -> int:
+            now = asyncio.get_running_loop().time()
+            return second.replica.tenants.check("other", LIMITS, 0, now, peers=1, hears=True).requests
+
+        await until(lambda: left() == 17, "the other's three requests are known at the second replica")
+
+
+async def test_several_answers(fleet_of: FleetOf, ring: Ring) -> None:
+    """Each prompt's, and each of `best_of`."""
+    key = ring.add("a", "--tokens-per-minute", "10000")
+    async with fleet_of(*ring.flags, scripts=(OK,)) as fleet:
+        body = {**BODY, "prompt": [[1] * 16, [2] * 16], "max_tokens": 100, "best_of": 5}
+        answered = await fleet.ask(body, key)
+
+        assert 10000 - 32 - 2 * 5 * 100 == int(answered.header("x-ratelimit-remaining-tokens"))

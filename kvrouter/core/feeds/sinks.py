@@ -302,7 +302,8 @@ class SyncSink:
             case ApproxEntry():
                 self._assume(op, now)
             case TenantUse():
-                self._counted.append((op, now))
+                if op.tenant in self._active.tenants.limited:
+                    self._counted.append((op, now))
             case Bind() if self._sessions is not None:
                 if not self._is_early(op, now):
                     target = Target(WorkerId(op.worker_id), op.rank)

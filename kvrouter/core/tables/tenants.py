@@ -31,6 +31,8 @@ MINUTE_S = 60
 # Within these bounds what was counted is taken as not known to all. A longer echo was lost: NATS was away.
 LEAST_S, MOST_S = 0.1, 1.0
 STEP_S = 0.01
+# Replicas whose use of the last minute is known, of one tenant.
+MOST_OWNERS = 256
 # By this share of the limit what may be unknown can take it above: the last steps would be many.
 SLACK = 0.05
 # What a token of output costs, in computed tokens of a prompt (VTC's weights).
@@ -185,7 +187,8 @@ class TenantTable:
     def limit(self, tenants: Set[str]) -> None:
         """Count these tenants from now on, and no others."""
         self.limited = tenants
-        self._uses = {tenant: use for tenant, use in self._uses.items() if tenant in tenants}
+        # those in flight end later, perhaps after the tenant has a limit again
+        self._uses = {name: use for name, use in self._uses.items() if name in tenants or use.at_once}
 
     def check(
         self, tenant: str, limits: KeyLimits, tokens: int, now: float, *, peers: int, hears: bool
@@ -351,7 +354,7 @@ class TenantTable:
                 window.add(now - op.age_ms / 1000, op.requests, op.tokens)
         for (tenant, owner), window in fresh.items():
             peers = self._use(tenant).peers
-            if owner == source or owner not in peers:
+            if owner == source or (owner not in peers and len(peers) < MOST_OWNERS):
                 peers[owner] = window
 
     def _use(self, tenant: str) -> _Use:

@@ -23,7 +23,8 @@ from kvrouter.settings.read import Loaded, run
 Action = Literal["add", "list", "revoke", "expire"]
 _DAYS = re.compile(r"([0-9]{1,5})d")
 _NAME_RULE = "must be a name of letters, digits, . _ and -, at most 64"
-_HEADER = re.compile(rf"\[({NAME})\]\s*(?:#.*)?")
+# A name with a dot needs quotes: [a.b] is a table in another one.
+_HEADER = re.compile(rf"\[\s*(\"?)({NAME})\1\s*\]\s*(?:#.*)?")
 
 
 def _read_name(text: str) -> str:
@@ -37,11 +38,11 @@ def _read_expiry(text: str) -> datetime:
         return now_utc().replace(microsecond=0) + timedelta(days=int(days[1]))
     try:
         given = datetime.fromisoformat(text)
-    except ValueError:
+        return (given if given.tzinfo is not None else given.replace(tzinfo=UTC)).astimezone(UTC)
+    except (ValueError, OverflowError):
         raise ValueError(
             "must be a date as in 2027-01-31 or 2027-01-31T12:00Z, or days from now as in 90d"
         ) from None
-    return (given if given.tzinfo is not None else given.replace(tzinfo=UTC)).astimezone(UTC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,10 @@ def _add(given: KeysSettings, keys: dict[str, Key]) -> list[str]:
     except msgspec.ValidationError as error:
         raise ConfigError(str(error)) from None
     table = {"id": key.id, "sha256": key.sha256, "tenant": key.tenant, **given.rights()}
-    lines = [f"[{given.name}]", *(f"{name} = {_toml(value)}" for name, value in table.items())]
+    lines = [
+        f'["{given.name}"]' if "." in given.name else f"[{given.name}]",
+        *(f"{name} = {_toml(value)}" for name, value in table.items()),
+    ]
     old = given.file.read_text().rstrip() if given.file.exists() else ""
     _write(given.file, "\n".join([*([old, ""] if old else []), *lines, ""]))
     return [text]
@@ -189,7 +193,7 @@ def _without(given: KeysSettings, keys: dict[str, Key], is_kept: Callable[[str],
 def _name_in(line: str) -> str:
     """The key whose table begins with this line; empty: none."""
     found = _HEADER.fullmatch(line.strip())
-    return found[1] if found else ""
+    return found[2] if found else ""
 
 
 def _toml(value: Any) -> str:
@@ -199,12 +203,19 @@ def _toml(value: Any) -> str:
 
 def _write(path: Path, text: str) -> None:
     """Replace the file in one step: a frontend that reads it meanwhile gets the old one or the new one."""
-    mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
+    path = path.resolve()  # a link stays one
+    old = path.stat() if path.exists() else None
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as new:
         new.write(text)
-    os.chmod(new.name, mode)
-    os.replace(new.name, path)
-    read_keys(path)
+    try:
+        read_keys(Path(new.name))
+        os.chmod(new.name, old.st_mode & 0o777 if old is not None else 0o600)
+        if old is not None and old.st_uid != os.geteuid():
+            os.chown(new.name, old.st_uid, old.st_gid)  # its frontends must go on reading it
+        os.replace(new.name, path)
+    except BaseException:
+        os.unlink(new.name)
+        raise
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=
     """Of its requests that name none; lower goes first."""
     weight: Annotated[float, Meta(ge=0.01, le=1000)] = 1.0
     """Its tenant's share when requests wait."""
-    cache_salt: Annotated[str, Meta(max_length=256)] = ""
+    cache_salt: Annotated[str, Meta(max_length=256, pattern=r"\A[^:]*\Z")] = ""
     """With --tenant-cache-salt keys with one salt share prefixes; empty: it shares with none."""
     overrides: tuple[Override, ...] = ()
 

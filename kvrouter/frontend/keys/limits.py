@@ -30,6 +30,8 @@ LOOK_AGAIN_S = 0.02
 # Output tokens of a request that names none, before any answer was seen, and the weight of each answer.
 FIRST_MEAN, MEAN_WEIGHT = 256.0, 1 / 32
 _BYTES_PER_TOKEN = 4
+# Of a prompt, or of an output: a client may ask for any number.
+MOST_TOKENS = 2**31 - 1
 _NAMES: dict[Kind, str] = {
     "requests": "requests a minute",
     "tokens": "tokens a minute",
@@ -42,6 +44,9 @@ class ReadBody(Protocol):
 
     @property
     def body(self) -> bytes: ...
+
+    @property
+    def is_json(self) -> bool: ...
 
     @property
     def asked(self) -> openai.CompletionRequest: ...
@@ -78,10 +83,15 @@ class TenantLimits:
         """Count the request; returns it with its charge, and lines for its answer. Raises RateLimitError."""
         if key.tenant not in self._table.limited:
             return route, ""
-        asked = read.asked
-        prompt_tokens = route.isl or texts.estimated_isl(asked.prompt) or len(read.body) // _BYTES_PER_TOKEN
-        output = asked.asked_output or round(self._means.get(read.router.pool.model, FIRST_MEAN))
-        charge = Charge(key.tenant, max(1, prompt_tokens), output * asked.n if api.parse is not None else 0)
+        asked, output = read.asked, 0
+        count = texts.count_of(asked.prompt)
+        prompt_tokens = route.isl or count * texts.estimated_isl(asked.prompt)
+        if not prompt_tokens and read.is_json:  # else a form: a file has no tokens
+            prompt_tokens = len(read.body) // _BYTES_PER_TOKEN
+        if api.parse is not None:
+            each = asked.asked_output or round(self._means.get(read.router.pool.model, FIRST_MEAN))
+            output = each * max(asked.n, asked.best_of) * count
+        charge = Charge(key.tenant, min(MOST_TOKENS, max(1, prompt_tokens)), min(MOST_TOKENS, output))
         left = await self._passed(key, api, charge)
         self._table.begin(charge, self._now())
         return replace(route, charge=charge), _lines(api, key, left, charge.tokens)

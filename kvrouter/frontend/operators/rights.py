@@ -223,7 +223,8 @@ class Rights:
         except UnknownKeyError as error:
             error.is_body_left = request.body is None
             raise
-        sees = self._shows_workers and "target" in key.overrides
+        # who may choose a worker, or ask which one it would be, sees names
+        sees = self._shows_workers and not {"target", "dry-run"}.isdisjoint(key.overrides)
         known = KnownHead(keys, self, Caller(self._obeys_clients, sees, key), without_key(request, keys))
         request.head.known = known.bare.known = known
         return known

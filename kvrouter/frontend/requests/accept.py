@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import msgspec
 import structlog
-from msgspec import Struct
+from msgspec import UNSET, Raw, Struct, UnsetType
 from msgspec.structs import replace
 
 from kvrouter.bodies import openai, responses
@@ -138,8 +138,7 @@ class Accept:
         lora_name, found_ids = _lora_name(router, asked), list[Sendable]()
         if read.large is not None and read.large.holes:
             asked = await _whole(read, read.large, api, policy)
-        # A request in a mode without tokens is tokenized, too, if other requests of the pool are placed by
-        # the tokens and blocks that its booking holds.
+        # also in a mode without tokens, if others of the pool are placed by what its booking holds
         needs_tokens = router.needs_tokens or policy.needs_tokens
         prompts = await self._prompts(asked, router, api, record, found_ids, client) if needs_tokens else ()
         # by position: CPython passes more than 15 keywords by a dict, which takes 1 % of a request
@@ -164,7 +163,8 @@ class Accept:
         sent, response, limits = self._edited(request, read, client), None, ""
         if isinstance(asked, responses.ResponseRequest):
             sent, response = _with_id(sent, asked, read)
-        if client.key is not None and not overrides.dry_run:
+        ids = await _sent_ids(asked, prompts, found_ids[0]) if found_ids else None
+        if client.key is not None and not overrides.dry_run:  # last: a client that left before is not counted
             route, limits = await self.limits.begin(client.key, api, read, route)
         return Work(
             id=record.id,
@@ -181,7 +181,7 @@ class Accept:
             reads_end=policy.reads_ends,
             shows_worker=client.sees_workers,
             key=client.key,
-            ids=await _sent_ids(asked, prompts, found_ids[0]) if found_ids else None,
+            ids=ids,
             limits=limits,
         )
 
@@ -203,11 +203,12 @@ class Accept:
                 large = await LargeBody.read_fields(body, passthrough.FIELDS)
         asked, large = await _parsed(parse or partial(passthrough.parse, request), body, large)
         model = self.aliases.get(asked.model or "", asked.model)
-        if client.key is not None and asked.model:  # before it is looked up: no key learns of others' models
-            _check_model(client.key, {asked.model, model or ""})
+        key, names_one = client.key, asked.model is not None
+        if key is not None and names_one:  # before the look-up: no key learns of others' models
+            _check_models(key, {asked.model or "", model or ""}, body)
         router = self._pools.router_for(model)
-        if client.key is not None and not asked.model:
-            _check_model(client.key, router.pool.names)
+        if key is not None and not names_one:
+            _check_models(key, router.pool.servers, body)
         if isinstance(asked, responses.ResponseRequest):
             owner = client.owner(request.headers)
             before = self._response_before(asked, router, owner, now)
@@ -448,10 +449,24 @@ def _priority(asked: openai.CompletionRequest, overrides: Overrides, client: Cal
     return given or (0 if key is None else key.priority)
 
 
-def _check_model(key: Key, names: Collection[str]) -> None:
+class _NamesAdapter(Struct):
+    """SGLang's field for an adapter besides `model`."""
+
+    lora_path: Raw | UnsetType = UNSET
+
+
+def _check_models(key: Key, names: Collection[str], body: bytes) -> None:
     """Raise KeyForbidsError for a model that is not of the key, whether it is served or not."""
     if not key.may_use(names):
         raise KeyForbidsError(f"the API key may use: {', '.join(key.models)}", param="model")
+    if not key.models:
+        return
+    try:
+        adapter = msgspec.json.decode(body, type=_NamesAdapter).lora_path
+    except (ValueError, RecursionError):  # no JSON, which has been judged
+        return
+    if adapter is not UNSET:
+        raise KeyForbidsError("the API key may use some models only: name one in `model`", param="lora_path")
 
 
 def _caches(pool: Pool) -> bool:

@@ -77,6 +77,8 @@ def test_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (("add",), 1, "must be a name"),
         (("add", "x", "--expires", "soon"), 2, "must be a date"),
         (("add", "x", "--override", "all"), 2, "must be target"),
+        (("add", "x", "--expires", "0001-01-01T00:00+23:00"), 2, "must be a date"),
+        (("add", "x", "--cache-salt", "team:x"), 1, "regex"),
         (("revoke", "x"), 1, "has no key 'x'; it has: alice"),
         (("expire", "x"), 1, "has no key 'x'"),
     ],
@@ -97,11 +99,30 @@ def test_wrong(
     assert before == file.read_text()
 
 
+def test_names_with_dots(tmp_path: Path) -> None:
+    """They are quoted: [a.b] would be a table in another one, and end every reload."""
+    file = tmp_path / "keys.toml"
+    assert [0, 0, 0] == [keys(file, "add", name) for name in ("a", "a.b", "a.c")]
+    assert 0 == keys(file, "revoke", "a.b")
+
+    assert ["a", "a.c"] == list(read_keys(file))
+
+
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    """As a Secret is mounted."""
+    file, link = tmp_path / "real.toml", tmp_path / "keys.toml"
+    link.symlink_to(file)
+
+    assert [0, 0] == [keys(link, "add", name) for name in ("a", "b")]
+    assert link.is_symlink()
+    assert ["a", "b"] == list(read_keys(file))
+
+
 def test_written_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A table in another spelling is read, and left to be changed by hand."""
     file = tmp_path / "keys.toml"
     keys(file, "add", "alice")
-    file.write_text(file.read_text().replace("[alice]", '["alice"]'))
+    file.write_text(file.read_text().replace("[alice]", "['alice']"))
 
     assert 1 == keys(file, "revoke", "alice")
     assert "by hand" in capsys.readouterr().err
