@@ -79,12 +79,8 @@ class SyncFeed:
         self.deadly = claimed.prompts
         self.part = 0.0
         """By name, the share of the pool's replicas that come before this one."""
-        self._pool = pool
-        self._tables = tables
-        self._claimed = claimed
-        self._router_id = router_id
-        self._is_elder = is_elder
-        self._reuse = reuse
+        self._pool, self._tables, self._claimed = pool, tables, claimed
+        self._router_id, self._is_elder, self._reuse = router_id, is_elder, reuse
         self._peers: set[RouterId] = set()
         self._smaller_peers = 0
         self._has_learned = False  # whether its state has something that is in no frame of its own

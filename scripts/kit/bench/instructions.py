@@ -25,7 +25,7 @@ from scripts.kit.bench.relay import checkout
 from scripts.kit.bench.wire.rounds import send, warm
 from scripts.kit.bench.wire.routers import Workers
 from scripts.kit.bench.wire.stage import FLAGS, Stage, open_stage
-from scripts.kit.bench.wire.targets import OURS_PAIR
+from scripts.kit.bench.wire.targets import PAIRS
 from scripts.kit.bench.wire.works import Work, after_models, raise_descriptor_limit, standard_works
 from scripts.kit.figures import MachineTime
 from scripts.kit.fleet import FleetError
@@ -111,12 +111,13 @@ async def run(flags: argparse.Namespace) -> int:
             (key, *_), more = keyring(stage.directory, flags.keys, FREE if flags.limits else {})
             flags.flag += more
             headers = (header(key),)
-        halves = await stage.workers(STREAM_PACE_MS + 0.01, is_split=True)
-        for mode in flags.modes:
-            workers = halves if mode == OURS_PAIR else whole
+        for number, mode in enumerate(flags.modes, start=1):
+            workers = whole
+            if mode in PAIRS:
+                workers = await stage.workers(STREAM_PACE_MS + number / 100, connector=PAIRS[mode])
             print(f"{mode}: this takes 5 minutes for each frontend", flush=True)
             ours[mode] = await _measure(stage, workers, mode, flags, None, headers)
-            if flags.against is not None and mode != OURS_PAIR:
+            if flags.against is not None and mode not in PAIRS:
                 others[mode] = await _measure(stage, workers, mode, flags, flags.against, headers)
     about = machine(before) | {"flags": flags.flag, "share": flags.share}
     conclude(flags, [table(ours, others)], about, this=_as_json(ours), other=_as_json(others))

@@ -15,7 +15,7 @@ from scripts.kit.bench.wire import tables
 from scripts.kit.bench.wire.rounds import Results, run_rounds, warm
 from scripts.kit.bench.wire.stage import Stage, direct, open_stage
 from scripts.kit.bench.wire.tables import tools_line, work_table
-from scripts.kit.bench.wire.targets import OURS_PAIR
+from scripts.kit.bench.wire.targets import PAIRS
 from scripts.kit.bench.wire.works import Work, after_models, raise_descriptor_limit, standard_works
 from scripts.kit.figures import MachineTime
 
@@ -38,8 +38,9 @@ async def run(flags: argparse.Namespace) -> int:
 async def _relay(stage: Stage, works: Sequence[Work], flags: argparse.Namespace) -> Results:
     workers = await stage.workers(pace_ms=5)
     ours = await stage.both_modes(workers, flags.against, flags.flag)
-    halves = await stage.workers(pace_ms=5.01, is_split=True)
-    ours.append(await stage.ours(OURS_PAIR, halves, None, flags.flag))
+    for number, (name, connector) in enumerate(PAIRS.items(), start=1):
+        halves = await stage.workers(pace_ms=5 + number / 100, connector=connector)
+        ours.append(await stage.ours(name, halves, None, flags.flag))
     contenders = [*ours, direct(workers)]
     await warm(contenders, works, stage.directory)
     results = await run_rounds(contenders, lambda: works, flags.runs, stage.directory)

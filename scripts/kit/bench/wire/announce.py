@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--namespace", required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--url", action="append", required=True)
-    parser.add_argument("--split", action="store_true", help="every other one computes prompts only")
+    parser.add_argument("--connector", default="", help="every other one computes prompts only")
     uvloop.run(_announce(parser.parse_args()))
     return 0
 
@@ -39,13 +39,11 @@ async def _announce(flags: argparse.Namespace) -> None:
     async with AsyncExitStack() as stack:
         nats = await stack.enter_async_context(connect(flags.nats))
         for number, url in enumerate(flags.url):
-            role, connector = "both", ""
-            if flags.split:
-                role, connector = ("prefill", "decode")[number % 2], "example"
+            role = ("prefill", "decode")[number % 2] if flags.connector else "both"
             blocks = KvPublisher(nats, f"w{urlsplit(url).port}", block_size=BLOCK_SIZE)
             worker = announce(
                 nats, [blocks], url=url, model=flags.model, namespace=flags.namespace,
-                tiers={"device": DEVICE_BLOCKS}, role=role, kv_connector=connector,
+                tiers={"device": DEVICE_BLOCKS}, role=role, kv_connector=flags.connector,
             )  # fmt: skip
             await stack.enter_async_context(worker)
         await stopped.wait()

@@ -58,14 +58,14 @@ async def start_workers(fleet: Fleet, client: Client, *, pace_ms: float, count: 
 
 
 async def start_announcer(
-    fleet: Fleet, workers: Workers, nats_url: str, namespace: str, *, is_split: bool = False
+    fleet: Fleet, workers: Workers, nats_url: str, namespace: str, *, connector: str = ""
 ) -> None:
-    """Announce the workers to the frontends in `namespace`; `is_split`: half of them compute prompts."""
+    """Announce the workers to the frontends in `namespace`; `connector`: of pairs of two."""
     words = [word for url in workers.urls for word in ("--url", url)]
     command = [
         sys.executable, "-m", "scripts.kit.bench.wire.announce", f"--nats={nats_url}",
         f"--namespace={namespace}", f"--model={MODEL}", *words,
-        *(["--split"] if is_split else []),
+        *([f"--connector={connector}"] if connector else []),
     ]  # fmt: skip
     await fleet.start(f"announcer-{namespace}", command)
 

@@ -10,12 +10,13 @@ from scripts.kit import deployment
 from scripts.kit.bench.wire import routers
 from scripts.kit.bench.wire.rounds import Contender, other
 from scripts.kit.bench.wire.routers import Router, Workers
-from scripts.kit.bench.wire.targets import DIRECT, OURS, OURS_KV, OURS_PAIR
+from scripts.kit.bench.wire.targets import DIRECT, OURS, OURS_KV, OURS_PAIR, OURS_ROOM
 
 FLAGS = {
     OURS: ("--router-mode=round-robin",),
     OURS_KV: ("--router-mode=kv",),
     OURS_PAIR: ("--router-mode=kv", "--pd-min-uncached-tokens=0"),
+    OURS_ROOM: ("--router-mode=kv", "--pd-min-uncached-tokens=0"),
 }
 WORKERS = 4
 
@@ -23,11 +24,11 @@ WORKERS = 4
 class Stage(deployment.Stage):
     """The processes of a measurement, and how to start more."""
 
-    async def workers(self, pace_ms: float, count: int = WORKERS, *, is_split: bool = False) -> Workers:
+    async def workers(self, pace_ms: float, count: int = WORKERS, *, connector: str = "") -> Workers:
         """Start fake workers with this pace, announced in their own namespace."""
         workers = await routers.start_workers(self.fleet, self.client, pace_ms=pace_ms, count=count)
         names = workers, self.nats_url, namespace(workers)
-        await routers.start_announcer(self.fleet, *names, is_split=is_split)
+        await routers.start_announcer(self.fleet, *names, connector=connector)
         return workers
 
     async def ours(
@@ -42,7 +43,7 @@ class Stage(deployment.Stage):
     ) -> Contender:
         """Start a frontend in a mode of FLAGS: of this checkout with `more` flags, or another one.
 
-        `workers`: for OURS_PAIR, half of them compute prompts. `under` and `timeout_s`: see start_kvrouter.
+        `workers`: for PAIRS, half of them compute prompts. `under` and `timeout_s`: see start_kvrouter.
         """
         flags = [*FLAGS[name], f"--nats={self.nats_url}", f"--namespace={namespace(workers)}"]
         if checkout is None:

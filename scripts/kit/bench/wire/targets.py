@@ -14,6 +14,9 @@ from scripts.kit.script import table_of
 
 OURS, OURS_KV = "kvrouter round-robin", "kvrouter kv"
 OURS_PAIR = "kvrouter kv, a pair"  # each request goes through a prefill and a decode worker
+OURS_ROOM = "kvrouter kv, at once"  # the same, and both get it at the same time
+PAIRS = {OURS_PAIR: "example", OURS_ROOM: "sglang"}
+"""The connector of each."""
 DIRECT = "direct"  # the generator and the fake workers, without a router
 NGINX, VLLM, SGLANG, DYNAMO = "nginx", "vllm-router round_robin", "sglang-router round_robin", "dynamo kv"
 _ADDED_MS = {"latency_p50_ms": 0.1, "latency_p99_ms": 0.3}
