@@ -180,7 +180,7 @@ def test_relay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert 0 == status, capfd.readouterr().err
     body: dict[str, Any] = json.loads(out.read_text())
     measured = {(row["work"], row["name"]) for row in body["results"]}
-    names = (targets.OURS, targets.OURS_KV, targets.OURS_PAIR, targets.DIRECT)
+    names = (targets.OURS, targets.OURS_KV, *targets.PAIRS, targets.DIRECT)
     works = ("short", "after GET", "long", "paced", "alone")
     assert {(work, name) for work in works for name in names} == measured
     assert "tools: short" in capfd.readouterr().out
