@@ -28,6 +28,10 @@ class Since(NamedTuple):
     """Requests may have an `extra_key`, which keeps blocks apart and which its events do not name."""
     token_ids_of_chats: Version | None = None
     """It takes the ids of a chat's prompt in its body: `kv_transfer_params.prompt_token_ids`."""
+    shows_ids: Version | None = None
+    """Its streams of completions have the ids of prompt and answer, if the body has `return_token_ids`."""
+    shows_ids_of_chats: Version | None = None
+    """So do those of chats."""
 
 
 _OTHER = Since()
@@ -38,9 +42,17 @@ SINCE: Mapping[str, Since] = {
         media_names=(0, 32),
         cached_zeros=(0, 32),
         token_ids_of_chats=(0, 32),
+        shows_ids=(0, 10, 2),
+        shows_ids_of_chats=(0, 10, 2),
     ),
-    "sglang": Since(exact_names=(0, 5, 23), extra_key=EVERY),
-    "mocker": Since(media_names=EVERY, cached_zeros=(0, 32), token_ids_of_chats=(0, 32)),
+    "sglang": Since(exact_names=(0, 5, 23), extra_key=EVERY, shows_ids=(0, 5, 23)),
+    "mocker": Since(
+        media_names=EVERY,
+        cached_zeros=(0, 32),
+        token_ids_of_chats=(0, 32),
+        shows_ids=EVERY,
+        shows_ids_of_chats=EVERY,
+    ),
 }
 
 

@@ -50,6 +50,7 @@ from kvrouter.frontend.requests.admission_queue import WaitingRoom
 from kvrouter.frontend.requests.completions import Completions
 from kvrouter.frontend.requests.hung_engines import HungEngines, probing
 from kvrouter.frontend.requests.lost_requests import LostRequests
+from kvrouter.frontend.requests.moves import Moves
 from kvrouter.frontend.requests.overrides import AcceptedOverrides
 from kvrouter.frontend.requests.rules import Rules
 from kvrouter.frontend.server.background import audit_forever, evict_texts, report_progress, running
@@ -318,6 +319,7 @@ async def _open_request_path(
                 upstream=upstream,
                 lost=lost,
                 readers=readers,
+                moves=Moves(options.migration, accept, metrics, member.tokens.decoder),
                 limits=options.limits,
             )
             registry.register(StateCollector(completions.samples))

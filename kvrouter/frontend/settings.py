@@ -102,6 +102,36 @@ class AccessOptions(Settings):
 
 
 @dataclass(frozen=True, slots=True)
+class MigrationOptions(Settings):
+    heading = "Streams that move"
+
+    limit: int = setting(
+        0,
+        "times that a stream may go on at another worker if its own is lost; 0: its client gets an error",
+        name="migration-limit",
+        least=0,
+        most=16,
+    )
+    max_tokens: int = setting(
+        131_072,
+        "most tokens of prompt and answer with which a stream moves",
+        name="migration-max-tokens",
+        old=("--migration-max-seq-len",),
+        least=1,
+    )
+    strip: bool = setting(
+        False,
+        "take the token ids out again that engines send for this; each event is parsed then",
+        name="migration-strip",
+    )
+    inexact: bool = setting(
+        False,
+        "also move streams with a seed, although the rest differs from what their worker would have sent",
+        name="migration-inexact",
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class TraceOptions(Settings):
     heading = "Traces"
 
@@ -436,6 +466,7 @@ class FrontendOptions(CommonOptions):
         choices=(FIFO, PRIORITY),
         heading=AdmissionSettings.heading,
     )
+    migration: MigrationOptions = field(default_factory=MigrationOptions)
     retries: int = setting(
         _LIMITS.retries, "other workers to try before the first byte of an answer", least=0, reloadable=True
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -73,6 +73,11 @@ class Tokens:
             f"{name or 'default'}: {fast.difference}" for name, fast in self._fast.items() if fast.difference
         )
         return msgspec.structs.replace(compared, unknown=self.reports.unknown(pool_id), backend=slow)
+
+    def decoder(self, pool: Pool) -> Callable[[Sequence[int]], str] | None:
+        """Makes text of token ids as the engine does; None: there is no tokenizer of the pool here."""
+        encoder = _Local(self.encoders, self.cards).of(pool)
+        return partial(encoder.decode, with_special=False) if encoder.can_encode_text else None
 
     def view(self) -> dict[str, Any]:
         """For /workers. The model of `--model-path DIR` is named `default`."""

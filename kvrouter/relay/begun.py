@@ -46,10 +46,9 @@ class Begun(Struct):
         self.ends_event = is_comment or content.endswith((b"\n\n", b"\n\r\n", b"\r\r"))
         return chunk(content) if self.is_chunked else content
 
-    @property
-    def end(self) -> bytes:
-        """What ends the body. Without chunks the connection's end does."""
-        return LAST_CHUNK if self.is_chunked else b""
+    def close(self, event: bytes = b"") -> bytes:
+        """The last piece, and what ends the body. Without chunks the connection's end does."""
+        return (self.frame(event) if event else b"") + (LAST_CHUNK if self.is_chunked else b"")
 
 
 def begin(client: ClientSide, head: bytes, *, keeps_alive: bool) -> Begun:

@@ -64,6 +64,7 @@ from kvrouter.relay.framing import (
     content_of,
 )
 from kvrouter.relay.hops import ROUTER
+from kvrouter.relay.seam import RECORD_BYTES, Seam
 from kvrouter.relay.upstream import WorkerConnection
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ PYTHON_CHUNKS = 2
 MORE_PYTHON_CHUNKS = 16
 _EVENT_ENDS = (b"\n\n", b"\n\r\n", b"\r\r", b"\n\n\r\n", b"\n\r\n\r\n")
 """As a read may end that ends an event; the last two have the line end of a chunk behind it."""
+_CHUNK_ENDS = (b"\n\n\r\n", b"\n\r\n\r\n")
 _EMPTY = "the worker answered 200 with nothing in it"
 # A longer answer has something in it.
 _SHORT_BYTES = 64
@@ -125,6 +127,8 @@ class Done(Struct, frozen=True):
     spares_worker: bool = False
     # The connection broke: the worker may be gone.
     is_cut: bool = False
+    rest: Callable[[], None] | None = None
+    """Another worker may go on with the stream (seam.py). If none does, this writes the error event."""
 
 
 class Rejected(Struct, frozen=True):
@@ -233,7 +237,7 @@ class Attempt:
         "_active_at", "_added_headers", "_begun", "_body", "_client", "_connection", "_content", "_count",
         "_events", "_form", "_head", "_held", "_is_flowing", "_is_holding", "_is_in_data", "_is_paused",
         "_is_stream", "_keeps_alive", "_last_reads", "_limits", "_loop", "_most_tail_bytes",
-        "_on_first_output", "_quiet_end", "_reader", "_sent_before", "_stream", "_trouble",
+        "_on_first_output", "_quiet_end", "_reader", "_seam", "_sent_before", "_stream", "_trouble",
         "_until_native", "_was_at_boundary", "outcome",
     )  # fmt: skip
 
@@ -247,11 +251,12 @@ class Attempt:
         on_first_output: Callable[[], None],
         may_stay: bool,
         keeps_answer: bool = False,
+        seam: Seam | None = None,
     ) -> None:
         """`added_headers` go to the client after the worker's. `on_first_output` is called for streams.
 
         `may_stay`: the client's connection may serve another request. `keeps_answer`: `tail` is all of a
-        short answer, and of a stream its last event.
+        short answer, and of a stream its last event. `seam`: of a stream that may move to another worker.
         """
         self.outcome: asyncio.Future[Outcome] = connection.loop.create_future()
         self._count = 0  # events that Python has passed on
@@ -278,6 +283,9 @@ class Attempt:
         self._quiet_end = b"\0"  # from _UNFINISHED on, of the last event that was searched; at first none
         self._sent_before: frozenset[str] | None = None  # the openings that the client has from other workers
         self._begun: Begun | None = None  # set where the client has the head from elsewhere
+        self._seam = (
+            seam  # while a stream may move, and while one that has moved is passed on, `_begun` is it
+        )
         self._trouble: _Trouble | None = None
         self._was_at_boundary = True
         self._is_in_data = False  # whether the last read had a data line, which the next one may continue
@@ -369,7 +377,7 @@ class Attempt:
         body = self._body
         if self._is_holding:
             self._hold(data)
-        elif self._is_stream and self._was_at_boundary and names_failure(data) and self._is_broken_off(data):
+        elif self._seam is None and self._is_stream and self._was_at_boundary and self._is_broken_off(data):
             return
         elif body is not None and body.is_over:
             self._pass_last(data)
@@ -381,6 +389,10 @@ class Attempt:
 
         Where C does not take over, all events come here: a third of the instructions of looking at each.
         """
+        seam = self._seam
+        if seam is not None and not (seam.is_plain and data.endswith(_CHUNK_ENDS)):
+            self.received(data)
+            return
         if data.endswith(self._quiet_end) and data.find(b"\n", _SIZE_BYTES) == len(data) - _ONE_END_BYTES:
             self._count += 1  # as the last one was
             self._active_at = self._loop.time()
@@ -390,6 +402,8 @@ class Attempt:
             return
         else:
             self._look_at(data)
+        if seam is not None:
+            seam.keep(content_of(data))
         self._client.write(data)
         if self._client.is_slow:
             self._hold_up()
@@ -405,6 +419,8 @@ class Attempt:
         self._active_at = max(self._active_at, stream.active_at)
         self._was_at_boundary, self._is_in_data = not stream.left, bool(stream.left)
         self._keep(stream.tail())
+        if self._seam is not None:
+            self._seam.keep_chunks(stream.record())
         if stream.unsent:
             self._client.write(stream.unsent)
             if self._client.is_slow:
@@ -412,14 +428,17 @@ class Attempt:
 
     def _pass_natively(self) -> None:
         """Have C pass on what follows, unless something waits on its way to the client."""
-        if not self.outcome.done() and not self._is_paused:
-            self._stream = self._client.lend(partial(self._connection.pass_natively, self))
+        most = 0
+        if self._seam is not None:
+            most = RECORD_BYTES if self._seam.is_plain else -1
+        if not self.outcome.done() and not self._is_paused and most >= 0:
+            self._stream = self._client.lend(partial(self._connection.pass_natively, self, most))
         if self._stream is None:
             self._until_native = MORE_PYTHON_CHUNKS
 
     def _is_broken_off(self, data: bytes) -> bool:
         """Whether these bytes, amid an answer, ended it. An error that tells the client is only counted."""
-        error = _error_of(events_at_the_end(data))
+        error = _error_of(events_at_the_end(data)) if names_failure(data) else None
         if error is None:
             return False
         if not error.body:
@@ -453,7 +472,7 @@ class Attempt:
             self._pass_last(b"")
         if not self.outcome.done():
             if self._begun is not None:
-                self._client.write(self._begun.end)
+                self._client.write(self._begun.close())
             trouble = self._trouble or _GOOD
             done = Done(head.status, self._keeps_alive, trouble.reason, spares_worker=trouble.spares_worker)
             self._finish(done)
@@ -496,7 +515,7 @@ class Attempt:
     def _is_plain(self, reader: EventReader, data: bytes) -> bool:
         """Whether a read commits this attempt without being parsed."""
         body = self._body
-        is_part = body is not None and not body.is_over
+        is_part = body is not None and not body.is_over and self._seam is None
         return is_part and not reader.rest and self._client.begun is None and is_plain_output(data)
 
     def _judge_stream(self, head: ResponseHead, events: list[Event]) -> None:
@@ -579,6 +598,7 @@ class Attempt:
         """Choose this worker for good, and pass on what is held. `is_whole`: that is all of the answer."""
         client, held, events = self._client, bytes(self._held), self._events
         self._is_holding, self._active_at = False, self._loop.time()
+        self._choose_seam(head, is_whole=is_whole)
         if client.begun is not None:
             self._go_on(head, client.begun, is_whole=is_whole)
         else:
@@ -595,6 +615,21 @@ class Attempt:
             if len(held) > MOST_EVENT_BYTES or any(event.shows_output for event in events):
                 self._on_first_output()
 
+    def _choose_seam(self, head: ResponseHead, *, is_whole: bool) -> None:
+        """Let this stream move if its worker is lost, unless it is whole, or none."""
+        seam, client = self._seam, self._client
+        if seam is None or seam is client.begun:
+            return
+        is_needed = self._is_stream and not (is_whole and seam.rewrite is None)
+        if not is_needed or head.status != 200 or head.length is not None:
+            self._seam = None
+            return
+        if client.begun is None:
+            self._keeps_alive = self._keeps_alive and not client.is_http_10
+            own = self._client_head(head, passes_chunks=not client.is_http_10)
+            begin(client, own, keeps_alive=self._keeps_alive)
+        client.begun = seam.after(client.begun)
+
     def _go_on(self, head: ResponseHead, begun: Begun, *, is_whole: bool) -> None:
         """Pass on what is held of a stream whose client has its head already."""
         begun.has_output, self._begun, self._keeps_alive = True, begun, begun.keeps_alive
@@ -606,13 +641,14 @@ class Attempt:
             self._content = content
             if head.is_chunked and begun.is_chunked and body is not None and body.is_at_boundary and not rest:
                 # From here on the worker's own chunks can follow.
-                self._content = self._begun = None
+                if self._seam is None:
+                    self._content = self._begun = None
                 self._flow(True)
             return
         error: KvRouterError = WorkerDiedError(_NO_STREAM)
         if head.status >= 300:
             error = WorkerRejectedError(head.status, *message_in(_content(head, bytes(self._held))))
-        self._client.write(begun.frame(self._form.error_event(error)) + begun.end)
+        self._client.write(begun.close(self._form.error_event(error)))
         self._finish(Done(200, self._keeps_alive, str(error), spares_worker=300 <= head.status < 500))
 
     def _client_head(self, head: ResponseHead, *, passes_chunks: bool) -> bytes:
@@ -635,6 +671,10 @@ class Attempt:
         if self._begun is not None:
             content = self._begun.frame(content) if content else b""
         client.write(head + content)
+        if self._seam is not None and self._seam.failure is not None:
+            error, self._seam.failure = self._seam.failure, None
+            self._break_off(_reported(error).reason)
+            return
         self._keep(data)
         lines = data.count(_DATA_LINE) + data.startswith(_DATA)
         self._count += lines
@@ -659,7 +699,14 @@ class Attempt:
         trouble = self._trouble
         if trouble is None and self._is_stream:
             trouble = self._trouble_in(b"".join((*self._last_reads, data))[-ANSWER_BYTES:])
-        if trouble is not None and trouble.is_unsaid and (rest := self._without_end(data)) is not None:
+        if self._seam is not None:  # its body does not end with this read, but with `close`
+            self._pass_on(data, head)
+            if self.outcome.done():
+                return
+            self._trouble = trouble
+            if trouble is not None and trouble.is_unsaid:
+                self._break_off(trouble.reason)
+        elif trouble is not None and trouble.is_unsaid and (rest := self._without_end(data)) is not None:
             self._pass_on(rest, head)
             self._was_at_boundary = True
             self._break_off(trouble.reason)
@@ -713,11 +760,15 @@ class Attempt:
         head, begun = self._head, self._begun
         assert head is not None
         takes_event = head.is_event_stream and (self._was_at_boundary if begun is None else begun.ends_event)
+        end = b""
         if takes_event:
-            event = self._form.error_event(error or WorkerDiedError(reason))
-            self._client.write(self._framed_end(head, event))
+            end = self._framed_end(head, self._form.error_event(error or WorkerDiedError(reason)))
+        may_move = self._seam is not None and self._seam.may_move and not spares_worker
+        rest = partial(self._client.write, end) if may_move else None
+        if end and not may_move:
+            self._client.write(end)
         keeps_alive = takes_event and self._keeps_alive
-        self._finish(Done(head.status, keeps_alive, reason, not takes_event, spares_worker, is_cut))
+        self._finish(Done(head.status, keeps_alive, reason, not takes_event, spares_worker, is_cut, rest))
 
     def _ends_already(self) -> bool:
         """End a stream that lacks only the end of its body. False: the last event of its API is not there."""
@@ -729,7 +780,7 @@ class Attempt:
         if _error_of(events) is not None or all(event.kind is not EventKind.END for event in events):
             return False
         if begun is not None or (head.is_chunked and self._content is None):
-            self._client.write(LAST_CHUNK if begun is None else begun.end)
+            self._client.write(LAST_CHUNK if begun is None else begun.close())
         trouble = self._trouble or _GOOD
         needs_reset = head.length is not None and begun is None
         keeps_alive, spares_worker = self._keeps_alive and not needs_reset, trouble.spares_worker
@@ -739,7 +790,7 @@ class Attempt:
     def _framed_end(self, head: ResponseHead, event: bytes) -> bytes:
         """The last event of a stream, and the end of its body."""
         if self._begun is not None:
-            return self._begun.frame(event) + self._begun.end
+            return self._begun.close(event)
         return chunk(event) + LAST_CHUNK if head.is_chunked and self._content is None else event
 
     # Ends

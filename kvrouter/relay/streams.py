@@ -19,17 +19,19 @@ class Streams:
         self._native: native.StreamLoop | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def add(self, worker: asyncio.Transport, client: int, returned: Callable[[], None]) -> native.Stream:
+    def add(
+        self, worker: asyncio.Transport, client: int, returned: Callable[[], None], most: int = 0
+    ) -> native.Stream:
         """Pause a worker that sends chunks, and pass on to the socket `client` until `returned` is called.
 
-        Only if `is_native`.
+        Only if `is_native`. `most`: see `StreamLoop.add`.
         """
         if self._native is None:
             self._loop = asyncio.get_running_loop()
             self._native = native.StreamLoop(self._failed)
             self._loop.add_reader(self._native.fileno(), self._native.run)
         worker.pause_reading()
-        return self._native.add(worker.get_extra_info("socket").fileno(), client, returned)
+        return self._native.add(worker.get_extra_info("socket").fileno(), client, returned, most)
 
     def _failed(self, error: Exception) -> None:
         if self._loop is not None:

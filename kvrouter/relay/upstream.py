@@ -196,12 +196,15 @@ class WorkerConnection(asyncio.Protocol):
         if self._receiver is receiver and self._transport is not None:
             self._transport.resume_reading()
 
-    def pass_natively(self, receiver: Receiver, client: int) -> native.Stream | None:
-        """Have C pass on what follows to a client's socket; None: it cannot. `taken_back` ends it."""
+    def pass_natively(self, receiver: Receiver, most: int, client: int) -> native.Stream | None:
+        """Have C pass on what follows to a client's socket; None: it cannot. `taken_back` ends it.
+
+        `most`: bytes of which it keeps a record, if not 0: then it passes on whole events only.
+        """
         body, transport = self._body, self._transport
         is_plain = isinstance(body, ChunkedBody) and body.is_at_boundary and self.is_usable
         if self._receiver is receiver and self._streams is not None and transport is not None and is_plain:
-            self._stream = self._streams.add(transport, client, self._returned)
+            self._stream = self._streams.add(transport, client, self._returned, most)
         return self._stream
 
     def take_back(self, receiver: Receiver) -> None:

@@ -85,6 +85,14 @@ SECTIONS: dict[str, dict[str, Metric]] = {
             "with the request in hand), or `retried` (moved from an engine that hangs, or no longer has the "
             "model)",
         ),
+        "kvrouter_migrations_total": Metric(
+            "counter",
+            ("cause", "result"),
+            "streams that were to go on at another worker, by cause (`lost`: the connection broke, `failed`: "
+            "the engine gave up, `silent`) and result (`moved`, `failed`); `request`, `refused`: those that "
+            "may not",
+            see="migration.md",
+        ),
         "kvrouter_pd_requests_total": Metric(
             "counter",
             ("path",),

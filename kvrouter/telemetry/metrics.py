@@ -179,6 +179,7 @@ class RequestMetrics:
         self.targets: dict[Target, TargetCounts] = {}
         self.requests = Count("kvrouter_requests_total", registry, _failures)
         self.failed_attempts = Count("kvrouter_failed_attempts_total", registry)
+        self.migrations = Count("kvrouter_migrations_total", registry)
         self.pd_requests = Count("kvrouter_pd_requests_total", registry)
         self.pd_pair_failures = Count("kvrouter_pd_pair_failures_total", registry)
         self.kv_transfer = Spread("kvrouter_kv_transfer_seconds", registry)

@@ -254,9 +254,9 @@ class PromptEncoder:
                     return True
         return False
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids`, special tokens included; empty without a tokenizer."""
-        return self._tokenizer.decode(token_ids, with_special=True) if self._tokenizer else ""
+    def decode(self, token_ids: Sequence[int], *, with_special: bool = True) -> str:
+        """The text of `token_ids`; empty without a tokenizer."""
+        return self._tokenizer.decode(token_ids, with_special=with_special) if self._tokenizer else ""
 
     def _encode_now(
         self, tokenizer: Tokenizer, prompt: ChatPrompt | TextPrompt, may_estimate: bool

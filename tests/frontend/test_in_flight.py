@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,7 +21,7 @@ async def turn() -> None:
 
 def new_request() -> Request:
     """A request whose client is not used."""
-    return Request(RequestHead("POST", "/", [], wants_keep_alive=True), cast(ClientSide, None), b"")
+    return Request(RequestHead("POST", "/", [], wants_keep_alive=True), Mock(spec=ClientSide), b"")
 
 
 async def serve(in_flight: InFlight, may_end: asyncio.Event, request: Request | None = None) -> str:
@@ -60,7 +60,7 @@ async def test_refuse_waiting() -> None:
     waiting = asyncio.create_task(serve(in_flight, may_end))
     answering = asyncio.create_task(serve(in_flight, may_end, begun))
     await turn()
-    in_flight.reject_waiting({begun})
+    in_flight.reject_waiting({begun.client})
 
     with pytest.raises(ShuttingDownError, match="shutting down"):
         await waiting

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,9 +19,9 @@ def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     lent: list[int] = []
     add = Streams.add
 
-    def counted(self: Streams, worker: asyncio.Transport, client: int, returned: Callable[[], None]) -> Any:
+    def counted(self: Streams, worker: asyncio.Transport, client: int, *more: Any) -> Any:
         lent.append(client)
-        return add(self, worker, client, returned)
+        return add(self, worker, client, *more)
 
     before = versions.in_use()
     if request.param == versions.NATIVE and not Streams().is_native:

@@ -14,6 +14,7 @@ from functools import partial
 from itertools import cycle, repeat
 
 import structlog
+from msgspec.structs import replace
 
 from kvrouter.bodies.apis import Api
 from kvrouter.core.tables.tenants import Charge
@@ -36,6 +37,7 @@ from kvrouter.frontend.requests.admission_queue import WaitingRoom
 from kvrouter.frontend.requests.exchanges import Exchanges, InFlight
 from kvrouter.frontend.requests.hand_overs import HandOvers, joined
 from kvrouter.frontend.requests.lost_requests import Case, LostRequests
+from kvrouter.frontend.requests.moves import Moves
 from kvrouter.frontend.requests.rules import record_busy, record_outcome
 from kvrouter.relay.answer import Answer, Served, internal_error, rejected_answer
 from kvrouter.relay.begun import KeepAlive, begin_unplaced
@@ -86,6 +88,7 @@ class Completions:
         upstream: Upstream,
         lost: LostRequests,
         readers: Readers,
+        moves: Moves,
         limits: Limits,
     ) -> None:
         self.in_flight = in_flight = InFlight()
@@ -98,6 +101,7 @@ class Completions:
         self._waiting_room = waiting_room
         self._metrics = readers.metrics
         self._hand_overs = HandOvers(readers.metrics)
+        self._moves = moves
         self._exchanges = Exchanges(
             publishing,
             upstream=upstream,
@@ -105,6 +109,7 @@ class Completions:
             in_flight=in_flight,
             kept=accept.kept,
             hand_overs=self._hand_overs,
+            moves=moves,
         )
         self._now = asyncio.get_running_loop().time
         self._times_decision = cycle((True, *repeat(False, DECISION_TIMED_EVERY - 1)))
@@ -155,9 +160,14 @@ class Completions:
             if work.key is None:  # a key that may not is refused already
                 rights.gate("a dry run", request.headers)
             return self._reply(request, self.readers.decisions.preview(work))
+        if self._moves.is_on and (movable := self._moves.movable(work)) is not None:
+            record.work = work = replace(work, movable=movable)
         keeps_alive = record.limits.keep_alive_s and work.stream and api.streams
         relay = self._kept_alive if keeps_alive else self._try_workers
-        return self._finish(work, await relay(record, work))
+        outcome = await relay(record, work)
+        if isinstance(outcome, Done) and outcome.rest is not None:
+            outcome = await self._moves.go_on(record, work, outcome, self._try_workers)
+        return self._finish(work, outcome)
 
     def _failed(self, record: Record, api: Api, error: Exception) -> Served:
         """Answer in place of a worker."""
@@ -177,7 +187,7 @@ class Completions:
             return self._reply(request, api.error_answer(error, request_id), closes=error.is_body_left)
         if begun.has_output or not begun.ends_event:
             return Served(error.status, keeps_alive=False, needs_reset=True)
-        client.write(begun.frame(api.error_event(error)) + begun.end)
+        client.write(begun.close(api.error_event(error)))
         keeps_alive = begun.keeps_alive and not self.in_flight.is_draining
         return Served(200, keeps_alive, failure=str(error))
 
@@ -200,10 +210,15 @@ class Completions:
         finally:
             keep_alive.stop()
 
-    async def _try_workers(self, record: Record, work: Work) -> Outcome | None:
-        """Route and relay. If a worker fails before the first byte, try another (MOST_REFUSALS, retries)."""
-        failed: frozenset[Target] = frozenset()
-        spared, blamed = failed, failed
+    async def _try_workers(
+        self, record: Record, work: Work, failed: frozenset[Target] = frozenset()
+    ) -> Outcome | None:
+        """Route and relay. If a worker fails before the first byte, try another (MOST_REFUSALS, retries).
+
+        `failed`: those that a stream has left.
+        """
+        spared: frozenset[Target] = frozenset()
+        blamed, before = spared, len(record.attempts)
         fallbacks: tuple[Target, ...] = ()
         outcome: Outcome | None = None
         # Once, not before each retry: a retry replaces a booking of this request that has just been freed.
@@ -243,7 +258,7 @@ class Completions:
                 spared, blamed = spared.union(excluded), blamed.union(leg.sources())
             fallbacks = leg.placement.fallbacks
             refusals += leg.is_refused
-            tries = len(record.attempts) - min(refusals, MOST_REFUSALS if limits.retries else 0)
+            tries = len(record.attempts) - before - min(refusals, MOST_REFUSALS if limits.retries else 0)
             reason = self.readers.attempt_failed(leg, outcome)
             if leg.is_lost and case is not None:
                 await self.lost.settle(case, leg, reason, limits.retries_after_death)
@@ -264,7 +279,7 @@ class Completions:
         """
         metrics, now, began = self._metrics, self._now(), clock()
         route, unread = work.route, None
-        if record.attempts:
+        if record.attempts and record.attempts[-1].work is work:  # else its stream has left its worker
             route, unread = self._hand_overs.next_try(record.attempts, route, is_last=is_last)
         placement, _ = work.router.route_among(
             route,

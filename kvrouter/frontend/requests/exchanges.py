@@ -13,6 +13,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from kvrouter.bodies import responses
+from kvrouter.bodies.continuation import SHOW_IDS
 from kvrouter.bodies.edits import with_field
 from kvrouter.core.fleet.router import Placement
 from kvrouter.core.wire.ids import Target
@@ -22,6 +23,7 @@ from kvrouter.frontend.records.record import AttemptRecord, Record, Work, clock
 from kvrouter.frontend.records.traces import begin_upstream
 from kvrouter.frontend.requests.hand_overs import HandOvers
 from kvrouter.frontend.requests.kept_responses import KeptResponses
+from kvrouter.frontend.requests.moves import Moves
 from kvrouter.frontend.requests.rules import record_refusal
 from kvrouter.relay.exchange import Attempt, ClientSide, Lost, Outcome
 from kvrouter.relay.request import Request
@@ -44,7 +46,9 @@ class Exchanges:
         in_flight: InFlight,
         kept: KeptResponses,
         hand_overs: HandOvers,
+        moves: Moves,
     ) -> None:
+        self._moves = moves
         self._publishing = publishing
         self._router_id = publishing.replica.router_id
         self._upstream = upstream
@@ -99,6 +103,7 @@ class Exchanges:
             partial(self._first_output, running),
             is_clients and work.request.head.wants_keep_alive and not self._in_flight.is_draining,
             work.response is not None or not is_clients,
+            self._moves.seam(running) if is_clients and work.movable is not None else None,
         )
 
     def _unreachable(
@@ -120,6 +125,8 @@ class Exchanges:
             if work.ids.may_go_to(worker):
                 body = with_field(body, work.ids.field)
                 self._metrics.token_ids_sent.inc(running.model)
+        if work.movable is not None and self._moves.may_leave(running):
+            body = with_field(body, SHOW_IDS)
         head = work.request.head.for_worker(
             placement.url,
             work.id,
@@ -238,16 +245,18 @@ class InFlight:
 
     def cut_off(self) -> None:
         """End every request: answers that have begun get an error event, all others are answered with 503."""
-        begun = {attempt: one.work.request for attempt, one in self.running.items() if attempt.is_committed}
+        begun = {
+            attempt: one.work.request.client for attempt, one in self.running.items() if attempt.is_committed
+        }
         self.reject_waiting(set(begun.values()))
         for attempt in begun:
             attempt.cut_off(cut_off_error())
 
-    def reject_waiting(self, answering: Container[Request]) -> None:
-        """Answer all requests with 503, later ones too, except those in `answering`."""
+    def reject_waiting(self, answering: Container[ClientSide]) -> None:
+        """Answer all requests with 503, later ones too, except those of the clients in `answering`."""
         self._is_closed = True
         for request, task in self._waiting.items():
-            if request not in answering:
+            if request.client not in answering:
                 self._rejected[request] = task
                 task.cancel()
 

@@ -13,6 +13,7 @@ until the stream has returned or was stopped.
 """
 
 from libc.errno cimport EAGAIN, EINTR, errno
+from libc.stdlib cimport free, realloc
 from libc.string cimport memchr, memcmp, memcpy, memmove
 
 cdef extern from "<time.h>" nogil:
@@ -74,10 +75,39 @@ cdef class Stream:
     """The errno of the worker's socket; 0: none."""
     cdef int tail_bytes
     cdef char _tail[2 * TAIL]
+    # Of a stream that may move to another worker (seam.py): all that was passed on.
+    cdef char *_record
+    cdef Py_ssize_t most, recorded, room
+    cdef bint is_over
 
     def tail(self):
         """The last bytes that were passed on."""
         return self._tail[:self.tail_bytes]
+
+    def record(self):
+        """All that was passed on, if that was asked for; None: it was more than `most` bytes."""
+        return None if self.is_over else self._record[:self.recorded] if self.recorded else b""
+
+    cdef void note(self, const char *data, Py_ssize_t size) noexcept nogil:
+        """Add to the record."""
+        cdef Py_ssize_t room = self.room
+        cdef char *grown = self._record
+        if self.is_over:
+            return
+        while self.recorded + size > room:
+            room = 2 * room if room else 4096
+        if self.recorded + size <= self.most and room != self.room:
+            grown = <char *>realloc(grown, room)
+        if self.recorded + size > self.most or grown == NULL:
+            free(self._record)
+            self._record, self.is_over, self.recorded = NULL, True, 0
+            return
+        self._record, self.room = grown, room
+        memcpy(grown + self.recorded, data, size)
+        self.recorded += size
+
+    def __dealloc__(self):
+        free(self._record)
 
     def stop(self):
         """Pass on nothing more. Does nothing if it has returned."""
@@ -162,6 +192,13 @@ cdef bint _names_failure(const char *data, Py_ssize_t size) noexcept nogil:
     return _has(data, size, b'"abort"', 2) or _has(data, size, b'"error"', 2)
 
 
+cdef bint _ends_event(const char *data, Py_ssize_t size) noexcept nogil:
+    """Whether the last chunk ends an event."""
+    return (size > 4 and memcmp(data + size - 4, b"\n\n\r\n", 4) == 0) or (
+        size > 5 and memcmp(data + size - 5, b"\n\r\n\r\n", 5) == 0
+    )
+
+
 cdef bint _pass(Stream stream, double now):
     """One read of a stream. False: it goes back."""
     cdef Py_ssize_t sent, left = -1, got = recv(stream.worker, _buffer, BUFFER, 0)
@@ -170,6 +207,8 @@ cdef bint _pass(Stream stream, double now):
         return True
     if got > 0 and not _names_failure(_buffer, got):
         left = _past_chunks(_buffer, got, stream.left)
+    if stream.most and (left or not _ends_event(_buffer, got)):
+        left = -1  # a part of an event must not reach the client: its worker may not send the rest
     if left < 0:
         stream.error = errno if got < 0 else 0
         stream.received = _buffer[:got] if got > 0 else b""
@@ -180,6 +219,8 @@ cdef bint _pass(Stream stream, double now):
         stream.active_at = now
     stream.left = left
     stream.keep(_buffer, got)
+    if stream.most:
+        stream.note(_buffer, got)
     sent = send(stream.client, _buffer, got, MSG_NOSIGNAL)
     if sent < got:
         stream.unsent = _buffer[max(sent, 0):got]
@@ -203,11 +244,15 @@ cdef class StreamLoop:
     def fileno(self):
         return self.epoll
 
-    def add(self, int worker, int client, returned):
-        """Pass on from one descriptor to the other, until `returned` is called."""
+    def add(self, int worker, int client, returned, Py_ssize_t most=0):
+        """Pass on from one descriptor to the other, until `returned` is called.
+
+        `most`: bytes of which a record is kept, if not 0. Then only whole events are passed on.
+        """
         cdef epoll_event event
         cdef Stream stream = Stream.__new__(Stream)
         stream.worker, stream.client, stream.returned, stream.loop = worker, client, returned, self
+        stream.most = most
         stream.received = stream.unsent = b""
         event.events = EPOLLIN
         event.data.ptr = <void *>stream

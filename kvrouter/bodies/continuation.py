@@ -1,0 +1,325 @@
+"""An answer of two workers: what the second one is asked, and how its events go on with those of the first.
+
+    events that the client has ──> Answered ──> body for /v1/completions, its prompt: all ids so far
+                                      │                   │ events
+                                      └──> Continuation <─┘ ──> events as the client's API has them
+
+The seam is exact: one id, one finish reason, the usage of both, and text without a gap. A request for which
+that cannot be promised is refused (`why_not`, `Answered.why_not`), and its client gets an error event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+from kvrouter.relay.events import Event, EventKind, EventReader
+
+Json: TypeAlias = dict[str, Any]
+Decode: TypeAlias = Callable[[Sequence[int]], str]
+
+PATH = "/v1/completions"
+SHOW_IDS = b'"return_token_ids":true'
+# What a decoder writes for bytes that are not (yet) a character.
+_HALF = "\N{REPLACEMENT CHARACTER}"
+# Engines generate as many without `max_tokens`, but in chats (OpenAI's API, as vLLM and SGLang have it).
+_COMPLETION_TOKENS = 16
+_LAST_EVENT = b"data: [DONE]\n\n"
+_FROM_FIRST = ("id", "created", "model", "system_fingerprint")
+_GUIDED = (
+    "ebnf", "grammar", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "json_schema",
+    "regex", "structural_tag", "structured_outputs",
+)  # fmt: skip
+# Of a chat, what a completion has as well.
+_KEPT_NAMES = """
+    cache_salt ignore_eos include_stop_str_in_output logit_bias min_p model priority repetition_penalty seed
+    skip_special_tokens spaces_between_special_tokens stop stop_token_ids stream_options temperature top_k
+    top_p user
+"""
+# Of a chat, what made its prompt or says nothing of its answer, or what is set anew or refused.
+_OTHER_NAMES = """
+    add_generation_prompt add_special_tokens best_of chat_template chat_template_kwargs
+    continue_final_message documents echo frequency_penalty functions include_reasoning kv_transfer_params
+    logprobs max_completion_tokens max_tokens messages metadata min_tokens n parallel_tool_calls
+    presence_penalty prompt_logprobs reasoning_effort request_id response_format return_token_ids store
+    stream tool_choice tools top_logprobs truncate_prompt_tokens use_beam_search
+"""
+_KEPT = frozenset(_KEPT_NAMES.split())
+_KNOWN = _KEPT.union(_OTHER_NAMES.split(), _GUIDED)
+
+
+class NotContinuedError(Exception):
+    """Why no other worker goes on with an answer."""
+
+
+def why_not(body: Mapping[str, Any], *, is_chat: bool, is_inexact: bool = False) -> str:
+    """Which feature of a request keeps its stream at its worker; empty: none.
+
+    `is_inexact`: the second part may differ from what the first worker would have sent.
+    """
+    for feature, is_used in _REFUSED.items():
+        if is_used(body):
+            return feature
+    if not is_inexact and body.get("seed") is not None and body.get("temperature", 1.0) != 0:
+        return "a seed with a temperature"
+    if not is_chat:
+        return "" if _is_one_prompt(body.get("prompt")) else "several prompts, or none"
+    unknown = sorted(name for name in body.keys() - _KNOWN if body[name] is not None)
+    return f"the field `{unknown[0][:80]}`" if unknown else ""
+
+
+def _is_one_prompt(prompt: object) -> bool:
+    is_ids = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)
+    return isinstance(prompt, str) or is_ids
+
+
+def _is_text(message: object) -> bool:
+    content = message.get("content") if isinstance(message, dict) else None
+    parts = content if isinstance(content, list) else []
+    return all(isinstance(part, dict) and part.get("type", "text") == "text" for part in parts)
+
+
+def _sets(*names: str, but: Sequence[object] = (None,)) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda body: any(body.get(name) not in but for name in names)
+
+
+def _is_formatted(body: Mapping[str, Any]) -> bool:
+    form = body.get("response_format")
+    return form is not None and not (isinstance(form, dict) and form.get("type") == "text")
+
+
+_REFUSED: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
+    "several answers": _sets("n", "best_of", but=(None, 1)),
+    "beam search": _sets("use_beam_search", but=(None, False)),
+    "echo": _sets("echo", but=(None, False)),
+    "a suffix": _sets("suffix"),
+    "logprobs": _sets("logprobs", "top_logprobs", "prompt_logprobs", but=(None, False)),
+    "a frequency or presence penalty": _sets("frequency_penalty", "presence_penalty", but=(None, 0)),
+    "guided decoding": lambda body: _is_formatted(body) or _sets(*_GUIDED)(body),
+    "tools": _sets("tools", "functions", but=(None, [])),
+    "parameters of a hand-over": _sets("kv_transfer_params"),
+    "prompt embeddings": _sets("prompt_embeds"),
+    "images or other media": lambda body: not all(map(_is_text, body.get("messages") or [])),
+}
+"""What keeps a stream at its worker: the sampler's state is not restored, or it shows more than text."""
+
+
+class Answered(Struct):
+    """What a client has of an answer."""
+
+    is_chat: bool
+    first: Json
+    """The first event, without its choices."""
+    prompt_ids: list[int]
+    output_ids: list[int]
+    text: str
+    lacks_text: bool = False
+    """Whether the last token has shown no text: perhaps it is a part of a character."""
+    finish_reason: str | None = None
+    has_usage: bool = False
+    """Whether the event with the usage was sent, the last but one."""
+
+    @classmethod
+    def read(cls, content: bytes, *, is_chat: bool) -> Answered:
+        """From whole events, of an engine that was asked for token ids. Raises NotContinuedError."""
+        found = cls(is_chat, {}, [], [], "")
+        try:
+            for event in EventReader().feed(content):
+                if event.data and event.kind is not EventKind.END:
+                    found.add(_json_of(event))
+        except (AttributeError, TypeError) as error:
+            raise NotContinuedError(f"its engine's events are of another form: {error}") from None
+        if not found.prompt_ids:
+            raise NotContinuedError("its engine sends no token ids")
+        return found
+
+    def add(self, event: Json) -> None:
+        """Add an event of the first worker. Raises NotContinuedError."""
+        choices = event.pop("choices", None)
+        self.first = self.first or event
+        self.has_usage = self.has_usage or (not choices and bool(event.get("usage")))
+        for choice in choices or ():
+            ids = choice.get("token_ids") or []
+            prompt_ids = choice.get("prompt_token_ids") or event.get("prompt_token_ids")
+            self.prompt_ids = self.prompt_ids or prompt_ids or []
+            text = self._text_of(choice)
+            if text and not ids:
+                raise NotContinuedError("its engine sends text without token ids")
+            self.output_ids += ids
+            self.text += text
+            self.lacks_text = not text if ids else self.lacks_text
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+
+    def _text_of(self, choice: Json) -> str:
+        if not self.is_chat:
+            return choice.get("text") or ""
+        delta = choice.get("delta") or {}
+        if more := [name for name in delta if name not in {"role", "content"} and delta[name]]:
+            raise NotContinuedError(f"its answer has more than text: {more[0][:80]}")
+        return delta.get("content") or ""
+
+    def gap(self, stop: Sequence[str], decode: Decode | None) -> str | None:
+        """The text of its ids that the client lacks; None: its last character is not complete.
+
+        Raises NotContinuedError. `stop`: the strings that end it. `decode`: None without a tokenizer.
+        """
+        whole = decode(self.output_ids) if decode is not None else ""
+        if not whole.startswith(self.text):  # there is no tokenizer, or it is not the engine's
+            if stop:
+                raise NotContinuedError("stop strings, without a tokenizer")
+            if self.lacks_text or self.text.endswith(_HALF):
+                raise NotContinuedError("its last character is not complete, and there is no tokenizer")
+            return ""
+        if any(whole.endswith(one[:size]) for one in stop for size in range(1, len(one))):
+            raise NotContinuedError("its text ends as a stop string begins")
+        if whole.endswith(_HALF):
+            if stop:
+                raise NotContinuedError("stop strings, and its last character is not complete")
+            return None
+        return whole[len(self.text) :]
+
+
+def _json_of(event: Event) -> Json:
+    try:
+        return msgspec.json.decode(event.data, type=dict)
+    except msgspec.DecodeError:
+        raise NotContinuedError("its engine sends what is no JSON object") from None
+
+
+def stops_of(body: Mapping[str, Any]) -> list[str]:
+    """The strings that end an answer."""
+    stop = body.get("stop") or []
+    return [stop] if isinstance(stop, str) else [one for one in stop if isinstance(one, str)]
+
+
+def body_after(body: Mapping[str, Any], answered: Answered) -> bytes | None:
+    """What the next worker is asked on PATH; None: all that was asked for is there."""
+    done = len(answered.output_ids)
+    if answered.is_chat:
+        most = body.get("max_completion_tokens") or body.get("max_tokens")
+        new = {name: value for name, value in body.items() if name in _KEPT}
+    else:
+        most = body.get("max_tokens", _COMPLETION_TOKENS)
+        new = {name: value for name, value in body.items() if name != "truncate_prompt_tokens"}
+    if answered.finish_reason is not None or (most is not None and most <= done):
+        return None
+    new |= {
+        "prompt": answered.prompt_ids + answered.output_ids,
+        "max_tokens": None if most is None else most - done,  # null: up to the end of the context
+        "min_tokens": max(0, (body.get("min_tokens") or 0) - done),
+        "stream": True,
+        "return_token_ids": True,
+    }
+    return msgspec.json.encode(new)
+
+
+class Continuation:
+    """Rewrites the events of the next worker. `gap`: see Answered.gap; `strips`: clients get no token ids."""
+
+    def __init__(
+        self, answered: Answered, gap: str | None, decode: Decode | None, *, strips: bool = False
+    ) -> None:
+        self.answered = answered
+        self._gap = gap
+        self._decode = decode
+        self._strips = strips
+        self._had_tokens = len(answered.output_ids)
+
+    def __call__(self, content: bytes) -> bytes:
+        """Whole events in the client's API; what cannot be read stays as it is."""
+        return b"".join(map(self._event, EventReader().feed(content)))
+
+    def _event(self, event: Event) -> bytes:
+        if not event.data or event.kind in {EventKind.END, EventKind.ERROR}:
+            return event.text
+        try:
+            return self._rewritten(_json_of(event))
+        except (NotContinuedError, AttributeError, TypeError):
+            return event.text
+
+    def _rewritten(self, new: Json) -> bytes:
+        answered = self.answered
+        new |= {name: answered.first[name] for name in _FROM_FIRST if name in answered.first}
+        new["object"] = answered.first.get("object", new.get("object"))
+        new["choices"] = [self._choice(choice) for choice in new.get("choices") or ()]
+        if new.get("usage"):
+            new["usage"] = self._usage(new["usage"])
+        return encode_event(stripped(new) if self._strips else new)
+
+    def _choice(self, choice: Json) -> Json:
+        answered, ids = self.answered, choice.get("token_ids") or []
+        answered.output_ids += ids
+        answered.finish_reason = choice.get("finish_reason")
+        text = self._next_text(choice.get("text") or "")
+        answered.text += text
+        if not answered.is_chat:
+            return choice | {"text": text, "prompt_token_ids": None}
+        kept = {
+            name: choice[name] for name in ("finish_reason", "stop_reason", "token_ids") if name in choice
+        }
+        return {"index": 0, "delta": {"content": text}, "logprobs": None} | kept
+
+    def _next_text(self, text: str) -> str:
+        """What the client lacks: an engine shows no text of its prompt, not even the end of a character."""
+        gap, answered = self._gap, self.answered
+        if gap is not None:
+            self._gap = ""
+            return gap + text
+        whole = self._decode(answered.output_ids) if self._decode is not None else ""
+        if whole.endswith(_HALF) and answered.finish_reason is None:
+            return ""
+        self._gap = ""
+        return whole[len(answered.text) :]
+
+    def _usage(self, usage: Json) -> Json:
+        prompt, both = len(self.answered.prompt_ids), self._had_tokens + usage.get("completion_tokens", 0)
+        return usage | {"prompt_tokens": prompt, "completion_tokens": both, "total_tokens": prompt + both}
+
+
+def last_events(answered: Answered, body: Mapping[str, Any], *, strips: bool) -> bytes:
+    """The end of an answer to which no worker has to add a token."""
+    events, first = [], stripped(dict(answered.first)) if strips else answered.first
+    if answered.finish_reason is None:
+        choice: Json = {"index": 0, "finish_reason": "length", "logprobs": None}
+        choice |= {"delta": {"content": ""}} if answered.is_chat else {"text": ""}
+        events.append(first | {"choices": [choice], "prompt_token_ids": None, "usage": None})
+    options = body.get("stream_options")
+    if isinstance(options, dict) and options.get("include_usage") and not answered.has_usage:
+        prompt, output = len(answered.prompt_ids), len(answered.output_ids)
+        counts = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+        events.append(first | {"choices": [], "prompt_token_ids": None, "usage": counts})
+    return b"".join(map(encode_event, map(_without_null_ids, events))) + _LAST_EVENT
+
+
+def _without_null_ids(event: Json) -> Json:
+    return {name: value for name, value in event.items() if name != "prompt_token_ids" or value is not None}
+
+
+def encode_event(event: Json) -> bytes:
+    return b"data: %b\n\n" % msgspec.json.encode(event)
+
+
+def stripped(event: Json) -> Json:
+    """The event without the fields that SHOW_IDS adds."""
+    event.pop("prompt_token_ids", None)
+    for choice in event.get("choices") or ():
+        choice.pop("token_ids", None)
+        choice.pop("prompt_token_ids", None)
+    return event
+
+
+def without_ids(content: bytes) -> bytes:
+    """Whole events, without token ids."""
+    kept = []
+    for event in EventReader().feed(content):
+        if b"token_ids" not in event.text or not event.data.startswith(b"{"):
+            kept.append(event.text)
+            continue
+        try:
+            kept.append(encode_event(stripped(msgspec.json.decode(event.data, type=dict))))
+        except msgspec.DecodeError:
+            kept.append(event.text)
+    return b"".join(kept)

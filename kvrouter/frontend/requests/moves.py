@@ -1,0 +1,192 @@
+"""Streams that go on at another worker when theirs is lost (--migration-limit).
+
+    Attempt ──Done, with `rest`──> Moves.go_on ──a request for what is missing──> another worker
+                                        │                                            │
+                                        └─ refused, failed, none left: error event   └──> the same client
+
+A stream may move if its request is one whose answer can be continued exactly (bodies/continuation.py) and its
+engine shows token ids. The rest of its answer is a request like any other: accepted, placed by what workers
+hold of its prompt, booked and freed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+import structlog
+
+from kvrouter.bodies.apis import CHAT, COMPLETION, Api
+from kvrouter.bodies.continuation import (
+    PATH,
+    Answered,
+    Continuation,
+    Decode,
+    NotContinuedError,
+    body_after,
+    last_events,
+    stops_of,
+    why_not,
+    without_ids,
+)
+from kvrouter.core.fleet.pool import Pool
+from kvrouter.core.wire.ids import Target
+from kvrouter.engine_versions import reaches, since
+from kvrouter.errors import KvRouterError
+from kvrouter.frontend.records.record import AttemptRecord, Record, Work, clock
+from kvrouter.frontend.requests.accept import Accept
+from kvrouter.frontend.settings import MigrationOptions
+from kvrouter.relay.exchange import Done, Outcome
+from kvrouter.relay.request import Request
+from kvrouter.relay.seam import Seam
+from kvrouter.telemetry.metrics import RequestMetrics
+
+log = structlog.get_logger()
+
+# A longer body stays at its worker, as does a longer record that would have to be read on the loop.
+MOST_BODY_BYTES = 1024 * 1024
+_INLINE_BYTES = 256 * 1024
+
+TryWorkers = Callable[[Record, Work, frozenset[Target]], Awaitable[Outcome | None]]
+
+
+class Moves:
+    """`decoder`: of a pool whose texts are tokenized here."""
+
+    def __init__(
+        self,
+        options: MigrationOptions,
+        accept: Accept,
+        metrics: RequestMetrics,
+        decoder: Callable[[Pool], Decode | None],
+    ) -> None:
+        self.is_on = bool(options.limit)
+        self._options = options
+        self._accept = accept
+        self._metrics = metrics
+        self._decoder = decoder
+
+    def movable(self, work: Work) -> Mapping[str, Any] | None:
+        """The body of a request whose stream may move; None: it stays at its worker."""
+        if not work.stream or len(work.body) > MOST_BODY_BYTES:
+            return None
+        if not _is_plain(work.api) or work.response is not None:
+            return None
+        try:
+            body = msgspec.json.decode(work.body, type=dict[str, Any])
+        except msgspec.DecodeError:  # what only lax.py can read
+            return None
+        is_chat = work.api.parse is CHAT.parse
+        reason = why_not(body, is_chat=is_chat, is_inexact=self._options.inexact)
+        if reason:
+            self._metrics.migrations.inc("request", "refused")
+        return None if reason else body
+
+    def may_leave(self, running: AttemptRecord) -> bool:
+        """Whether the engine of this attempt shows the token ids of such a stream."""
+        worker = running.work.router.pool.workers.get(running.placement.target.worker_id)
+        if worker is None:
+            return False
+        shows = since(worker.card.engine)
+        first = shows.shows_ids_of_chats if running.work.api.parse is CHAT.parse else shows.shows_ids
+        return bool(reaches(worker.card.engine_version, first))
+
+    def seam(self, running: AttemptRecord) -> Seam | None:
+        """What becomes of the stream of this attempt."""
+        begun = running.work.request.client.begun
+        if isinstance(begun, Seam):
+            return begun
+        if not self.may_leave(running):
+            return None
+        strips = without_ids if self._options.strip else None
+        return Seam(
+            is_chunked=True, keeps_alive=True, openings=set(), moves=self._options.limit, rewrite=strips
+        )
+
+    async def go_on(self, record: Record, work: Work, cut: Done, try_workers: TryWorkers) -> Outcome:
+        """Have other workers finish a stream. Its client gets the error event if none does."""
+        seam = work.request.client.begun
+        assert isinstance(seam, Seam)
+        is_chat, body = work.api.parse is CHAT.parse, work.movable or {}
+        failed: frozenset[Target] = frozenset()
+        outcome: Outcome | None = cut
+        while isinstance(outcome, Done) and outcome.rest is not None:
+            cut, last = outcome, record.attempts[-1]
+            cause = _cause(cut)
+            seam.moves -= 1
+            seam.has_output = False  # no worker writes now: an error becomes an event
+            failed |= frozenset(last.work.router.pool.targets_of(last.placement.target.worker_id))
+            try:
+                answered = await self._answered(seam, is_chat=is_chat)
+                new = body_after(body, answered)
+                if new is None:
+                    return self._complete(work, seam, answered, cut)
+                following = await self._following(record, work, answered, new, seam)
+                log.info(
+                    "stream.moved", request=work.id, worker=str(last.placement.target), reason=cut.failure
+                )
+                record.moves += 1
+                outcome = await try_workers(record, following, failed)
+            except (NotContinuedError, KvRouterError) as error:
+                log.warning("stream.not_moved", request=work.id, reason=str(error))
+                outcome = None
+            is_good = isinstance(outcome, Done) and not outcome.failure
+            self._metrics.migrations.inc(cause, "moved" if is_good else "failed")
+        if isinstance(outcome, Done):
+            return outcome
+        assert cut.rest is not None
+        cut.rest()
+        return cut
+
+    async def _answered(self, seam: Seam, *, is_chat: bool) -> Answered:
+        """What the client has. Raises NotContinuedError."""
+        if isinstance(seam.rewrite, Continuation):
+            return seam.rewrite.answered
+        content = seam.record
+        if len(content) <= _INLINE_BYTES:
+            return Answered.read(content, is_chat=is_chat)
+        return await asyncio.to_thread(Answered.read, content, is_chat=is_chat)
+
+    def _complete(self, work: Work, seam: Seam, answered: Answered, cut: Done) -> Done:
+        """No token is missing: only the end is."""
+        assert work.movable is not None
+        rest = last_events(answered, work.movable, strips=self._options.strip)
+        work.request.client.write(seam.close(rest))
+        self._metrics.migrations.inc(_cause(cut), "moved")
+        return Done(200, cut.keeps_alive)
+
+    async def _following(
+        self, record: Record, work: Work, answered: Answered, body: bytes, seam: Seam
+    ) -> Work:
+        """The request for what is missing. Raises NotContinuedError or KvRouterError."""
+        tokens = len(answered.prompt_ids) + len(answered.output_ids)
+        if tokens > self._options.max_tokens:
+            raise NotContinuedError(f"{tokens:,} tokens are more than --migration-max-tokens")
+        assert work.movable is not None
+        decode = self._decoder(work.router.pool)
+        gap = answered.gap(stops_of(work.movable), decode)
+        request = Request(work.request.head.with_path(PATH), work.request.client, body)
+        request.trace = work.request.trace
+        again = Record(request, record.id, work.received_at, clock(), record.limits)
+        following = await self._accept.work(again, COMPLETION, None)
+        seam.rewrite = Continuation(answered, gap, decode, strips=self._options.strip)
+        return msgspec.structs.replace(
+            following,
+            shows_worker=work.shows_worker,
+            key=work.key,
+            limits=work.limits,
+            movable=work.movable,
+        )
+
+
+def _is_plain(api: Api) -> bool:
+    return api.parse is CHAT.parse or api.parse is COMPLETION.parse
+
+
+def _cause(cut: Done) -> str:
+    """Why a worker sends no more."""
+    if cut.is_cut or "broke off" in cut.failure:
+        return "lost"
+    return "silent" if "no output" in cut.failure else "failed"

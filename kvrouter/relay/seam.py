@@ -1,0 +1,114 @@
+"""A stream that may go on at another worker: whole events only, and a record of them.
+
+    held ──first output──> passed on and kept ──the worker is lost, or gives up──> between two workers
+                                 ^                                                    │
+                                 └──────── the next worker's first output ────────────┘
+
+Nothing is parsed while all is well. C passes on such a stream, too (native/streams.pyx), and keeps the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvrouter.relay.begun import Begun
+from kvrouter.relay.events import MOST_EVENT_BYTES, EventError, EventReader, names_failure
+from kvrouter.relay.framing import LAST_CHUNK, chunk, content_of
+
+# Of one stream: with token ids an event takes 250 bytes. A longer one stays at its worker.
+RECORD_BYTES = 16 * 1024 * 1024
+# The first event has the ids of the prompt: 8 bytes each.
+_MOST_REST = 256 * MOST_EVENT_BYTES
+_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
+
+
+class Seam(Begun, kw_only=True):
+    """What the client of one request has so far."""
+
+    moves: int
+    """How often it may still move."""
+    rewrite: Callable[[bytes], bytes] | None = None
+    """How its worker's events become the client's; None: as they are."""
+    is_full: bool = False
+    """It has become too long to be kept."""
+    failure: EventError | None = None
+    """What its worker ended it with. Its client has not seen that."""
+    rest: bytes = b""
+    """The beginning of an event."""
+    _kept: bytearray = bytearray()
+
+    @property
+    def may_move(self) -> bool:
+        """Whether another worker may go on with it."""
+        return self.moves > 0 and not self.is_full
+
+    def after(self, begun: Begun | None) -> Seam:
+        """Go on with an answer that has begun."""
+        if begun is not None:
+            self.is_chunked, self.keeps_alive, self.openings = (
+                begun.is_chunked,
+                begun.keeps_alive,
+                begun.openings,
+            )
+        return self
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether events pass as they are, and the last one was whole."""
+        return self.rewrite is None and not self.rest
+
+    @property
+    def record(self) -> bytes:
+        """The events that the client has of the first worker, before they were rewritten."""
+        return bytes(self._kept)
+
+    def keep(self, content: bytes) -> None:
+        """Whole events have been passed on."""
+        if len(self._kept) + len(content) > RECORD_BYTES:
+            self.is_full = True
+            self._kept.clear()
+        if not self.is_full:
+            self._kept += content
+
+    def keep_chunks(self, data: bytes | None) -> None:
+        """C has passed on these chunks; None: more than it keeps."""
+        if data is None:
+            self.is_full = True
+        elif data:
+            self.keep(content_of(data))
+
+    def frame(self, content: bytes) -> bytes:
+        """The whole events of a piece and what was left of those before it; the rest of it waits."""
+        data = self.rest + content
+        end = max(at + len(one) if (at := data.rfind(one)) >= 0 else 0 for one in _ENDS)
+        if not end and len(data) > _MOST_REST:
+            end, self.is_full = len(data), True
+        whole, self.rest = data[:end], data[end:]
+        if self.may_move and names_failure(whole):
+            whole = self._before_failure(whole)
+        if not whole:
+            return b""
+        self.keep(whole)
+        whole = whole if self.rewrite is None else self.rewrite(whole)
+        return chunk(whole) if self.is_chunked and whole else whole
+
+    def _before_failure(self, whole: bytes) -> bytes:
+        """The events before one by which a worker gives up. An error of the client is passed on."""
+        good = []
+        for event in EventReader().feed(whole):
+            error = event.error
+            if error is not None and not error.is_clients:
+                self.failure, self.rest = error, b""
+                break
+            good.append(event.text)
+        return b"".join(good)
+
+    def close(self, event: bytes = b"") -> bytes:
+        """What ends the body; `event`: an error, in place of what is left of the last one."""
+        rest = b""
+        if event:
+            rest = chunk(event) if self.is_chunked else event
+        elif self.rest.strip():
+            rest = self.frame(b"\n\n")
+        self.rest = b""
+        return rest + (LAST_CHUNK if self.is_chunked else b"")
