@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from kvrouter.relay.seam import RECORD_BYTES
+from kvrouter.relay.streams import Streams
 from tests.frontend.clients import Response, connected
 from tests.frontend.fleet import Fleet, FleetOf
 from tests.frontend.tiny_engine import dying, engine, save_tokenizer, whole_of
@@ -105,8 +107,17 @@ TWO = (engine(1), engine(2))
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("piece", [1 << 20, 97, 0], ids=["one read", "parts of events", "one event a read"])
-async def test_every_cut(fleet_of: FleetOf, with_tokenizer: str, path: str, piece: int) -> None:
+async def test_every_cut(
+    fleet_of: FleetOf, with_tokenizer: str, path: str, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Wherever the worker dies, also amid a character; C passes on what comes as one event a read."""
+    records, add = list[int](), Streams.add
+
+    def counted(self: Streams, worker: Any, client: int, returned: Any, most: int = 0) -> Any:
+        records.append(most)
+        return add(self, worker, client, returned, most)
+
+    monkeypatch.setattr(Streams, "add", counted)
     async with fleet_of(*FLAGS, with_tokenizer, scripts=TWO, **VLLM) as fleet:
         want = await whole(fleet, path)
         assert (want.reasons, want.roles, want.ends) == (["length"], int(path == CHATS), 1)
@@ -114,6 +125,7 @@ async def test_every_cut(fleet_of: FleetOf, with_tokenizer: str, path: str, piec
         for at in cuts(path):
             got = await moved(fleet, path, dying(1, at, piece=piece), engine(2))
             assert parts(got) == want, (at, got.body[-900:])
+        assert set(records) == ({RECORD_BYTES} if piece == 0 and Streams().is_native else set())
         metrics = (await fleet.get("/metrics")).body.decode()
         assert f'kvrouter_migrations_total{{cause="lost",result="moved"}} {len(cuts(path))}' in metrics
 
