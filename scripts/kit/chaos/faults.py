@@ -26,6 +26,7 @@ from scripts.kit.chaos.halves import (
     between_halves,
     end_leases,
     kill_halves,
+    kill_in_turn,
     kill_peer,
     until,
     upgrade,
@@ -58,6 +59,7 @@ ONE_OF_EACH = (PREFILLS[0], DECODES[0])
 SHORT_REPLAY_BUFFER = 25
 # In batches: more than an engine sends between two saved states of its agent, less than it has sent so far.
 KEPT_REPLAY_BUFFER = 1000
+MOVES = "moves"
 _STATE_PATIENCE_S = 120.0
 _PATIENCE_S = 20.0
 _PROOF = "engine.history_continued"
@@ -75,7 +77,7 @@ class Row:
     behind_haproxy: bool = False
     # Three NATS servers and a leaf node, with accounts, instead of one server.
     on_cluster: bool = False
-    # The connector by which half of the engines (PREFILLS) hand prompts to the others; empty: none do.
+    # The connector by which half of the engines (PREFILLS) hand prompts to the others; empty: none do; MOVES.
     split: str = ""
     # The engine whose share in the index is reported.
     engine: int | None = None
@@ -338,6 +340,8 @@ ROWS = (
            partial(upgrade, numbers=ONE_OF_EACH), "sglang"),
     _split("peer-kill", "whole workers that read blocks from each other: kill -9 one, restart it",
            kill_peer, "p2p"),
+    _split("streams-move", "kill -9 each worker mid-stream in turn, restart it; no stream breaks",
+           kill_in_turn, MOVES),
     Row("leaf-cut", f"a NATS leaf node without its cluster for {CUT_S:g} s", cut_leaf, on_cluster=True),
     *(
         Row(name, what, partial(play, lasting, alerts), on_cluster=True, alerts=alerts)

@@ -28,6 +28,7 @@ _DRAIN_S = 30.0
 _PATIENCE_S = 20.0
 _FEW_PULLS = 5
 _PATHS = re.compile(r'^kvrouter_pd_(?:requests_total\{path="(\w+)"\}|pair_(failures)_total) (\S+)', re.M)
+_MOVED = re.compile(r'^kvrouter_migrations_total\{cause="\w+",result="moved"\} (\S+)', re.M)
 _EXPIRED = re.compile(r"^vllm:nixl_num_kv_expired_reqs_total\S* (\S+)", re.M)
 
 
@@ -57,6 +58,27 @@ async def kill_peer(stage: Stage, load: SteadyLoad) -> Damage:
     damage = await kill_halves(stage, load, DECODES[:1])
     pulls = (await _counts(stage))["pull"] - before
     return replace(damage, notes=[*damage.notes, f"{pulls} of them after the kill"])
+
+
+async def kill_in_turn(stage: Stage, load: SteadyLoad) -> Damage:
+    """Kill each worker amid its streams, one after the other: all go on elsewhere."""
+    before = await _moved(stage)
+    for number in range(len(stage.deployed.engines)):
+        await until(lambda: any(load.is_streaming(url) for url in stage.urls))
+        await stage.fleet.processes[f"mocker-{number}"].kill()
+        await asyncio.sleep(_DOWN_S)
+        await stage.start(f"mocker-{number}")
+        await asyncio.sleep(_DOWN_S)
+    moved = await _moved(stage) - before
+    problems = [] if moved else ["no stream has moved: the fault proves nothing"]
+    noticed = stage.knows_restarted(*range(len(stage.deployed.engines)))
+    return Damage(time.perf_counter(), [], [f"{moved} streams moved"], problems, noticed)
+
+
+async def _moved(stage: Stage) -> int:
+    """The streams that have moved, at all replicas."""
+    found = [(await stage.client.get(f"{url}/metrics"))[1].decode() for url in stage.urls]
+    return sum(int(float(count)) for text in found for count in _MOVED.findall(text))
 
 
 async def end_leases(stage: Stage, load: SteadyLoad) -> Damage:

@@ -32,6 +32,7 @@ from scripts.kit.chaos.faults import (
     KEPT,
     KEPT_REPLAY_BUFFER,
     LATE,
+    MOVES,
     ROWS,
     SHORT_REPLAY_BUFFER,
     Row,
@@ -87,7 +88,8 @@ async def _run(options: argparse.Namespace) -> int:
         if has_alerts:
             results += await _run_watched(console, list(same))
         else:
-            plan_of = _peers_plan if split == PEER else partial(_split_plan, split) if split else _plan
+            plans = {"": _plan, PEER: _peers_plan, MOVES: _moves_plan}
+            plan_of = plans.get(split) or partial(_split_plan, split)
             results += await _run_stage(console, list(same), options.rate, plan_of, on_cluster=on_cluster)
     _show(console, results, options, time.monotonic() - started)
     if not all(result.holds for result in results):
@@ -171,6 +173,11 @@ def _split_plan(connector: str, directory: Path) -> Plan:
         mocker_flags=lease,
         agent_flags={number: (*of, "--bootstrap-port={port}") for number, of in flags.items()},
     )
+
+
+def _moves_plan(directory: Path) -> Plan:
+    """A stream may lose each of its workers."""
+    return replace(_plan(directory), frontend_flags=("--drain-grace-s=2", f"--migration-limit={ENGINES}"))
 
 
 def _peers_plan(directory: Path) -> Plan:
