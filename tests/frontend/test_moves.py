@@ -275,7 +275,7 @@ async def test_half_a_character_without_a_tokenizer(fleet_of: FleetOf) -> None:
 
 async def test_what_the_next_worker_is_asked(fleet_of: FleetOf, with_tokenizer: str) -> None:
     """Ids of prompt and answer as the prompt, and what is left of the limits."""
-    async with fleet_of(*FLAGS, with_tokenizer, scripts=TWO, **VLLM) as fleet:
+    async with fleet_of(*FLAGS, with_tokenizer, "--access-log=all", scripts=TWO, **VLLM) as fleet:
         more = {"min_tokens": 12, "top_p": 0.5, "user": "u", "max_completion_tokens": 30}
         await moved(fleet, CHATS, dying(1, events=9), engine(2), **more)
         (second,) = [
@@ -290,6 +290,9 @@ async def test_what_the_next_worker_is_asked(fleet_of: FleetOf, with_tokenizer: 
         assert "messages" not in asked
         await until(lambda: not fleet.bookings(), "both bookings are freed")
         assert [entry["reason"] for entry in fleet.logged("stream.moved")]
+        await until(lambda: fleet.logged("request.served"), "the line of the access log")
+        (line,) = fleet.logged("request.served")
+        assert (line["moves"], line["retries"]) == (1, 1)
 
 
 async def test_no_tokens_left(fleet_of: FleetOf, with_tokenizer: str) -> None:

@@ -194,6 +194,8 @@ def _routed(work: Work, record: Record) -> dict[str, Any]:
     if last is not None:
         choice, target = last.placement.choice, last.placement.target
         facts |= {"worker": str(target.worker_id), "rank": target.rank, "retries": len(record.attempts) - 1}
+        if record.moves:
+            facts["moves"] = record.moves
         if last.prefill is not None:
             facts["prefill_worker"] = str(last.prefill.placement.target.worker_id)
             choice = last.prefill.placement.choice
