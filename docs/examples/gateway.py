@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import AsyncIterator
 
 from aiohttp import ClientSession, web
 
@@ -36,7 +37,7 @@ async def relay(request: web.Request) -> web.StreamResponse:
         await http.delete(reservation)
 
 
-async def client(app: web.Application):
+async def client(app: web.Application) -> AsyncIterator[None]:
     async with ClientSession() as app[HTTP]:
         yield
 
