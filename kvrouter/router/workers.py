@@ -205,7 +205,7 @@ class RegisteredEngines:
 
     async def _act(self, engine: Registration) -> None:
         """Announce it, and follow its events, until cancelled. Raises TakenOverError in a group."""
-        began_us, ranks, loops = time.time_ns() // 1000, [], []
+        began_us, followed = time.time_ns() // 1000, list[tuple[EngineRank, EngineEvents]]()
         async with contextlib.AsyncExitStack() as stack:
             bus = await stack.enter_async_context(connect(self._nats, name=f"engine {engine.name}"))
             publishers = []
@@ -214,18 +214,19 @@ class RegisteredEngines:
                 publishers.append(publisher)
                 if endpoints is not None:
                     events = await stack.enter_async_context(EngineEvents.open(endpoints))
-                    rank = _rank(engine, publisher, events)
-                    ranks.append(rank)
-                    loops += [rank.follow(events), rank.read_again(events)]
+                    followed.append((_rank(engine, publisher, events), events))
+            if self.has_agent(engine.name):  # another one began meanwhile
+                return
             card = announce(bus, publishers, namespace=self._namespace, **engine.card())
             announced = await stack.enter_async_context(card)
-            announced.partial = lambda: {one.publisher.rank for one in ranks if one.is_partial}
+            announced.partial = lambda: {one.publisher.rank for one, _ in followed if one.is_partial}
             self.acting.add(engine.name)
             stack.callback(self.acting.discard, engine.name)
             log.info("engine.agent_here", worker=engine.name, endpoint=engine.endpoint)
             async with asyncio.TaskGroup() as group:
-                for loop in loops:
-                    group.create_task(loop)
+                for rank, events in followed:
+                    group.create_task(rank.follow(events))
+                    group.create_task(rank.read_again(events))
                 await asyncio.Event().wait()
 
 
