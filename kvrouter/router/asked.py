@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from typing import Annotated
+from typing import Annotated, cast
 
 from msgspec import Meta, Raw, Struct
 
@@ -156,12 +156,12 @@ def _prompts(asked: PlacementAsk, pool: Pool, lora_name: str | None) -> tuple[Pr
 
 def _chain(asked: PlacementAsk) -> array[int]:
     """The sequence hashes that are given, or made of the block hashes. Raises BadRequestError."""
-    blocks, given = asked.block_hashes, asked.sequence_hashes
-    unsigned = [*map(BlockHash, _unsigned("block_hashes", blocks or []))]
-    chain = _unsigned("sequence_hashes", given or [])
-    if blocks is not None and given is None:
-        return array("Q", sequence_hashes(unsigned))
-    if blocks is not None and [*chain] != sequence_hashes(unsigned):
+    chain = made = _unsigned("sequence_hashes", asked.sequence_hashes or [])
+    if asked.block_hashes is not None:
+        blocks = cast("list[BlockHash]", _unsigned("block_hashes", asked.block_hashes))
+        made = array("Q", sequence_hashes(blocks))
+        chain = made if asked.sequence_hashes is None else chain
+    if made != chain:
         raise BadRequestError(
             "sequence_hashes are not the chain of block_hashes: XXH3-64 with seed 1337 over the hash before "
             "and the block's own; give one of the two lists",

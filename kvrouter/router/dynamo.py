@@ -195,7 +195,8 @@ def decoded(body: bytes, kind: type[T]) -> T:
 
 def caller_of(request: Request) -> str:
     """Whose reservations they are: what the caller names itself, else its address."""
-    return request.headers.get("x-kvrouter-caller", "")[:_MOST_CALLER] or request.client.address
+    given = request.headers.get("x-kvrouter-caller", "")[:_MOST_CALLER]
+    return given.encode("ascii", "backslashreplace").decode() or request.client.address
 
 
 def _score(one: Candidate, isl: int, size: int) -> dict[str, Any]:

@@ -40,13 +40,12 @@ _OPEN = frozenset({"/health", "/ready"})
 _HEAD = RequestHead("POST", "/v1/completions", [], wants_keep_alive=True)
 
 
-class RouterSite(Site):
-    """The placement port has the calls of every dialect, and nothing else."""
+class PlacementPort:
+    """The calls of every dialect, in place of what a frontend serves on its port."""
 
-    def __init__(self, plain: Site, options: RouterOptions) -> None:
-        self.__dict__.update(plain.__dict__)
-        completions, admin = plain.completions, plain.admin
-        loop, publishing = asyncio.get_running_loop(), completions.publishing
+    def __init__(self, site: Site, options: RouterOptions) -> None:
+        self._completions = completions = site.completions
+        admin, loop, publishing = site.admin, asyncio.get_running_loop(), completions.publishing
         self._names = (options.host, *options.process.admin_names)
         self.placing = Placing(
             publishing.replica,
@@ -66,14 +65,14 @@ class RouterSite(Site):
             MooncakeCalls(self.placing),
         )
 
-    def for_clients(self, rights: Rights) -> Routes:
+    def routes(self, rights: Rights) -> Routes:
         """Who may use the admin listener may use these."""
         routes, gate = Routes(), AdminGate(rights.key, self._names)
         for dialect in self._dialects:
             for method, path, view in dialect.views():
                 checked = view if path in _OPEN else _checked(view, gate)
                 routes.add(
-                    method, path, answering(checked, rights, open_gate, self.completions.readers.refused)
+                    method, path, answering(checked, rights, open_gate, self._completions.readers.refused)
                 )
         return routes
 
@@ -83,7 +82,7 @@ class RouterSite(Site):
         # nothing is answered through it, so it has no client
         request = Request(_HEAD, cast("ClientSide", None), body)
         record = Record(request, request_id, asyncio.get_running_loop().time(), clock())
-        work = await self.completions.accept.work(record, api_of(body), None)
+        work = await self._completions.accept.work(record, api_of(body), None)
         return work.router, work.route
 
     def _body_of(self, asked: PlacementAsk) -> bytes:
@@ -102,12 +101,13 @@ class RouterSite(Site):
 
 
 @contextlib.asynccontextmanager
-async def open_router_site(plain: Site, options: RouterOptions) -> AsyncIterator[RouterSite]:
-    """The site with its tasks."""
-    site = RouterSite(plain, options)
+async def open_router_site(site: Site, options: RouterOptions) -> AsyncIterator[Site]:
+    """The site with a placement port, and the tasks of that."""
+    port = PlacementPort(site, options)
+    site.port_routes = port.routes
     async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(site.engines.close)
-        await stack.enter_async_context(running({"reservations": site.expire_forever()}))
+        stack.push_async_callback(port.engines.close)
+        await stack.enter_async_context(running({"reservations": port.expire_forever()}))
         yield site
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import aiohttp
 
 from kvrouter.frontend.run import RunningFrontend, running_frontend
-from kvrouter.router.service import RouterSite, open_router_site
+from kvrouter.frontend.server.http_server import Site
+from kvrouter.router.service import PlacementPort, open_router_site
 from kvrouter.router.settings import COMMAND
 from kvrouter.settings.read import load
 from tests.frontend.fleet import Fleet
@@ -23,7 +24,7 @@ class Router:
     """A router, and a client of its port."""
 
     running: RunningFrontend
-    site: RouterSite
+    site: PlacementPort
     http: aiohttp.ClientSession
 
     async def ask(
@@ -59,12 +60,12 @@ async def running_router(nats: str, namespace: str, *flags: str) -> AsyncIterato
     """A router that receives what is published."""
     words = ["--port", "0", "--nats", nats, "--namespace", namespace, "--tokenizer", "local"]
     loaded = load(COMMAND, [*words, "--drain-grace-s", "0", *flags], {})
-    sites: list[RouterSite] = []
+    ports: list[PlacementPort] = []
 
     @contextlib.asynccontextmanager
-    async def open_site(plain: Any) -> AsyncIterator[RouterSite]:
+    async def open_site(plain: Site) -> AsyncIterator[Site]:
         async with open_router_site(plain, loaded.settings) as site:
-            sites.append(site)
+            ports.append(site.port_routes.__self__)  # type: ignore[union-attr]
             yield site
 
     async with (
@@ -72,7 +73,7 @@ async def running_router(nats: str, namespace: str, *flags: str) -> AsyncIterato
         aiohttp.ClientSession() as http,
     ):
         await until(lambda: bool(running.replica._leases._last_round), "the router hears itself")
-        yield Router(running, sites[0], http)
+        yield Router(running, ports[0], http)
 
 
 @contextlib.asynccontextmanager
