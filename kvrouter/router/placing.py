@@ -9,6 +9,7 @@ reserves is a booking like any other, with the same peers, repairs and digests.
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -31,6 +32,8 @@ from kvrouter.router.reservations import Reservation, Reservations
 log = structlog.get_logger()
 
 DIRECT = "direct"
+# How exactly leases end.
+EXPIRE_S = 0.1
 # A label of a worker that a caller registered: its address, if that is none of HTTP.
 ENDPOINT = "endpoint"
 # Where no first byte is ever reported, prefill is taken to be this fast.
@@ -135,8 +138,13 @@ class Placing:
         """The worker is gone, and so are its requests."""
         self._end(self.table.of_worker(worker_id))
 
+    async def expire_forever(self) -> None:
+        """End the reservations whose callers are gone, again and again."""
+        while True:
+            await asyncio.sleep(EXPIRE_S)
+            self.expire()
+
     def expire(self) -> None:
-        """End the reservations whose callers are gone. Called several times a second."""
         if over := self.table.expired(self._now()):
             log.info("reservations.expired", count=len(over), callers=[*{one.caller for one in over}][:5])
             self._end(over)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from dataclasses import dataclass
 
 from msgspec import Struct
 
@@ -24,9 +23,12 @@ from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.tables.bookings import MOST_BOOKINGS_OF_PEER
 from kvrouter.core.wire.ids import BookingKey, Target
 from kvrouter.errors import ReservationsFullError, TakenIdError, UnknownReservationError, counted
-from kvrouter.settings.declare import MIB, Settings, mib, read_mib, setting
+from kvrouter.settings.declare import MIB
 
 MOST_LEASE_S = 86_400.0
+# Of all callers: peers count no more bookings of one replica. And the bytes of all, of one half of that.
+MOST, MOST_BYTES = MOST_BOOKINGS_OF_PEER, 512 * MIB
+PER_CALLER = 16_384
 # Kept selections, as Dynamo's: each can be reserved once.
 KEPT_S = 120.0
 MOST_KEPT = 4096
@@ -36,34 +38,6 @@ MOST_KEPT_BYTES = 64 * MIB
 _BYTES, _BYTES_OF_BLOCK = 1024, 56
 # A heap with fewer entries is not tidied.
 _FEW = 64
-
-
-@dataclass(frozen=True, slots=True)
-class ReservationOptions(Settings):
-    heading = "Reservations"
-
-    most: int = setting(
-        MOST_BOOKINGS_OF_PEER,
-        "reservations of all callers together; peers count no more of one replica",
-        name="reservations",
-        least=1,
-        most=MOST_BOOKINGS_OF_PEER,
-    )
-    per_caller: int = setting(
-        16_384,
-        "reservations of one caller: the address, or what it sends as x-kvrouter-caller",
-        name="reservations-per-caller",
-        least=1,
-        most=MOST_BOOKINGS_OF_PEER,
-    )
-    max_bytes: int = setting(
-        512 * MIB,
-        "memory for reservations, in MiB; half of it for one caller",
-        name="reservations-mib",
-        metavar="MIB",
-        read=read_mib,
-        text=mib,
-    )
 
 
 class Reservation(Struct, eq=False):
@@ -92,8 +66,8 @@ class Kept(Struct, frozen=True):
 
 
 class Reservations:
-    def __init__(self, options: ReservationOptions) -> None:
-        self._options = options
+    def __init__(self, per_caller: int = PER_CALLER) -> None:
+        self._per_caller = per_caller
         self._by_id: dict[str, Reservation] = {}
         self._heap: list[tuple[float, int, Reservation]] = []
         self._pushed = 0  # equal times must not compare reservations
@@ -113,23 +87,17 @@ class Reservations:
         """The bytes of one more reservation. Raises TakenIdError or ReservationsFullError."""
         if reservation_id in self._by_id:
             raise TakenIdError(f"{reservation_id!r} is reserved already: free it first, or give another id")
-        size, options = size_of(request), self._options
-        if self._of_caller[caller] >= options.per_caller:
+        size = size_of(request)
+        if self._of_caller[caller] >= self._per_caller:
             raise ReservationsFullError(
-                f"caller {caller!r} holds {counted(options.per_caller, 'reservation')}: free them when their "
+                f"caller {caller!r} holds {counted(self._per_caller, 'reservation')}: free them when their "
                 "requests end, or raise --reservations-per-caller"
             )
-        if len(self._by_id) >= options.most:
-            raise ReservationsFullError(
-                f"{counted(options.most, 'reservation')} are held here: free them, ask another router of the "
-                "fleet, or raise --reservations"
-            )
-        is_too_large = 2 * (self._bytes_of[caller] + size) > options.max_bytes
-        if is_too_large or self._bytes + size > options.max_bytes:
-            raise ReservationsFullError(
-                f"the reservations {f'of {caller!r} ' if is_too_large else ''}would take more memory than "
-                "they may: free some, or raise --reservations-mib"
-            )
+        if 2 * (self._bytes_of[caller] + size) > MOST_BYTES:
+            raise ReservationsFullError(f"what caller {caller!r} holds takes too much memory: free some")
+        if len(self._by_id) >= MOST or self._bytes + size > MOST_BYTES:
+            what = f"{counted(len(self._by_id), 'reservation')} are held here, as many as there is room for"
+            raise ReservationsFullError(f"{what}: free some, or ask another router of the fleet")
         return size
 
     def add(self, reservation: Reservation) -> None:

@@ -33,8 +33,6 @@ from kvrouter.router.reservations import Reservations
 from kvrouter.router.settings import RouterOptions
 from kvrouter.router.workers import RegisteredEngines
 
-# How exactly leases end.
-EXPIRE_S = 0.1
 # Probes have no key.
 _OPEN = frozenset({"/health", "/ready"})
 _HEAD = RequestHead("POST", "/v1/completions", [], wants_keep_alive=True)
@@ -49,7 +47,7 @@ class PlacementPort:
         self._names = (options.host, *options.process.admin_names)
         self.placing = Placing(
             publishing.replica,
-            Reservations(options.reservations),
+            Reservations(options.per_caller),
             publishing.flush_soon,
             loop.time,
             lease_s=options.lease_s,
@@ -94,11 +92,6 @@ class PlacementPort:
         salt = {"cache_salt": asked.cache_salt} if asked.cache_salt else {}
         return msgspec.json.encode({"model": model, **prompt, **salt})
 
-    async def expire_forever(self) -> None:
-        while True:
-            await asyncio.sleep(EXPIRE_S)
-            self.placing.expire()
-
 
 @contextlib.asynccontextmanager
 async def open_router_site(site: Site, options: RouterOptions) -> AsyncIterator[Site]:
@@ -107,7 +100,7 @@ async def open_router_site(site: Site, options: RouterOptions) -> AsyncIterator[
     site.port_routes = port.routes
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(port.engines.close)
-        await stack.enter_async_context(running({"reservations": port.expire_forever()}))
+        await stack.enter_async_context(running({"reservations": port.placing.expire_forever()}))
         yield site
 
 

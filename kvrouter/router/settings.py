@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Self
 
 from kvrouter.errors import ConfigError
 from kvrouter.frontend.settings import REMOVED, FrontendOptions
-from kvrouter.router.reservations import MOST_LEASE_S, ReservationOptions
+from kvrouter.router.reservations import MOST, MOST_LEASE_S, PER_CALLER
 from kvrouter.settings.declare import Command, setting
 
 _PROCESSES = ("processes", "process-number", "listen-fd", "siblings-fd", "waits-until-ready")
@@ -42,7 +42,13 @@ class RouterOptions(FrontendOptions):
     router_replica_sync: bool | None = setting(
         True, "share bookings with the other replicas", heading="Routing", is_top=True
     )
-    reservations: ReservationOptions = field(default_factory=ReservationOptions)
+    per_caller: int = setting(
+        PER_CALLER,
+        "reservations of one caller at a time: of an address, or of the name in its x-kvrouter-caller",
+        name="reservations-per-caller",
+        least=1,
+        most=MOST,
+    )
 
     def checked(self) -> Self:
         if self.member_lease_s < 2 * self.heartbeat_s:

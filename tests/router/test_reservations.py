@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -16,7 +16,6 @@ from kvrouter.router.reservations import (
     MOST_KEPT,
     MOST_KEPT_BYTES,
     Reservation,
-    ReservationOptions,
     Reservations,
     size_of,
 )
@@ -38,10 +37,6 @@ def reserve(
     table.add(Reservation(name, caller, ROUTER, key, W, 16, lease_s, lease_s, size))
 
 
-def table_of(**options: Any) -> Reservations:
-    return Reservations(ReservationOptions(**options))
-
-
 def expired(table: Reservations, now: float) -> list[str]:
     """Those that have expired, which are removed."""
     over = table.expired(now)
@@ -52,7 +47,7 @@ def expired(table: Reservations, now: float) -> list[str]:
 
 def test_a_lease_ends_unless_it_is_renewed() -> None:
     """Each has a lease of its own, which any call for it begins again."""
-    table = table_of()
+    table = Reservations()
     for name, lease_s in (("short", 1), ("long", 10), ("renewed", 1)):
         reserve(table, name, lease_s=lease_s)
 
@@ -66,7 +61,7 @@ def test_a_lease_ends_unless_it_is_renewed() -> None:
 
 def test_a_lease_that_has_ended_is_not_renewed() -> None:
     """Also if it was not removed yet: its caller was considered gone at that time."""
-    table = table_of()
+    table = Reservations()
     reserve(table, "r", lease_s=1)
     with pytest.raises(UnknownReservationError, match="its lease has ended"):
         table.renew("r", 1.0)
@@ -74,7 +69,7 @@ def test_a_lease_that_has_ended_is_not_renewed() -> None:
 
 def test_an_id_is_free_again_after_its_end() -> None:
     """The first one's entry in the heap does not end the second."""
-    table = table_of()
+    table = Reservations()
     reserve(table, "r", lease_s=1)
     with pytest.raises(TakenIdError, match="give another id"):
         reserve(table, "r")
@@ -84,31 +79,33 @@ def test_an_id_is_free_again_after_its_end() -> None:
     assert ["r"] == expired(table, 5)
 
 
-def test_bounds_of_callers_and_of_all() -> None:
-    """Each bound names its flag; what a caller frees it may reserve again."""
-    table = table_of(most=3, per_caller=2)
+def test_bounds_of_callers_and_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each says what to do; what a caller frees it may reserve again."""
+    monkeypatch.setattr("kvrouter.router.reservations.MOST", 3)
+    table = Reservations(per_caller=2)
     reserve(table, "a1")
     reserve(table, "a2")
     with pytest.raises(ReservationsFullError, match="--reservations-per-caller"):
         reserve(table, "a3")
     reserve(table, "b1", caller="b")
-    with pytest.raises(ReservationsFullError, match=r"raise --reservations$"):
+    with pytest.raises(ReservationsFullError, match=r"3 reservations are held here.*another router"):
         reserve(table, "c1", caller="c")
     table.remove(table.renew("a1", 0))
     reserve(table, "a3")
 
 
-def test_bounds_in_bytes() -> None:
+def test_bounds_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """One caller has half of the memory, all have all of it."""
-    table = table_of(max_bytes=5 * size_of(asked("", 1000)))
+    monkeypatch.setattr("kvrouter.router.reservations.MOST_BYTES", 5 * size_of(asked("", 1000)))
+    table = Reservations()
     reserve(table, "a1", blocks=1000)
     reserve(table, "a2", blocks=1000)
-    with pytest.raises(ReservationsFullError, match=r"'a' would take more memory.*--reservations-mib"):
+    with pytest.raises(ReservationsFullError, match="'a' holds takes too much"):
         reserve(table, "a3", blocks=1000)
     for name in ("b1", "b2"):
         reserve(table, name, caller="b", blocks=1000)
     reserve(table, "c1", caller="c", blocks=1000)
-    with pytest.raises(ReservationsFullError, match="the reservations would take more"):
+    with pytest.raises(ReservationsFullError, match="as many as there is room for"):
         reserve(table, "d1", caller="d", blocks=1000)
     expired(table, 99)
     reserve(table, "d1", caller="d", blocks=1000)
@@ -116,7 +113,7 @@ def test_bounds_in_bytes() -> None:
 
 def test_nothing_is_left() -> None:
     """Callers, bytes and entries in the heap go with the reservations, however long their leases are."""
-    table = table_of()
+    table = Reservations()
     for number in range(1000):
         reserve(table, f"r{number}", caller=f"c{number}", lease_s=80_000)
         table.remove(table.renew(f"r{number}", 0))
@@ -126,7 +123,7 @@ def test_nothing_is_left() -> None:
 
 def test_a_selection_is_kept_for_one_use() -> None:
     """And for a while only."""
-    table = table_of()
+    table = Reservations()
     table.keep("s", ROUTER, asked("s"), W, 0.0)
     table.keep("late", ROUTER, asked("late"), W, 0.0)
     assert W == table.take("s", 1.0).target
@@ -140,7 +137,7 @@ def test_a_selection_is_kept_for_one_use() -> None:
 )
 def test_kept_selections_are_bounded(blocks: int, most: int) -> None:
     """In number and in bytes: the oldest give way."""
-    table, request = table_of(), asked("", blocks)
+    table, request = Reservations(), asked("", blocks)
     for number in range(most + 2):
         table.keep(f"s{number}", ROUTER, request, W, 0.0)
     with pytest.raises(UnknownReservationError):

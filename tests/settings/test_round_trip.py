@@ -46,7 +46,6 @@ SAMPLES = {
     "prefix-store-mib": ["1", "513"],
     "tokenizer-queue-mib": ["1", "513"],
     "replica": ["http://a:1", "http://b:2"],
-    "reservations-mib": ["1", "513"],
     "root-path": ["/a", "/api/llm-1"],
     "router-mode": ["kv", "kv:2"],
     "session-header": ["x-a"],

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -32,7 +32,7 @@ from kvrouter.replica.loop import first_turn
 from kvrouter.router.asked import PlacementAsk
 from kvrouter.router.dynamo import decoded
 from kvrouter.router.placing import Placing
-from kvrouter.router.reservations import ReservationOptions, Reservations
+from kvrouter.router.reservations import Reservations
 from kvrouter.router.workers import RegisteredEngines, Registration
 
 T = TypeVar("T")
@@ -44,7 +44,6 @@ log = structlog.get_logger()
 LEASE_S = 600.0
 # The same for a worker that the caller names: it may be a peer's request that has ended by now.
 NAMED_LEASE_S = 60.0
-EXPIRE_S = 1.0
 # A peer's broadcast may come before its booking, which takes a few ms.
 SEEN_WITHIN_S, LOOK_S = 0.05, 0.005
 MOST_ELSEWHERE = 1 << 16
@@ -145,13 +144,13 @@ class SelectionService:
             lambda: _policy("kv"), ReplicaSettings(PoolSettings(), synced=True), new_mode=_policy
         )
         async with joined(replica, self._nats, self._namespace) as replica_loop:
-            table, loop = Reservations(ReservationOptions()), asyncio.get_running_loop()
+            table, loop = Reservations(), asyncio.get_running_loop()
             publish = replica_loop.publishing.flush_soon
             placing = Placing(replica, table, publish, loop.time, lease_s=LEASE_S)
             engines = RegisteredEngines(replica, self._nats, self._namespace, _always)
             self._service = _Service(replica, placing, engines)
             try:
-                async with running({"reservations": _expire(placing.expire)}):
+                async with running({"reservations": placing.expire_forever()}):
                     yield self._service
             finally:
                 self._service = None
@@ -164,12 +163,6 @@ def _policy(mode: str) -> Any:
 
 def _always() -> bool:
     return True
-
-
-async def _expire(expire: Callable[[], None]) -> None:
-    while True:
-        await asyncio.sleep(EXPIRE_S)
-        expire()
 
 
 async def _is_elsewhere(replica: Replica, request_id: str) -> bool:
