@@ -15,6 +15,7 @@ usage: kvrouter COMMAND [flags]
 
   serve      a whole deployment: NATS, an agent for each engine, the frontends
   frontend   one replica: OpenAI-compatible HTTP frontend with the router inside
+  router     placement as a service: answers where a request should go, and relays nothing
   worker     the agent of an engine: announces it, forwards its KV events, reports its load
   mocker     a simulated engine with vLLM's HTTP surface and KV-event wire
   analyze    what a trace, or live traffic, holds for a router, and which flags fit it

@@ -160,6 +160,30 @@ class UnknownPromptError(BadRequestError):
     type = "NotFoundError"
 
 
+class UnknownReservationError(BadRequestError):
+    """No such reservation or kept selection at this router."""
+
+    names_nothing = True
+    status = 404
+    type = "NotFoundError"
+
+
+class TakenIdError(BadRequestError):
+    """The id is that of a reservation."""
+
+    names_nothing = True
+    status = 409
+    type = "ConflictError"
+
+
+class ReservationsFullError(KvRouterError):
+    """The caller, or all of them, hold as many reservations as they may."""
+
+    names_nothing = True
+    status = 429
+    type = "rate_limit_error"
+
+
 class NoRouteError(KvRouterError):
     """The path does not exist."""
 

@@ -8,10 +8,11 @@ import random
 import signal
 import ssl
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from socket import gethostname
+from typing import Any
 
 import structlog
 
@@ -116,13 +117,17 @@ class RunningFrontend:
         self.completions.in_flight.is_draining = True
 
 
-async def serve(loaded: Loaded[FrontendOptions]) -> None:
+OpenSite = Callable[[Site], contextlib.AbstractAsyncContextManager[Site]]
+"""What the ports serve: a frontend's routes, or others with tasks of their own (kvrouter/router)."""
+
+
+async def serve(loaded: Loaded[Any], open_site: OpenSite = contextlib.nullcontext) -> None:
     """Serve until SIGTERM or SIGINT, then drain and leave. A second signal ends the draining."""
     signals, options = Signals(), loaded.settings
     descriptors = raise_limit()
     log.info("frontend.descriptors", limit=descriptors, streams=streams_within(descriptors))
     async with (
-        running_frontend(options, signals.hurried, loaded) as frontend,
+        running_frontend(options, signals.hurried, loaded, open_site) as frontend,
         running({"reload": _reload_on_signals(signals, frontend)}),
     ):
         # One of --processes: the parent sends SIGUSR1 to all of them before it ends the first.
@@ -179,6 +184,7 @@ async def running_frontend(
     options: FrontendOptions,
     hurried: asyncio.Event | None = None,
     loaded: Loaded[FrontendOptions] | None = None,
+    open_site: OpenSite = contextlib.nullcontext,
 ) -> AsyncIterator[RunningFrontend]:
     """A frontend that serves while inside. Leaving it drains, then leaves the namespace.
 
@@ -202,8 +208,8 @@ async def running_frontend(
         registry.register(config_collector(COMMAND.declared(), settings))
         changes = _routing_changes(registry, member, reload) if reload is not None else None
         for_operators = _operators_routes(member, path, admin, reload, changes)
-        site = Site(path.completions, admin, for_operators, options, member.keys)
         async with (
+            open_site(Site(path.completions, admin, for_operators, options, member.keys)) as site,
             metrics_port(options.metrics, admin.all_metrics, is_shared=member.listeners.siblings is not None),
             http_server(site, member.listeners, *gates, hurried=hurried, options=options),
         ):

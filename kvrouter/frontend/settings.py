@@ -568,9 +568,9 @@ class FrontendOptions(CommonOptions):
     def checked(self) -> Self:
         resolved(self.model_aliases)
         # One late heartbeat must not look like a lost worker.
-        if self.lease_s < 2 * self.heartbeat_s:
+        if self.silence_s < 2 * self.heartbeat_s:
             raise ConfigError(
-                f"--lease-s {self.lease_s:g} is less than two heartbeats of {self.heartbeat_s:g} s: "
+                f"--lease-s {self.silence_s:g} is less than two heartbeats of {self.heartbeat_s:g} s: "
                 f"give at least {2 * self.heartbeat_s:g}, or a shorter --heartbeat-s"
             )
         # Each process would count its own bookings only, and all of them would choose the same idle worker.
@@ -612,8 +612,13 @@ class FrontendOptions(CommonOptions):
     @property
     def replica(self) -> ReplicaSettings:
         synced = bool(self.router_replica_sync) or self.process.processes > 1
-        rounds = round(self.lease_s / self.heartbeat_s)  # silence counts in own heartbeats, see lease_s
+        rounds = round(self.silence_s / self.heartbeat_s)  # it counts in own heartbeats, see lease_s
         return ReplicaSettings(self.pool, synced, rounds, self.heartbeat_s, self.worker_networks)
+
+    @property
+    def silence_s(self) -> float:
+        """After which a worker or replica is considered lost."""
+        return self.lease_s
 
     @property
     def worker_networks(self) -> tuple[Network, ...]:

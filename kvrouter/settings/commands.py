@@ -20,6 +20,7 @@ class Modules(NamedTuple):
 MODULES = {
     "serve": Modules("kvrouter.serve.settings", "kvrouter.serve.__main__"),
     "frontend": Modules("kvrouter.frontend.settings", "kvrouter.frontend.__main__"),
+    "router": Modules("kvrouter.router.settings", "kvrouter.router.__main__"),
     "worker": Modules("kvrouter.worker.settings", "kvrouter.worker.__main__"),
     "mocker": Modules("kvrouter.lab.mocker.settings", "kvrouter.lab.mocker.__main__"),
     "analyze": Modules("kvrouter.lab.analyze.settings", "kvrouter.lab.analyze.__main__"),

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 
-from kvrouter.bus import Bus, Subjects
+from kvrouter.bus import Bus, NatsOptions, Subjects
 from kvrouter.bus.rights import AGENT
 from kvrouter.config import open_bus
 from kvrouter.core.wire.heartbeats import BOTH, CONNECTORS, DECODE, PREFILL, Card, RankBeat
@@ -30,8 +30,8 @@ from kvrouter.worker.publisher import KvPublisher, ReplayAnswers
 
 
 @contextlib.asynccontextmanager
-async def connect(nats: str, *, name: str = "worker") -> AsyncIterator[Bus]:
-    """A connection to NATS that reconnects by itself. `nats` has the form of the flag `--nats`."""
+async def connect(nats: NatsOptions | str, *, name: str = "worker") -> AsyncIterator[Bus]:
+    """A connection to NATS that reconnects by itself. `nats` may have the form of `--nats`."""
     async with open_bus(nats, name=name, user=AGENT) as bus:
         yield bus
 
@@ -49,6 +49,7 @@ async def announce(
     tiers: Mapping[str, int] | None = None,
     rank_header: str = "",
     max_model_len: int = 0,
+    max_batched_tokens: int = 0,
     prefill_tokens_per_s: int = 0,
     engine: str = "",
     engine_version: str = "",
@@ -81,6 +82,7 @@ async def announce(
         rank_header=rank_header,
         tiers=dict(tiers or {"device": 0}),
         max_model_len=max_model_len,
+        max_batched_tokens=max_batched_tokens,
         prefill_tokens_per_s=prefill_tokens_per_s,
         engine=engine,
         engine_version=engine_version,
@@ -106,6 +108,8 @@ class Announcement:
         self._publishers = publishers
         self._loads: dict[int, RankLoad] = {}
         self._is_open = True
+        self.partial: Callable[[], Collection[int]] = tuple
+        """The ranks of which not every block was reported; the program itself reports all."""
         self._answers = ReplayAnswers(nats, publishers)
         incarnation = max(publisher.incarnation for publisher in publishers)
         self._announcer = Announcer(nats, subjects, card, incarnation, self._rank_beats)
@@ -154,9 +158,11 @@ class Announcement:
         self._announcer.leave()
 
     def _rank_beats(self) -> list[RankBeat]:
+        partial = self.partial()
         return [
-            # never partial: the program itself reports every block
-            self._loads.get(one.rank, RankLoad()).beat(one.rank, one.incarnation, one.seq, is_partial=False)
+            self._loads.get(one.rank, RankLoad()).beat(
+                one.rank, one.incarnation, one.seq, is_partial=one.rank in partial
+            )
             for one in self._publishers
         ]
 

@@ -129,7 +129,7 @@ async def test_wait_for_workers(fleet_of: FleetOf) -> None:
         assert remedy.startswith(f"nobody is heard in namespace {fleet.subjects.namespace!r}: start an agent")
         asked = asyncio.create_task(fleet.ask())
         also = asyncio.create_task(fleet.ask())
-        first_worker = fleet.frontend.completions._accept._first_worker
+        first_worker = fleet.frontend.completions.accept._first_worker
         assert first_worker is not None
         await until(lambda: first_worker._look is not None, "it waits")
         async with FakeWorker("late", OK).serving() as late:

@@ -114,4 +114,4 @@ async def test_not_kept(fleet_of: FleetOf, body: dict[str, Any]) -> None:
 
         (received,) = fleet.workers[0].requests
         assert {**BODY, **body} == received.json
-        assert 0 == len(fleet.frontend.completions._accept.kept)
+        assert 0 == len(fleet.frontend.completions.accept.kept)

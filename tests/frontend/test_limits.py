@@ -136,7 +136,7 @@ async def test_shares(fleet_of: FleetOf, ring: Ring, synced: bool) -> None:
     async with fleet_of(*ring.flags, *([SYNC] if synced else []), scripts=(OK,), replicas=2) as fleet:
         await until(lambda: all(each.replica.peers for each in fleet.frontends), "they know each other")
         for each in fleet.frontends:
-            each.completions._accept.limits._is_connected = lambda: False
+            each.completions.accept.limits._is_connected = lambda: False
         for each in fleet.frontends:
             assert [200] * 5 + [429] == [(await ask(each.url, BODY, key)).status for _ in range(6)]
 

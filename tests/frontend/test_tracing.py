@@ -111,7 +111,7 @@ async def test_failures(fleet_of: FleetOf) -> None:
         async with fleet_of("--otlp-endpoint", collector.url, scripts=(script,)) as fleet:
             await fleet.ask(STREAM)
             await fleet.ask({"model": "x", "prompt": "p"})
-            fleet.frontend.completions._accept.work = None  # type: ignore[assignment]
+            fleet.frontend.completions.accept.work = None  # type: ignore[assignment]
             await fleet.ask()
             fleet.trouble.logs.clear()
         roots = {span.attributes["http.response.status_code"]: span for span in collector.named("receive")}

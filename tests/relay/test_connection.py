@@ -481,16 +481,16 @@ def break_accept(fleet: Fleet) -> None:
     async def work(*_: object) -> None:
         raise ZeroDivisionError
 
-    fleet.frontend.completions._accept.work = work  # type: ignore[method-assign, assignment]
+    fleet.frontend.completions.accept.work = work  # type: ignore[method-assign, assignment]
 
 
 async def test_bug(fleet_of: FleetOf) -> None:
     """A bug is a 500 in OpenAI's form and a line in the log; the connection stays usable."""
     async with fleet_of() as fleet, fleet.connected() as client:
-        before = fleet.frontend.completions._accept.work
+        before = fleet.frontend.completions.accept.work
         break_accept(fleet)
         broken = await client.ask(BODY)
-        fleet.frontend.completions._accept.work = before  # type: ignore[method-assign]
+        fleet.frontend.completions.accept.work = before  # type: ignore[method-assign]
         after = await client.ask(BODY)
 
         assert (500, 200) == (broken.status, after.status)

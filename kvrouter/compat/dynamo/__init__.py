@@ -26,6 +26,7 @@ from kvrouter.compat.dynamo.runtime import (
     Namespace,
     namespace,
 )
+from kvrouter.compat.dynamo.selection import SelectionService
 
 __all__ = [
     "ApproxKvIndexer",
@@ -43,6 +44,7 @@ __all__ = [
     "Namespace",
     "OverlapScores",
     "RadixTree",
+    "SelectionService",
     "WorkerMetricsPublisher",
     "WorkerStats",
     "compute_block_hash_for_seq",

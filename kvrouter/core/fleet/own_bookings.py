@@ -152,7 +152,7 @@ class OwnBookings:
         if own.charged_tokens and not own.streamed and own.booking.role != DECODE:
             seconds = self._tables.rates.seconds(target, own.charged_tokens)
             if seconds is not None:
-                self._predict(now + seconds, number)
+                self.predict(now + seconds, number)
 
     def count_decision(self, eligible: Candidates, target: Target, moment: Moment) -> float | None:
         """The predicted TTFT of the chosen target, counted against the least; None without a prediction."""
@@ -177,7 +177,7 @@ class OwnBookings:
         sessions.bind(session, target, now)
         self._feed.publish(Bind(session, target.worker_id, target.rank, round(sessions.ttl_s * 1000)))
 
-    def _predict(self, at: float, number: int) -> None:
+    def predict(self, at: float, number: int) -> None:
         """Record when the request's prefill should be over."""
         heapq.heappush(self._predicted, (at, number))
         # requests that ended early stay in the heap until tidied: at most as many as are in flight

@@ -122,6 +122,14 @@ class Admin:
         """Status and reasons, as /ready has them."""
         return self._readiness()[1]
 
+    def ready_facts(self) -> tuple[int, dict[str, Any]]:
+        """The HTTP status of /ready, with status and reasons."""
+        return self._readiness()
+
+    def is_connected(self) -> bool:
+        """Whether NATS is connected."""
+        return self._bus.connected
+
     def may_open(self) -> bool:
         """Whether to accept connections on a port that others accept, too: ready, or waited long enough."""
         return self._readiness()[0] == 200 or self._has_waited()

@@ -45,13 +45,14 @@ class DryRoute:
 
     async def route(self, request: Request) -> Answer:
         """POST /v1/route. Raises the errors that the request itself would raise."""
-        api = _api(await request.read())
+        api = api_of(await request.read())
         now, request_id = asyncio.get_running_loop().time(), request_id_of(request.headers)
         record = Record(request, request_id, now, clock())
         return self._views.preview(await self._accept.work(record, api, None))
 
 
-def _api(body: bytes) -> Api:
+def api_of(body: bytes) -> Api:
+    """The API that a body is for. Raises BadRequestError."""
     try:
         described = msgspec.json.decode(body, type=_ApiKind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -95,9 +95,9 @@ class Completions:
         self.limits = limits
         self.lost = lost
         self.readers = readers
-        self._publishing = publishing
+        self.publishing = publishing
         self._replica = publishing.replica
-        self._accept = accept
+        self.accept = accept
         self._waiting_room = waiting_room
         self._metrics = readers.metrics
         self._hand_overs = HandOvers(readers.metrics)
@@ -145,7 +145,7 @@ class Completions:
         finally:
             self.in_flight.end(request)
             if record.work is not None and record.work.route.charge is not None:
-                self._accept.limits.ended(record.work.route.charge)
+                self.accept.limits.ended(record.work.route.charge)
             self.readers.ended(record)
             record.error = None  # its traceback leads back here, and would hold the body in a ring
         return served
@@ -154,7 +154,7 @@ class Completions:
         request = record.request
         if request.head.hops:
             check_hops(request.head.hops, self._replica.peers.is_replica)
-        record.work = work = await self._accept.work(record, api, rights)
+        record.work = work = await self.accept.work(record, api, rights)
         record.accepted_at = clock()
         if work.is_dry_run:
             if work.key is None:  # a key that may not is refused already
@@ -314,7 +314,7 @@ class Completions:
             running.terms = decisions.last_terms()
         if decisions.logs:
             decisions.log_last()
-        self._publishing.flush_soon()
+        self.publishing.flush_soon()
         return running
 
     async def _attempt(
@@ -370,7 +370,7 @@ class Completions:
         if running.prefill is not None:
             if outcome is None and not running.prefill.is_good:  # its worker got nothing, or is not at fault
                 router.bookings.free(placement.key, now)
-                self._publishing.flush_soon()
+                self.publishing.flush_soon()
                 return
             if outcome is not None and running.is_handed_over and not running.is_refused:
                 self._hand_overs.ended(running, outcome, now)
@@ -398,9 +398,9 @@ class Completions:
             worker.first_answers.note(_status_of(outcome))
         charge = running.work.route.charge
         if charge is not None:
-            charge.used = _used(charge, running, self._accept.limits)
+            charge.used = _used(charge, running, self.accept.limits)
         router.bookings.free(placement.key, now, running.output_tokens)
-        self._publishing.flush_soon()
+        self.publishing.flush_soon()
 
     def samples(self) -> Iterator[Sample]:
         yield "kvrouter_requests_in_flight", {}, self.in_flight.count

@@ -87,9 +87,13 @@ class Site:
         self._options = options.clients
         self.max_body_bytes = options.max_body_bytes
         self.root_path = options.root_path
+        self.port_routes: Callable[[Rights], Routes] | None = None
+        """What the clients' port serves in place of a frontend's routes."""
 
     def for_clients(self, rights: Rights) -> Routes:
         """The routes of the clients' port."""
+        if self.port_routes is not None:
+            return self.port_routes(rights)
         metrics = self.admin.clients_metrics if "metrics" in self._options.expose else None
         return self._routes(rights, metrics)
 

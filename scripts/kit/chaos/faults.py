@@ -34,8 +34,11 @@ from scripts.kit.chaos.halves import (
 from scripts.kit.chaos.incidents import INCIDENTS, play
 from scripts.kit.chaos.judge import Damage, Excuse
 from scripts.kit.chaos.stage import Stage
+from scripts.kit.deployment import python
+from scripts.kit.fleet import wait_until_ok
 from scripts.kit.http_client import HttpError
 from scripts.kit.load import LoadRequest, Outcome, SteadyLoad
+from scripts.kit.ports import free_ports
 from scripts.kit.workload import MODEL
 
 STOPPED_S = 10.0
@@ -48,6 +51,8 @@ DOWN_S = 2.0
 DRAIN_LIMIT_S = 60.0
 # A prompt cached only on the worker to be killed: a quarter of its cache, 0.7 s to compute elsewhere.
 HELD_TOKENS = 16_384
+# Of callers of a router that dies: little work, as the engines see none of it.
+RESERVED, RESERVED_TOKENS = 50, 64
 # Weight of the overlap, so large that no load on the worker outweighs it.
 HELD_WEIGHT = 1000.0
 # First token ids of the held prompts, another one for each row: a retried prompt is also cached elsewhere.
@@ -109,6 +114,22 @@ async def kill_frontend(stage: Stage, load: SteadyLoad) -> Damage:
         [Excuse("were in flight on the killed replica", at_s, url)],
         [f"ready {ready_s:.1f} s after its start"],
     )
+
+
+async def kill_router(stage: Stage, load: SteadyLoad) -> Damage:
+    """Kill a router next to the frontends, with reservations that nobody is left to free."""
+    port, admin_port = free_ports(2)
+    words = [word for word in stage.frontend(1).command if word.startswith(("--nats", "--namespace"))]
+    places = [f"--port={port}", f"--admin-port={admin_port}", "--drain-grace-s=0"]
+    router = await stage.fleet.start("router", [*python("kvrouter.router"), *words, *places])
+    url = f"http://127.0.0.1:{port}"
+    await wait_until_ok(stage.client, router, f"{url}/ready")
+    for number in range(RESERVED):
+        body = json.dumps({"token_ids": [number, *range(RESERVED_TOKENS)]}).encode()
+        await stage.client.post_json(f"{url}/select_and_reserve", body, {"content-type": "application/json"})
+    await router.kill()
+    del stage.fleet.processes["router"]
+    return Damage(time.perf_counter(), notes=[f"{RESERVED} reservations at a router"])
 
 
 async def stop_replica(stage: Stage, load: SteadyLoad) -> Damage:
@@ -298,6 +319,7 @@ def _split(name: str, what: str, fault: Fault, connector: str = "nixl") -> Row:
 
 ROWS = (
     Row("replica-kill", "kill -9 a replica mid-stream, restart it", kill_replica),
+    Row("router-kill", "kill -9 a router with 50 reservations, next to frontends", kill_router),
     Row("replica-stop", f"SIGSTOP a replica for {STOPPED_S:g} s", stop_replica),
     Row("nats-kill", "kill -9 nats-server, restart it", kill_nats),
     Row("nats-stop", f"SIGSTOP nats-server for {STOPPED_S:g} s", stop_nats),
