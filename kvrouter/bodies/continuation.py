@@ -132,8 +132,6 @@ class Answered(Struct):
                     found.add(_json_of(event))
         except (AttributeError, TypeError) as error:
             raise NotContinuedError(f"its engine's events are of another form: {error}") from None
-        if not found.prompt_ids:
-            raise NotContinuedError("its engine sends no token ids")
         return found
 
     def add(self, event: Json) -> None:
@@ -196,7 +194,12 @@ def stops_of(body: Mapping[str, Any]) -> list[str]:
 
 
 def body_after(body: Mapping[str, Any], answered: Answered) -> bytes | None:
-    """What the next worker is asked on PATH; None: all that was asked for is there."""
+    """What the next worker is asked on PATH; None: all that was asked for is there.
+
+    Raises NotContinuedError.
+    """
+    if not answered.prompt_ids:
+        raise NotContinuedError("its engine sends no token ids")
     done = len(answered.output_ids)
     if answered.is_chat:
         most = body.get("max_completion_tokens") or body.get("max_tokens")
@@ -226,7 +229,7 @@ class Continuation:
         self._gap = gap
         self._decode = decode
         self._strips = strips
-        self._had_tokens = len(answered.output_ids)
+        self._prompt_tokens, self._had_tokens = len(answered.prompt_ids), len(answered.output_ids)
 
     def __call__(self, content: bytes) -> bytes:
         """Whole events in the client's API; what cannot be read stays as it is."""
@@ -251,6 +254,8 @@ class Continuation:
 
     def _choice(self, choice: Json) -> Json:
         answered, ids = self.answered, choice.get("token_ids") or []
+        if choice.get("text") and not ids:
+            answered.prompt_ids = []  # this engine shows no ids, so nobody can go on after it
         answered.output_ids += ids
         answered.finish_reason = choice.get("finish_reason")
         text = self._next_text(choice.get("text") or "")
@@ -275,7 +280,7 @@ class Continuation:
         return whole[len(answered.text) :]
 
     def _usage(self, usage: Json) -> Json:
-        prompt, both = len(self.answered.prompt_ids), self._had_tokens + usage.get("completion_tokens", 0)
+        prompt, both = self._prompt_tokens, self._had_tokens + usage.get("completion_tokens", 0)
         return usage | {"prompt_tokens": prompt, "completion_tokens": both, "total_tokens": prompt + both}
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from msgspec import Struct
+
 from kvrouter.relay.begun import Begun
 from kvrouter.relay.events import MOST_EVENT_BYTES, EventError, EventReader, names_failure
 from kvrouter.relay.framing import LAST_CHUNK, chunk, content_of
@@ -19,11 +21,21 @@ from kvrouter.relay.framing import LAST_CHUNK, chunk, content_of
 RECORD_BYTES = 16 * 1024 * 1024
 # The first event has the ids of the prompt: 8 bytes each.
 _MOST_REST = 256 * MOST_EVENT_BYTES
+# Of all streams of a process; C has as much for those that it passes on.
+RECORDS_BYTES = 256 * 1024 * 1024
 _ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 
 
+class Records(Struct):
+    """What the records of all streams take."""
+
+    bytes: int = 0
+
+
 class Seam(Begun, kw_only=True):
-    """What the client of one request has so far."""
+    """What the client of one request has so far. `release` it at the end of the request."""
+
+    records: Records
 
     moves: int
     """How often it may still move."""
@@ -64,11 +76,18 @@ class Seam(Begun, kw_only=True):
 
     def keep(self, content: bytes) -> None:
         """Whole events have been passed on."""
-        if len(self._kept) + len(content) > RECORD_BYTES:
+        size = len(content)
+        if len(self._kept) + size > RECORD_BYTES or self.records.bytes + size > RECORDS_BYTES:
             self.is_full = True
-            self._kept.clear()
+            self.release()
         if not self.is_full:
             self._kept += content
+            self.records.bytes += size
+
+    def release(self) -> None:
+        """Drop the record."""
+        self.records.bytes -= len(self._kept)
+        self._kept.clear()
 
     def keep_chunks(self, data: bytes | None) -> None:
         """C has passed on these chunks; None: more than it keeps."""

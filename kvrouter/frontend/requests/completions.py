@@ -55,6 +55,7 @@ from kvrouter.relay.exchange import (
 from kvrouter.relay.hops import check_hops
 from kvrouter.relay.request import Request, request_id_of
 from kvrouter.relay.routes import Routes
+from kvrouter.relay.seam import Seam
 from kvrouter.relay.upstream import Upstream
 from kvrouter.replica.publishing import Publishing
 from kvrouter.telemetry.metrics import RequestMetrics, Sample
@@ -144,6 +145,8 @@ class Completions:
             served = record.served = self._failed(record, api, error)
         finally:
             self.in_flight.end(request)
+            if isinstance(request.client.begun, Seam):
+                request.client.begun.release()
             if record.work is not None and record.work.route.charge is not None:
                 self.accept.limits.ended(record.work.route.charge)
             self.readers.ended(record)

@@ -40,7 +40,7 @@ from kvrouter.frontend.requests.accept import Accept
 from kvrouter.frontend.settings import MigrationOptions
 from kvrouter.relay.exchange import Done, Outcome
 from kvrouter.relay.request import Request
-from kvrouter.relay.seam import Seam
+from kvrouter.relay.seam import Records, Seam
 from kvrouter.telemetry.metrics import RequestMetrics
 
 log = structlog.get_logger()
@@ -67,6 +67,7 @@ class Moves:
         self._accept = accept
         self._metrics = metrics
         self._decoder = decoder
+        self._records = Records()
 
     def movable(self, work: Work) -> Mapping[str, Any] | None:
         """The body of a request whose stream may move; None: it stays at its worker."""
@@ -102,6 +103,7 @@ class Moves:
             return None
         strips = without_ids if self._options.strip else None
         return Seam(
+            records=self._records,
             is_chunked=True, keeps_alive=True, openings=set(), moves=self._options.limit, rewrite=strips
         )
 

@@ -50,9 +50,13 @@ cdef enum:
     READY = 64
     # A longer chunk is not an event.
     MOST_CHUNK = 1 << 24
+    # Of the records of all streams (RECORDS_BYTES in seam.py).
+    RECORDS = 256 * 1024 * 1024
     # Bytes of `"abort"` and of `"error"`.
     WORD = 7
 
+# What the records of all streams take.
+cdef Py_ssize_t _recorded = 0
 # One for the process: a step reads and sends without anything in between.
 cdef char _buffer[BUFFER]
 
@@ -90,24 +94,33 @@ cdef class Stream:
 
     cdef void note(self, const char *data, Py_ssize_t size) noexcept nogil:
         """Add to the record."""
+        global _recorded
         cdef Py_ssize_t room = self.room
-        cdef char *grown = self._record
+        cdef char *grown = NULL
         if self.is_over:
             return
         while self.recorded + size > room:
             room = 2 * room if room else 4096
-        if self.recorded + size <= self.most and room != self.room:
-            grown = <char *>realloc(grown, room)
-        if self.recorded + size > self.most or grown == NULL:
-            free(self._record)
-            self._record, self.is_over, self.recorded = NULL, True, 0
+        if self.recorded + size <= self.most and _recorded + room - self.room <= RECORDS:
+            grown = <char *>realloc(self._record, room) if room != self.room else self._record
+        if grown == NULL:
+            self.forget()
+            self.is_over = True
             return
+        _recorded += room - self.room
         self._record, self.room = grown, room
         memcpy(grown + self.recorded, data, size)
         self.recorded += size
 
-    def __dealloc__(self):
+    cdef void forget(self) noexcept nogil:
+        """Drop the record."""
+        global _recorded
         free(self._record)
+        _recorded -= self.room
+        self._record, self.room, self.recorded = NULL, 0, 0
+
+    def __dealloc__(self):
+        self.forget()
 
     def stop(self):
         """Pass on nothing more. Does nothing if it has returned."""
