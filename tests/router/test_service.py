@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 
 from kvrouter.core.wire.hashes import block_hashes, sequence_hashes
+from kvrouter.errors import RequestTooLargeError
+from kvrouter.relay.request import Request, RequestHead
+from kvrouter.router.asked import PlacementAsk
+from kvrouter.router.dynamo import MOST_BODY_BYTES, read
 from tests.frontend.fleet import Fleet, running_fleet
 from tests.frontend.workers import OK, until
 from tests.router.routers import Router, routers_of
@@ -243,6 +247,13 @@ async def test_bodies_that_are_no_json(nats_url: str) -> None:
             async with a.http.post(url, data=body, headers=headers) as answer:
                 assert status == answer.status, await answer.text()
         assert 0 == len(a.site.placing.table)
+
+
+async def test_a_body_that_is_too_large() -> None:
+    """It is not decoded: that would hold up all others."""
+    head = RequestHead("POST", "/select", [], wants_keep_alive=True)
+    with pytest.raises(RequestTooLargeError, match="8388608 at most"):
+        await read(Request(head, None, b" " * (MOST_BODY_BYTES + 1)), PlacementAsk)  # type: ignore[arg-type]
 
 
 async def test_who_may_ask(nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
