@@ -47,33 +47,54 @@ class CertificateFiles:
         )
 
 
-def server_context(files: CertificateFiles) -> ssl.SSLContext:
-    """A context for listeners with this certificate. Raises ConfigError."""
+def own_certificate(cert: Path | None, key: Path | None, flags: str) -> CertificateFiles | None:
+    """Of two flags that are given both or not at all. Raises ConfigError."""
+    if cert is not None and key is not None:
+        return CertificateFiles(cert, key, flags)
+    if cert is not None or key is not None:
+        given, missing = ("cert", "key") if key is None else ("key", "cert")
+        raise ConfigError(f"{flags}-{given} without {flags}-{missing}: give both, or none")
+    return None
+
+
+def server_context(files: CertificateFiles, client_ca: Path | None = None) -> ssl.SSLContext:
+    """A context for listeners with this certificate. `client_ca`: who signs clients'. Raises ConfigError."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     # A client could otherwise make the server compute handshake after handshake on one connection (TLS 1.2).
     context.options |= ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols(_HTTP)
     files.load_into(context)
+    if client_ca is not None:
+        _trust(context, client_ca, "--tls-client-ca")
     return context
 
 
 @lru_cache(maxsize=64)
-def trusting(ca: Path | None, flag: str = "--worker-tls-ca") -> ssl.SSLContext:
+def trusting(
+    ca: Path | None, flag: str = "--worker-tls-ca", own: CertificateFiles | None = None
+) -> ssl.SSLContext:
     """A context for calls to servers that the system's authorities, or those in `ca`, have signed.
 
-    Raises ConfigError. All callers share it: reading the system's authorities takes 50 ms.
+    `own`: shown to servers that ask for one. Raises ConfigError. All callers share it: reading the system's
+    authorities takes 50 ms.
     """
     context = ssl.create_default_context()
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(_HTTP)
     if ca is not None:
-        _check(flag, ca, b"CERTIFICATE-----", "certificate")
-        try:
-            context.load_verify_locations(ca)
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"{flag} {ca}: {error}") from None
+        _trust(context, ca, flag)
+    if own is not None:
+        own.load_into(context)
     return context
+
+
+def _trust(context: ssl.SSLContext, ca: Path, flag: str) -> None:
+    _check(flag, ca, b"CERTIFICATE-----", "certificate")
+    try:
+        context.load_verify_locations(ca)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"{flag} {ca}: {error}") from None
 
 
 def tls_trouble(error: BaseException | None) -> str:

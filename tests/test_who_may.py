@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from kvrouter.frontend.keys.keys_file import Key
 from kvrouter.frontend.requests import engine_routes
+from kvrouter.frontend.requests.owners import name_of, owned
 from tests.frontend.clients import Client, Response, get
 from tests.frontend.fleet import Fleet, FleetOf
 from tests.frontend.test_keys import Ring, ring
@@ -242,9 +245,15 @@ async def test_every_route_with_keys(fleet_of: FleetOf, ring: Ring) -> None:
 
 
 async def _ask(
-    fleet: Fleet, method: str, path: str, *headers: str, model: str | None = "m", place: str = "body"
+    fleet: Fleet,
+    method: str,
+    path: str,
+    *headers: str,
+    model: str | None = "m",
+    place: str = "body",
+    more: dict[str, Any] = {},  # noqa: B006  (never changed)
 ) -> Response:
-    """One request of a client, which names the model in this place."""
+    """One request of a client, which names the model in this place. `more`: other fields of its body."""
     path = path.replace("{model}", "m").replace("{worker_id}", "w9").replace("{request_id}", "x")
     path = path.replace("{file}", "page.js").replace("{hash}", "00" * 16)
     kind, body = "application/json", b""
@@ -253,7 +262,7 @@ async def _ask(
         path += f"?model={model}"
     if method != "GET":
         body = json.dumps(
-            fields | ({"model": model} if place == "body" and model is not None else {})
+            fields | more | ({"model": model} if place == "body" and model is not None else {})
         ).encode()
     if place == "form" and method != "GET":
         part = f'--b\r\ncontent-disposition: form-data; name="model"\r\n\r\n{model}\r\n' if model else ""
@@ -261,3 +270,81 @@ async def _ask(
     async with fleet.connected() as client:
         client.send(body, *headers, f"content-type: {kind}", path=path, method=method)
         return await client.response()
+
+
+CHOICES = (
+    ("x-kvrouter-target: w0", "x-kvrouter-mode: direct"),
+    ("x-kvrouter-mode: p2c",),
+    ("x-kvrouter-overlap-weight: 2",),
+    ("x-kvrouter-temperature: 2",),
+    ("x-kvrouter-priority: -9",),
+    ("x-kvrouter-dry-run: true",),
+)
+
+
+async def test_every_choice_on_every_route(fleet_of: FleetOf, ring: Ring) -> None:
+    """A key without overrides chooses nothing by a header or a field, on no route that reaches an engine."""
+    key = ring.add("a")
+    async with fleet_of(*ring.flags, scripts=(OK,)) as fleet:
+        for method, path in sorted(HTTP["engines"]):
+            fields: list[dict[str, Any]] = [{"priority": -9}, {"parameters": {"routed_dp_rank": 0}}]
+            for headers in CHOICES:
+                assert 403 == (await _ask(fleet, method, path, key, *headers)).status, (method, path, headers)
+            for more in fields if method != "GET" else ():
+                assert 403 == (await _ask(fleet, method, path, key, more=more)).status, (method, path, more)
+        assert not fleet.requests
+
+
+async def test_prefixes_on_every_route(fleet_of: FleetOf, ring: Ring) -> None:
+    """With --tenant-cache-salt engines get no body of a tenant without its salt, or the route is closed.
+
+    A form has a file, and what is read in a GET is no prompt.
+    """
+    one, two = ring.add("one", "--cache-salt", "1"), ring.add("two", "--cache-salt", "2")
+    async with fleet_of(*ring.flags, "--tenant-cache-salt", scripts=(OK,)) as fleet:
+        for method, path in sorted(HTTP["engines"]):
+            for key, salt in ((one, "1:own"), (two, "2:own")):
+                before = len(fleet.requests)
+                status = (await _ask(fleet, method, path, key, more={"cache_salt": "own"})).status
+                if path in engine_routes.UNSALTED:
+                    assert (403, before) == (status, len(fleet.requests))
+                elif method != "GET" and path not in engine_routes.FORMS:
+                    assert 200 == status, path
+                    assert salt == fleet.workers[0].requests[-1].json["cache_salt"], path
+
+
+async def test_sessions_on_every_route(fleet_of: FleetOf, ring: Ring) -> None:
+    """One name for a session is one for each tenant, whichever route it is used on."""
+    keys = [ring.add(name) for name in ("one", "two")]
+    async with fleet_of(*ring.flags, "--session-affinity", "hard", scripts=(OK, OK)) as fleet:
+        for method, path in sorted(HTTP["engines"]):
+            for key in keys:
+                assert 200 == (await _ask(fleet, method, path, key, "x-session-id: s")).status, path
+        (router,) = fleet.frontend.replica.routers.values()
+        names = {name for name in router.tables.sessions._bindings if name_of(name) == "s"}
+        assert {
+            owned("s", Key(id="0" * 16, sha256="0" * 64, tenant=one).owner) for one in ("one", "two")
+        } == names
+
+
+async def test_any_bytes_as_key(fleet_of: FleetOf, ring: Ring) -> None:
+    """Whatever stands in the headers for a key: 401, or 400 for what is no header; no engine is asked."""
+    good = ring.add("a").rpartition(" ")[2]
+    rng = random.Random(1)
+    async with fleet_of(*ring.flags, scripts=(OK,)) as fleet:
+        for turn in range(400):
+            raw = bytearray(good.encode())
+            for _ in range(rng.randrange(1, 4)):
+                raw[rng.randrange(len(raw))] = rng.randrange(256)
+            cut, noise = raw[: rng.randrange(len(raw))], rng.randbytes(rng.choice((0, 1, 40, 3000)))
+            value = rng.choice((raw, cut, noise, raw + noise, noise + raw)).replace(b"\n", b"")
+            start = (b"authorization: Bearer ", b"authorization: ", b"x-api-key: ", b"authorization:Basic ")[
+                turn % 4
+            ]
+            if good.encode() in value:
+                continue
+            async with fleet.connected() as client:
+                head = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: 2\r\n%b%b\r\n\r\n{}"
+                client.writer.write(head % (start, bytes(value)))
+                assert (await client.response()).status in {400, 401}, (start, value)
+        assert not fleet.requests

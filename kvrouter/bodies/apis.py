@@ -58,9 +58,13 @@ class Api(Struct, frozen=True):
         return Answer(error.status, self.error_body(error, request_id), headers)
 
 
-@cache
 def unnamed(api: Api) -> Api:
     """The API for clients that may see neither workers nor peers: all its errors go through `for_clients`."""
+    return _UNNAMED.get(id(api)) or _unnamed(api)
+
+
+@cache
+def _unnamed(api: Api) -> Api:
 
     def error_body(error: KvRouterError, request_id: str = "", /) -> bytes:
         return api.error_body(error.for_clients(), request_id)
@@ -106,3 +110,5 @@ BY_PATH = {
     "/v1/messages": MESSAGES,
     "/v1/responses": RESPONSES,
 }
+# By id, as all APIs live as long as the process: each request of a client with a key looks here.
+_UNNAMED = {id(api): _unnamed(api) for api in list(vars().values()) if isinstance(api, Api)}

@@ -23,6 +23,9 @@ Decode: TypeAlias = Callable[[Sequence[int]], str]
 
 PATH = "/v1/completions"
 SHOW_IDS = b'"return_token_ids":true'
+# Tokens that are decoded at the seam, as many as engines do and those of several characters; and characters
+# of them that must be what the client has.
+_WINDOW, _COMPARED = 24, 8
 # What a decoder writes for bytes that are not (yet) a character.
 _HALF = "\N{REPLACEMENT CHARACTER}"
 # Engines generate as many without `max_tokens`, but in chats (OpenAI's API, as vLLM and SGLang have it).
@@ -159,25 +162,50 @@ class Answered(Struct):
             raise NotContinuedError(f"its answer has more than text: {more[0][:80]}")
         return delta.get("content") or ""
 
-    def gap(self, stop: Sequence[str], decode: Decode | None) -> str | None:
-        """The text of its ids that the client lacks; None: its last character is not complete.
+    def seam(self, stop: Sequence[str], decode: Decode | None) -> tuple[str, Unshown | None]:
+        """The text that the client lacks, or the tokens of a character that is not complete.
 
         Raises NotContinuedError. `stop`: the strings that end it. `decode`: None without a tokenizer.
         """
+        if stop:
+            return self._held_back(stop, decode), None
+        unshown = None if decode is None else self._unshown(decode)
+        if unshown is None and (self.lacks_text or self.text.endswith(_HALF)):
+            raise NotContinuedError("its last character is not complete, and there is no tokenizer")
+        return "", unshown if unshown is not None and unshown.is_any else None
+
+    def _held_back(self, stop: Sequence[str], decode: Decode | None) -> str:
+        """The text that its engine held back, as it might have begun a stop string."""
         whole = decode(self.output_ids) if decode is not None else ""
-        if not whole.startswith(self.text):  # there is no tokenizer, or it is not the engine's
-            if stop:
-                raise NotContinuedError("stop strings, without a tokenizer")
-            if self.lacks_text or self.text.endswith(_HALF):
-                raise NotContinuedError("its last character is not complete, and there is no tokenizer")
-            return ""
-        if any(whole.endswith(one[:size]) for one in stop for size in range(1, len(one))):
-            raise NotContinuedError("its text ends as a stop string begins")
-        if whole.endswith(_HALF):
-            if stop:
-                raise NotContinuedError("stop strings, and its last character is not complete")
-            return None
+        if not whole.startswith(self.text):
+            raise NotContinuedError("stop strings, without a tokenizer")
+        if whole.endswith(_HALF) or any(
+            whole.endswith(one[:size]) for one in stop for size in range(1, len(one))
+        ):
+            raise NotContinuedError("its text ends as a stop string begins, or amid a character")
         return whole[len(self.text) :]
+
+    def _unshown(self, decode: Decode) -> Unshown | None:
+        """The last tokens, if they are a part of a character; None if this is not the engine's tokenizer.
+
+        As engines do, only the last tokens are decoded: what came before may be no valid text.
+        """
+        ids, prompt = [*self.prompt_ids, *self.output_ids], len(self.prompt_ids)
+        start, at = max(0, len(ids) - _WINDOW), len(ids)
+        while at > max(prompt, start) and decode(ids[start:at]).endswith(_HALF):
+            at -= 1
+        shown = decode(ids[start:at])
+        own = shown[len(decode(ids[start:prompt])) :] if start < prompt else shown
+        is_same = self.text.endswith(own.lstrip(_HALF)[-_COMPARED:])
+        return Unshown(start, len(shown), is_any=at < len(ids)) if is_same else None
+
+
+class Unshown(Struct, frozen=True):
+    """Tokens that an engine had not shown: what is decoded from `start` on has `characters` that it had."""
+
+    start: int
+    characters: int
+    is_any: bool
 
 
 def _json_of(event: Event) -> Json:
@@ -220,13 +248,23 @@ def body_after(body: Mapping[str, Any], answered: Answered) -> bytes | None:
 
 
 class Continuation:
-    """Rewrites the events of the next worker. `gap`: see Answered.gap; `strips`: clients get no token ids."""
+    """Rewrites the events of the next worker.
+
+    `gap`, `unshown`: see Answered.seam; `strips`: clients get no token ids.
+    """
 
     def __init__(
-        self, answered: Answered, gap: str | None, decode: Decode | None, *, strips: bool = False
+        self,
+        answered: Answered,
+        gap: str,
+        unshown: Unshown | None,
+        decode: Decode | None,
+        *,
+        strips: bool = False,
     ) -> None:
         self.answered = answered
         self._gap = gap
+        self._unshown = unshown
         self._decode = decode
         self._strips = strips
         self._prompt_tokens, self._had_tokens = len(answered.prompt_ids), len(answered.output_ids)
@@ -269,15 +307,16 @@ class Continuation:
 
     def _next_text(self, text: str) -> str:
         """What the client lacks: an engine shows no text of its prompt, not even the end of a character."""
-        gap, answered = self._gap, self.answered
-        if gap is not None:
-            self._gap = ""
+        unshown, answered = self._unshown, self.answered
+        if unshown is None or self._decode is None:
+            gap, self._gap = self._gap, ""
             return gap + text
-        whole = self._decode(answered.output_ids) if self._decode is not None else ""
+        ids = [*answered.prompt_ids, *answered.output_ids]
+        whole = self._decode(ids[unshown.start :])
         if whole.endswith(_HALF) and answered.finish_reason is None:
             return ""
-        self._gap = ""
-        return whole[len(answered.text) :]
+        self._unshown = None
+        return whole[unshown.characters :]
 
     def _usage(self, usage: Json) -> Json:
         prompt, both = self._prompt_tokens, self._had_tokens + usage.get("completion_tokens", 0)

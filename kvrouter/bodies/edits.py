@@ -109,7 +109,8 @@ def token_ids_field(ids: Sequence[int]) -> Generator[None, None, bytes]:
 
 def with_field(body: bytes, field: bytes) -> bytes:
     """The JSON object with one more field. It is the last one: of two with one name the last one counts."""
-    return b"%b,%b}" % (body.rstrip()[:-1], field)
+    rest = body.rstrip()[:-1].rstrip()
+    return b"%b%b%b}" % (rest, b"" if rest.endswith(b"{") else b",", field)
 
 
 def with_request_id(body: bytes, request_id: str) -> bytes:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
 from types import NoneType, UnionType
 from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin
 
@@ -40,6 +40,14 @@ _CONTAINERS = frozenset(
     }
 )
 _MOST_DEPTH = 4
+_RANKS = ("data_parallel_rank", "routed_dp_rank", "routed_prefill_dp_rank", "routed_decode_dp_rank")
+# By these a client steers its request at an engine: its place in the queue, its rank, whether it goes on once
+# the client has left. With each the values that change nothing.
+STEERS: dict[str, tuple[bytes, ...]] = {
+    "priority": (b"null", b"0"),
+    "background": (b"null", b"false"),
+    **dict.fromkeys(_RANKS, (b"null",)),
+}
 _TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
 _FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
 # pydantic's: digits with single underscores between them, and a fraction of zeros.
@@ -101,6 +109,13 @@ class Guarded(Struct):
     extra_body: None = None
     instances: None = None
     parameters: None = None
+    priority: None = None
+    """This one and those below: STEERS."""
+    background: None = None
+    data_parallel_rank: None = None
+    routed_dp_rank: None = None
+    routed_prefill_dp_rank: None = None
+    routed_decode_dp_rank: None = None
 
 
 class Found(Struct, Generic[_Body], frozen=True):
@@ -283,6 +298,36 @@ def _cleaned_value(name: str, raw: bytes, depth: int) -> tuple[bytes, set[str]]:
     except (BadRequestError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise BadRequestError(_NOT_SEARCHED.format(name), param=name) from None
     return raw, set()
+
+
+def may_steer(raw: bytes) -> bool:
+    """Whether it may have a field of STEERS, perhaps written with escapes."""
+    return b"priority" in raw or b"_rank" in raw or b"background" in raw or b"\\u" in raw
+
+
+def steering_in(raw: bytes, depth: int = 0) -> Iterator[str]:
+    """The fields of STEERS in a JSON object, also inside the objects in which engines look for them.
+
+    Raises BadRequestError for what cannot be searched.
+    """
+    for name, value in fields_of(raw).items():
+        if name in STEERS and bytes(value) not in STEERS[name]:
+            yield name
+        elif name in _CONTAINERS and may_steer(inner := bytes(value)):
+            yield from _steering_in_value(name, inner, depth + 1)
+
+
+def _steering_in_value(name: str, raw: bytes, depth: int) -> Iterator[str]:
+    if depth > _MOST_DEPTH or _has_more_than(_MOST_SEARCHED, raw):
+        raise BadRequestError(_NOT_SEARCHED.format(name), param=name)
+    start = raw.lstrip()[:1]
+    try:
+        if start == b"{":
+            yield from steering_in(raw, depth)
+        for item in _decode_items(raw) if start == b"[" else ():
+            yield from _steering_in_value(name, bytes(item), depth + 1)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise BadRequestError(_NOT_SEARCHED.format(name), param=name) from None
 
 
 # What only Python's json reads

@@ -60,6 +60,8 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     """Whether it is a chat that ids in place of its messages would not change, but for media."""
     token_ids: list[int] | None = None
     """The token ids of the chat, if the client sent them with it."""
+    is_odd: bool = False
+    """Whether it was read field by field, and so may have fields of lax.STEERS that are not read."""
     remove: Callable[[bytes], bytes] | None = None
     """Removes them from a body that is not JSON; None: it is JSON."""
 
@@ -95,7 +97,7 @@ class _Common(lax.Guarded):
     prompt_logprobs: Any = None
     echo: bool | None = None
     use_beam_search: bool | None = None
-    priority: _Priority | None = None
+    priority: _Priority | None = None  # type: ignore[assignment]  # an override, which is read
     vllm_xargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -196,7 +198,7 @@ def read(
     found = lax.read(kind, body)
     request = build(found.body, is_doubtful=found.shapes_prompt(BESIDES_PROMPT))
     kept = {TRANSFER} if request.token_ids is not None else set()
-    return msgspec.structs.replace(request, removed=tuple(sorted({*found.removed} - kept)))
+    return msgspec.structs.replace(request, removed=tuple(sorted({*found.removed} - kept)), is_odd=True)
 
 
 def error_message(error: KvRouterError) -> str:

@@ -48,6 +48,8 @@ class ResponseRequest(CompletionRequest, frozen=True):
     """The response that this one continues."""
     own_id: str | None = None
     """The id that the client chose for the response (vLLM's `request_id`)."""
+    is_background: bool = False
+    """Whether its engine answers at once, and goes on working."""
     is_kept: bool = True
     """Whether the engine may keep the response (`store`)."""
     fields: _ResponsesRequest | None = None
@@ -69,9 +71,10 @@ class _ResponsesFields(lax.Guarded):
     extra_key: Any = None
     kvrouter: dict[str, Any] | None = None
     nvext: Nvext | None = None
-    priority: int | None = None
+    priority: int | None = None  # type: ignore[assignment]
     previous_response_id: str | None = None
     request_id: str | None = None
+    background: bool | None = None  # type: ignore[assignment]
     store: bool | None = None
     vllm_xargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
@@ -187,6 +190,7 @@ def _request(fields: _ResponsesFields, of_prompt: _ResponsesRequest | None) -> R
         extra_key=str(fields.extra_key) if fields.extra_key else None,
         previous_id=fields.previous_response_id,
         own_id=fields.request_id,
+        is_background=bool(fields.background),
         is_kept=fields.store is not False,
         fields=of_prompt,
     )

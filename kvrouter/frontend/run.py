@@ -82,7 +82,6 @@ from kvrouter.telemetry.loop_lag import LoopLag
 from kvrouter.telemetry.metrics import RequestMetrics, StateCollector
 from kvrouter.telemetry.metrics_port import metrics_port
 from kvrouter.telemetry.tracing import open_tracing
-from kvrouter.tls import trusting
 from kvrouter.tokens.prompt import PromptEncoder
 
 log = structlog.get_logger()
@@ -193,7 +192,7 @@ async def running_frontend(
     check_root_path(options.root_path)
     registry = Registry()
     register_build(registry)
-    tls = trusting(options.tls.worker_ca)
+    tls = options.tls.to_workers()
     async with (
         _open_member(options, registry, tls) as member,
         _open_request_path(options, registry, member, tls) as path,

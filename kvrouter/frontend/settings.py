@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from ipaddress import ip_network
@@ -35,7 +36,7 @@ from kvrouter.relay.exchange import Limits
 from kvrouter.settings.declare import MIB, Command, Settings, mib, read_mib, setting
 from kvrouter.settings.read import load
 from kvrouter.telemetry.metrics_port import MetricsPortOptions
-from kvrouter.tls import CertificateFiles, server_context, trusting
+from kvrouter.tls import CertificateFiles, own_certificate, server_context, trusting
 
 FIFO, PRIORITY = "fifo", "priority"
 MOST_PROCESSES = 256
@@ -369,23 +370,37 @@ class TlsOptions(Settings):
         "authorities of the workers' certificates (https:// URLs), in addition to the system's",
         name="worker-tls-ca",
     )
+    client_ca: Path | None = setting(
+        None,
+        "clients of --port need a certificate that one of these authorities has signed; the admin listener "
+        "asks for none",
+        name="tls-client-ca",
+    )
+    worker_cert: Path | None = setting(
+        None, "shown to workers that ask for a certificate: PEM, with its chain", name="worker-tls-cert"
+    )
+    worker_key: Path | None = setting(
+        None, "key of --worker-tls-cert: PEM, without a password", name="worker-tls-key"
+    )
 
     def checked(self) -> Self:
         """Load the files once: a broken one ends the start, not the first handshake."""
-        if (self.cert is None) != (self.key is None):
-            given, missing = ("cert", "key") if self.key is None else ("key", "cert")
-            raise ConfigError(f"--tls-{given} without --tls-{missing}: give both, or none for plain HTTP")
         if self.files is not None:
-            server_context(self.files)
-        trusting(self.worker_ca)
+            server_context(self.files, self.client_ca)
+        elif self.client_ca is not None:
+            raise ConfigError("--tls-client-ca without --tls-cert: plain HTTP has no certificates")
+        self.to_workers()
         return self
+
+    def to_workers(self) -> ssl.SSLContext:
+        """For calls to workers with https:// URLs. Raises ConfigError."""
+        flags = "--worker-tls"
+        return trusting(self.worker_ca, own=own_certificate(self.worker_cert, self.worker_key, flags))
 
     @property
     def files(self) -> CertificateFiles | None:
         """None: plain HTTP."""
-        if self.cert is None or self.key is None:
-            return None
-        return CertificateFiles(self.cert, self.key)
+        return own_certificate(self.cert, self.key, "--tls")
 
 
 @dataclass(frozen=True, slots=True)

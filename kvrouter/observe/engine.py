@@ -17,6 +17,7 @@ from kvrouter.bounded_answers import MOST_BYTES, address_below
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.errors import KvRouterError
 from kvrouter.observe.replica import MIB, Fetched, authorized, fetch
+from kvrouter.tls import trusting
 from kvrouter.worker.engines.discovery import kind_named, learn
 from kvrouter.worker.engines.http import MODELS_PATH, EngineHttp, read_models
 from kvrouter.worker.engines.metrics import NO_WORK, EngineWork, read_work
@@ -45,7 +46,7 @@ class EngineAccess:
             role=card.role,
             kv_connector=card.kv_connector,
         )
-        async with EngineHttp.open(card.url, self.api_key, self.tls_ca) as http:
+        async with EngineHttp.open(card.url, self.api_key, trusting(self.tls_ca)) as http:
             return [feed.replay or "" for feed in (await learn(http, options)).endpoints]
 
 

@@ -29,6 +29,14 @@ class ArrivingBody:
         self._data = bytearray()
         self._has_failed = False
 
+    def allow(self, most: int, by: str) -> None:
+        """Allow no more than so many bytes. Raises RequestTooLargeError."""
+        self._most = min(self._most, most)
+        if len(self._data) + self._framing.missing > most:
+            error = too_large(most, by)
+            self.fail(error)
+            raise error
+
     @property
     def is_whole(self) -> bool:
         return self._framing.is_whole and not self._has_failed

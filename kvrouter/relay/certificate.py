@@ -29,14 +29,19 @@ class ServerCertificate:
     fit would leave the context with half of a pair.
     """
 
-    def __init__(self, files: CertificateFiles) -> None:
-        """Raises ConfigError."""
+    def __init__(self, files: CertificateFiles, client_ca: Path | None = None) -> None:
+        """`client_ca`: clients need a certificate that it has signed. Raises ConfigError."""
         self._files = files
+        self._client_ca = client_ca
         self._marks = self._look_at_files()
         self._last_error = ""
-        # Servers are opened with `context`, which passes each handshake on to the newest one.
-        self.context = self._newest = server_context(files)
-        self.context.sni_callback = self._show_newest
+        # Servers are opened with these two, which pass each handshake on to the newest context. Whether a
+        # certificate is asked for is decided here, by which ones it is checked by the newest.
+        self._newest = server_context(files, client_ca)
+        self.context, self.for_clients = server_context(files), server_context(files, client_ca)
+        self.context.sni_callback = self.for_clients.sni_callback = self._show_newest
+        if client_ca is not None:
+            self.for_clients.verify_mode = ssl.CERT_REQUIRED
 
     async def run(self) -> None:
         """Renew the certificate whenever its files have changed."""
@@ -55,7 +60,7 @@ class ServerCertificate:
         if marks == self._marks:
             return False
         try:
-            self._newest = server_context(self._files)
+            self._newest = server_context(self._files, self._client_ca)
         except ConfigError as error:
             if str(error) != self._last_error:  # once per cause, not every 10 s
                 effect = (
@@ -72,7 +77,8 @@ class ServerCertificate:
         handshake.context = self._newest
 
     def _look_at_files(self) -> _Marks:
-        return _marks(self._files.cert), _marks(self._files.key)
+        files = (self._files.cert, self._files.key, *filter(None, [self._client_ca]))
+        return tuple(map(_marks, files))
 
 
 def _marks(path: Path) -> tuple[int, int, int] | None:

@@ -30,8 +30,8 @@ _SLICE_BYTES = 64 * 1024
 _ERRORS = (zlib.error, ZstdError, brotli.error)
 
 
-def too_large(most: int) -> RequestTooLargeError:
-    return RequestTooLargeError(f"the request body is too large: {most} bytes are allowed (--max-body-mib)")
+def too_large(most: int, by: str = "--max-body-mib") -> RequestTooLargeError:
+    return RequestTooLargeError(f"the request body is too large: {most} bytes are allowed ({by})")
 
 
 def codings_of(content_encoding: str) -> tuple[str, ...]:

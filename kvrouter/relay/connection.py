@@ -262,7 +262,7 @@ class ClientConnection(asyncio.Protocol):
         body = self._arriving(LengthFraming(length))
         body.feed(begun)
         self._body = body
-        return Request(head, self, arriving=body.whole)
+        return Request(head, self, None, body.whole, body.allow)
 
     def _arriving(self, framing: LengthFraming | ChunkFraming) -> ArrivingBody:
         self._active_at = self._loop.time()
@@ -304,7 +304,7 @@ class ClientConnection(asyncio.Protocol):
         self._body = None if body.is_whole else body
         is_packed = codings and read.length != 0
         whole = partial(unpacked, body.whole, codings, most) if is_packed else body.whole
-        self._task = self._loop.create_task(self._serve(serve, Request(head, self, arriving=whole)))
+        self._task = self._loop.create_task(self._serve(serve, Request(head, self, None, whole, body.allow)))
 
     def _answer_expectation(self, read: AnyHead) -> None:
         """Invite the body if the client waits for that. Raises KvRouterError if it would be rejected."""

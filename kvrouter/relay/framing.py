@@ -164,6 +164,7 @@ class LengthBody:
     __slots__ = ("_left", "is_over")
 
     is_at_boundary = False
+    trailer_bytes = 0
 
     def __init__(self, length: int) -> None:
         self._left = length
@@ -184,6 +185,7 @@ class UntilCloseBody:
 
     is_over = False
     is_at_boundary = False
+    trailer_bytes = 0
 
     def feed(self, data: bytes) -> int:
         return len(data)
@@ -198,9 +200,10 @@ class ChunkedBody:
     `_line` keeps a size line (or trailer) of which only a part has arrived.
     `is_at_boundary`: the next byte begins a chunk, so the relay could insert one of its own here. A read that
     is one whole chunk (see `chunk_bytes`) and arrives at a boundary changes nothing: it need not be fed.
+    `trailer_bytes`: at the end of the bytes fed last, what follows the last chunk. No client gets trailers.
     """
 
-    __slots__ = ("_in_trailers", "_left", "_line", "is_at_boundary", "is_over")
+    __slots__ = ("_in_trailers", "_left", "_line", "is_at_boundary", "is_over", "trailer_bytes")
 
     def __init__(self) -> None:
         self._left = 0
@@ -208,11 +211,13 @@ class ChunkedBody:
         self._in_trailers = False
         self.is_at_boundary = True
         self.is_over = False
+        self.trailer_bytes = 0
 
     def feed(self, data: bytes) -> int:
         """Bytes of `data` that belong to the body; sets `is_over` with the last one."""
         position = self._left
         end = len(data)
+        trailers_at = 0 if self._in_trailers else end
         while position < end:
             line_end = data.find(b"\n", position)
             if line_end < 0:
@@ -225,11 +230,15 @@ class ChunkedBody:
             position = line_end + 1
             if not self._in_trailers:
                 size = _chunk_size(line)
-                self._in_trailers = size == 0
-                position += size + len(b"\r\n") if size else 0
+                if size:
+                    position += size + len(b"\r\n")
+                else:
+                    self._in_trailers, trailers_at = True, position
             elif not line.rstrip(b"\r"):
                 self.is_over, self.is_at_boundary = True, False
+                self.trailer_bytes = position - trailers_at
                 return position
+        self.trailer_bytes = end - trailers_at
         self._left = position - end
         self.is_at_boundary = position == end and not self._line and not self._in_trailers
         return end

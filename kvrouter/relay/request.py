@@ -13,6 +13,7 @@ import httptools
 
 from kvrouter.errors import BodiesFullError
 from kvrouter.relay.answer import Answer, Served
+from kvrouter.relay.codings import too_large
 from kvrouter.relay.exchange import ClientSide
 from kvrouter.relay.framing import hop_by_hop
 from kvrouter.relay.hops import HOPS, hop_line
@@ -284,7 +285,7 @@ def may_be_plain(data: bytes) -> bool:
 class Request:
     """A request whose head has been read. While the body is still arriving, `body` is None: see `read`."""
 
-    __slots__ = ("_arriving", "body", "client", "head", "headers", "trace")
+    __slots__ = ("_allow", "_arriving", "body", "client", "head", "headers", "trace")
 
     def __init__(
         self,
@@ -292,8 +293,9 @@ class Request:
         client: ClientSide,
         body: bytes | None = None,
         arriving: Callable[[], Awaitable[bytes]] | None = None,
+        allow: Callable[[int, str], None] | None = None,
     ) -> None:
-        """`arriving` waits for a body of which a part is still to come."""
+        """`arriving` waits for a body of which a part is still to come; `allow` bounds its length."""
         self.head = head
         self.headers = head.headers
         self.client = client
@@ -301,12 +303,21 @@ class Request:
         self.trace = ""
         """The trace context for its worker, see `RequestHead.for_worker`."""
         self._arriving = arriving
+        self._allow = allow
 
     async def read(self) -> bytes:
         """The whole body. Raises BadRequestError, RequestTooLargeError or BodiesFullError."""
         if self.body is None:
             self.body = await self._arriving() if self._arriving is not None else b""
         return self.body
+
+    async def read_at_most(self, most: int, by: str) -> bytes:
+        """`read`, for a client with a limit of its own."""
+        if self.body is None and self._allow is not None:
+            self._allow(most, by)
+        if len(body := await self.read()) > most:  # one that came with its head, or was packed
+            raise too_large(most, by)
+        return body
 
     @property
     def content_type(self) -> str:

@@ -199,16 +199,16 @@ class LengthFraming:
     """A body of known length."""
 
     def __init__(self, length: int) -> None:
-        self._missing = length
+        self.missing = length
 
     @property
     def is_whole(self) -> bool:
-        return self._missing <= 0
+        return self.missing <= 0
 
     def take(self, data: bytes) -> tuple[bytes, bytes]:
         """What belongs to the body, and the rest."""
-        taken, rest = data[: self._missing], data[self._missing :]
-        self._missing -= len(taken)
+        taken, rest = data[: self.missing], data[self.missing :]
+        self.missing -= len(taken)
         return taken, rest
 
 
@@ -217,6 +217,9 @@ class ChunkFraming:
 
     llhttp gets no byte after the body's last: it would read the next request.
     """
+
+    missing = 0
+    """How many bytes are still to come is not known."""
 
     def __init__(self) -> None:
         self._content: list[bytes] = []

@@ -321,6 +321,8 @@ class WorkerConnection(asyncio.Protocol):
         if taken < len(data):
             # Bytes after the body: do not reuse the connection, where they would begin the next answer.
             data, self._keeps_alive = data[:taken], False
+        if body.trailer_bytes:
+            data = data[: -body.trailer_bytes] + (b"\r\n" if body.is_over else b"")
         if data:
             receiver.received(data)
         if body.is_over:

@@ -104,7 +104,7 @@ class Deployment:
     async def _attend(self, engine: EngineSpec) -> None:
         """Query the engine, report it, run its agent; again each time the agent ends."""
         agent, options = self._agents[engine.worker_id], self._options.agent(engine)
-        async with EngineHttp.open(options.engine_url, options.api_key, options.tls_ca) as http:
+        async with EngineHttp.open(options.engine_url, options.api_key, options.tls) as http:
             while not agent.is_ending:
                 facts = await learn_patiently(http, options, self._stopping)
                 if facts is None:

@@ -108,7 +108,7 @@ class ServeOptions(Settings):
 
 
 # The agents need these flags of the frontends for access to engines.
-_ACCESS = {"engine-api-key-file", "worker-tls-ca"}
+_ACCESS = {"engine-api-key-file", "worker-tls-ca", "worker-tls-cert", "worker-tls-key"}
 COMMAND = Command(
     "serve",
     ServeOptions,

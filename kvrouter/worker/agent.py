@@ -95,7 +95,7 @@ async def _serve_in_pool(
     started_us = time.time_ns() // 1000
     async with contextlib.AsyncExitStack() as stack:
         engine = await stack.enter_async_context(
-            EngineHttp.open(options.engine_url, options.api_key, options.tls_ca, options.metrics)
+            EngineHttp.open(options.engine_url, options.api_key, options.tls, options.metrics)
         )
         facts = await learn_patiently(engine, options, duty.leave)
         if facts is None:

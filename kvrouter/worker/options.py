@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from kvrouter.bus import NatsOptions
 from kvrouter.core.wire.heartbeats import CONNECTORS, PEER
 from kvrouter.core.wire.values import url_error
 from kvrouter.errors import ConfigError
+from kvrouter.tls import CertificateFiles, trusting
 from kvrouter.worker.zmq.sockets import EventEndpoints
 
 # Every heartbeat carries them.
@@ -51,6 +53,7 @@ class AgentOptions:
     api_key: str | None = None
     # Trusted in addition to the system's authorities, if the engine speaks HTTPS.
     tls_ca: Path | None = None
+    tls_own: CertificateFiles | None = None
     flush_s: float = 0.010
     heartbeat_s: float = 1.0
     probe_s: float = 1.0
@@ -65,6 +68,11 @@ class AgentOptions:
     # Whether the role is `both` where the engine does not tell; False: half of a pair, which is not used.
     whole: bool | None = None
     drain_timeout_s: float = 300.0
+
+    @property
+    def tls(self) -> ssl.SSLContext:
+        """For calls to engines with https:// URLs. Raises ConfigError."""
+        return trusting(self.tls_ca, own=self.tls_own)
 
 
 def check_url(flag: str, url: str) -> None:

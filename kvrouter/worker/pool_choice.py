@@ -34,7 +34,6 @@ from kvrouter.core.wire.addresses import host_error
 from kvrouter.core.wire.heartbeats import Card, decode_worker_beat
 from kvrouter.core.wire.senders import WorkerSource
 from kvrouter.errors import MalformedFrameError
-from kvrouter.tls import trusting
 from kvrouter.worker.announcer import CARD_EVERY_S
 from kvrouter.worker.engines.facts import EngineFacts
 from kvrouter.worker.options import AgentOptions
@@ -219,9 +218,9 @@ async def _compare(options: AgentOptions, facts: EngineFacts, members: Sequence[
     try:
         async with (
             asyncio.timeout(COMPARE_S),
-            EngineTokenizer.open(options.api_key, trusting(options.tls_ca)) as own_engine,
+            EngineTokenizer.open(options.api_key, options.tls) as own_engine,
             # without the key: whoever may publish a card can name any URL in it
-            EngineTokenizer.open(None, trusting(options.tls_ca)) as others,
+            EngineTokenizer.open(None, options.tls) as others,
         ):
             own = await _ids(own_engine, options.engine_url, facts.models.served_names[0])
             for card in members[:_MOST_ASKED]:

@@ -15,7 +15,7 @@ from kvrouter.errors import ConfigError
 from kvrouter.settings.declare import Command, Settings, setting
 from kvrouter.settings.read import load
 from kvrouter.telemetry.metrics_port import MetricsPortOptions
-from kvrouter.tls import trusting
+from kvrouter.tls import own_certificate, trusting
 from kvrouter.worker.options import (
     AgentOptions,
     check_url,
@@ -90,6 +90,8 @@ class EngineSettings(Settings):
     worker_tls_ca: Path | None = setting(
         None, "authorities of the engine's certificate (https:// URL), trusted in addition to the system's"
     )
+    worker_tls_cert: Path | None = setting(None, "shown to an engine that asks for a certificate: PEM")
+    worker_tls_key: Path | None = setting(None, "key of --worker-tls-cert: PEM, without a password")
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +194,9 @@ class WorkerSettings(CommonOptions):
                 "--kv-address HOST:PORT (the engine's VLLM_P2P_SIDE_CHANNEL_HOST and _PORT, as other engines "
                 "reach it)"
             )
-        if engine.worker_tls_ca is not None:
-            trusting(engine.worker_tls_ca)  # read now: a broken file ends the start
+        own = own_certificate(engine.worker_tls_cert, engine.worker_tls_key, "--worker-tls")
+        if engine.worker_tls_ca is not None or own is not None:
+            trusting(engine.worker_tls_ca, own=own)  # read now: a broken file ends the start
         return AgentOptions(
             engine_url=engine.engine_url,
             worker_id=card.worker_id or worker_id_of(reachable(advertised, gethostname())),
@@ -212,6 +215,7 @@ class WorkerSettings(CommonOptions):
             metrics=read_metrics(card.metric),
             api_key=read_key("--engine-api-key-file", engine.engine_api_key_file),
             tls_ca=engine.worker_tls_ca,
+            tls_own=own,
             flush_s=events.kv_flush_ms / 1000,
             heartbeat_s=self.heartbeat_s,
             probe_s=card.probe_s,

@@ -258,7 +258,10 @@ def test_unreadable_field_of_the_prompt(field: str, value: object) -> None:
 @pytest.mark.parametrize(("field", "value"), [("model", 1), ("stream", "perhaps"), ("n", "two"), ("n", 1.5)])
 def test_unreadable_field(field: str, value: object) -> None:
     """Any other field that cannot be read is as if absent."""
-    assert chat() == chat(**{field: value})
+    asked = chat(**{field: value})
+
+    assert asked.is_odd
+    assert chat() == replace(asked, is_odd=False)
 
 
 @pytest.mark.parametrize("body", [b"", b" \n", b"{", b"null", b"[]", b'"a"', b"{]", b"hello", b"\xff\xfe"])

@@ -14,8 +14,9 @@ from prometheus_client import CollectorRegistry
 from kvrouter.core.feeds.trust import FeedState
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.fleet.router import Router
-from kvrouter.core.routing.admission import AdmissionQueue, AdmissionSettings
+from kvrouter.core.routing.admission import AdmissionSettings
 from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.core.tables.tenants import TenantTable
 from kvrouter.frontend.requests.admission_queue import WaitingRoom
 from kvrouter.telemetry.metrics import RequestMetrics
 from tests.core.fleet.test_must_wait import new_router
@@ -306,10 +307,10 @@ async def test_nothing_polls(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch)
     """Ten wait: each message causes one look, or two if a slice took its whole millisecond."""
     looks, must_wait = 0, Router.must_wait
 
-    def counted(router: Router, request: RouteRequest, now: float, queue: AdmissionQueue) -> bool:
+    def counted(router: Router, *asked: Any, spare: int = 0) -> bool:
         nonlocal looks
         looks += 1
-        return must_wait(router, request, now, queue)
+        return must_wait(router, *asked, spare=spare)
 
     monkeypatch.setattr(Router, "must_wait", counted)
     gate = Gate()
@@ -391,7 +392,7 @@ async def test_first_leaves_as_it_is_woken() -> None:
     """If the first one's client leaves in the turn in which there is room, the next one gets the room."""
     pool = new_pool(card("w1", max_batched_tokens=64))
     router = new_router(pool)
-    replica = cast("Replica", SimpleNamespace(sharing_peers=lambda: 0))
+    replica = cast("Replica", SimpleNamespace(sharing_peers=lambda: 0, tenants=TenantTable()))
     settings = AdmissionSettings(threshold=0.5)
     waiting_room = WaitingRoom(
         replica, settings, RequestMetrics(CollectorRegistry()).queue_wait, random.random

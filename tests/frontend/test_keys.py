@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import json
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,12 @@ from typing import Any
 import pytest
 
 from kvrouter.frontend.keys import command
+from kvrouter.frontend.requests import engine_routes
 from kvrouter.settings.read import load
 from tests.frontend.clients import ask, connected, get
 from tests.frontend.fleet import BODY, FleetOf
 from tests.frontend.keyring import add_key, bearer
-from tests.frontend.workers import OK
+from tests.frontend.workers import OK, SSE_HEAD, chunk, event, says
 
 PATH = "/v1/responses"
 MESSAGE = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "x"}]}
@@ -136,6 +139,10 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     ({"nvext": {"backend_instance_id": "w0"}}, (), "target,mode"),
     ({}, ("x-kvrouter-mode: direct", "x-kvrouter-target: w0"), "target,mode"),
     ({}, ("x-kvrouter-dry-run: true",), "dry-run"),
+    *[({name: 0}, (), "target") for name in ("data_parallel_rank", "routed_dp_rank")],
+    ({"parameters": {"priority": -1}}, (), "priority"),
+    ({"extra_body": {"instances": [{"x": 1}, {"sampling_params": {"priority": "7"}}]}}, (), "priority"),
+    ({"sampling_params": [{"routed_dp_rank": 1}]}, (), "target"),
 ]  # fmt: skip
 
 
@@ -157,15 +164,92 @@ async def test_overrides(
         )
 
 
-async def test_priority_that_is_passed_on(fleet_of: FleetOf, ring: Ring) -> None:
-    """Where bodies are not read, an engine does not get what the key forbids."""
+STEERING: list[tuple[dict[str, Any], str]] = [
+    ({"priority": -3}, "priority"),
+    ({"parameters": {"priority": -3}}, "priority"),
+    ({"instances": [{"text": "x"}, {"data_parallel_rank": 1}]}, "target"),
+    ({"text": "x" * 300_000, "routed_dp_rank": 1}, "target"),
+]
+
+
+@pytest.mark.parametrize(("more", "needs"), STEERING)
+async def test_overrides_that_are_passed_on(
+    fleet_of: FleetOf, ring: Ring, more: dict[str, Any], needs: str
+) -> None:
+    """What engines take from a body that is not read is refused, too, however it is written."""
+    none, some = ring.add("none"), ring.add("some", "--override", needs)
+    written = json.dumps({"model": "m", **more}).encode()
+    hidden = written.replace(b"priority", b"prior\\u0069ty").replace(b"_rank", b"_r\\u0061nk")
     async with fleet_of(*ring.flags, scripts=(OK,)) as fleet:
-        for key in (ring.add("none"), ring.add("some", "--override", "priority")):
-            await fleet.frontend.reload.reload()  # type: ignore[union-attr]
-            assert (
-                200 == (await fleet.ask({**BODY, "priority": -3}, key, path="/inference/v1/generate")).status
-            )
-        assert [False, True] == ["priority" in one.json for one in fleet.workers[0].requests]
+        for body in (written, hidden):
+            for path in ("/inference/v1/generate", "/generate", "/pooling"):
+                assert 403 == (await fleet.ask(body, none, path=path)).status
+                assert 200 == (await fleet.ask(body, some, path=path)).status
+        assert 6 == len(fleet.requests)
+        plain = {"model": "m", "text": "priority", "priority": 0, "data_parallel_rank": None}
+        assert 200 == (await fleet.ask(plain, none, path="/generate")).status
+        deep = b'{"parameters":' * 6 + b'{"priority":1}' + b"}" * 6
+        assert 400 == (await fleet.ask(deep, none, path="/generate")).status
+
+
+async def test_sizes(fleet_of: FleetOf, ring: Ring) -> None:
+    """A key's own limits of bodies and heads: 413 and 431, before a body that is too long is read."""
+    key = ring.add("a", "--max-body-bytes", "1000", "--max-header-bytes", "400")
+    other, packed = ring.add("b"), zlib.compress(b" " * 2000)
+    async with fleet_of(*ring.flags, scripts=(OK,)) as fleet:
+        long = {**BODY, "user": "x" * 1000}
+        assert [413, 200] == [(await fleet.ask(long, one)).status for one in (key, other)]
+        refused = await fleet.ask(None, key, "x-long: " + "y" * 400)
+        assert 431 == refused.status
+        assert 200 == (await fleet.ask(None, other, "x-long: " + "y" * 400)).status
+        assert "max-header-bytes" in refused.json["error"]["message"]
+        assert 413 == (await fleet.ask(packed, key, "content-encoding: deflate")).status
+        assert 200 == (await fleet.ask(None, key)).status
+        for length in (b"content-length: 9000000", b"transfer-encoding: chunked"):
+            async with fleet.connected() as client:
+                head = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\n%b\r\n%b\r\n\r\n"
+                client.writer.write(head % (key.encode(), length) + b"7d0\r\n" + b" " * 2000)
+                refused = await client.response()
+                assert (413, "close") == (refused.status, refused.header("connection"))
+        assert 3 == len(fleet.requests)
+
+
+async def test_connection_header(fleet_of: FleetOf, ring: Ring, tmp_path: Path) -> None:
+    """No `connection` header takes the engines' key away, or passes a client's on."""
+    key, engines = ring.add("a"), tmp_path / "engines"
+    engines.write_text("theirs")
+    named = (
+        "authorization",
+        "Authorization",
+        "x-api-key, authorization, close",
+        "keep-alive,AUTHORIZATION ,x-a",
+    )
+    async with fleet_of(*ring.flags, "--engine-api-key-file", str(engines), scripts=(OK,)) as fleet:
+        for names in named:
+            for path in ("/v1/completions", "/v1/embeddings"):
+                sent = {**BODY, "input": "x"}
+                assert 200 == (await fleet.ask(sent, key, f"connection: {names}", "x-a: b", path=path)).status
+        for request in fleet.workers[0].requests:
+            assert ["Bearer theirs"] == request.headers("authorization")
+            assert key.rpartition(" ")[2].encode() not in request.head
+
+
+async def test_what_engines_say(fleet_of: FleetOf, ring: Ring) -> None:
+    """No trailer, and no header that is the router's own, reaches a client, in whatever pieces they come."""
+    key = ring.add("a")
+    inner = b"x-kvrouter-worker: w9\r\nx-kvrouter-overlap-blocks: 7\r\nx-request-id: own\r\n"
+    head = SSE_HEAD[:-2] + b"trailer: x-secret\r\nconnection: x-hop\r\nx-hop: s3cret\r\n" + inner + b"\r\n"
+    end = b"0\r\nx-secret: s3cret\r\nx-kvrouter-worker: w9\r\n\r\n"
+    events = b"".join(chunk(event(str(number))) for number in range(50)) + chunk(b"data: [DONE]\n\n")
+    whole = head + events + end
+    for pieces in ([whole], [head, events, end], [head, *(events + end)[-80:].split(b"\n")]):
+        sent = pieces if b"".join(pieces) == whole else [whole[:-60], *(bytes([one]) for one in whole[-60:])]
+        async with fleet_of(*ring.flags, scripts=(says(*sent),)) as fleet, fleet.connected() as client:
+            for _ in range(2):  # the second one is read behind the first: its end is where it should be
+                answered = await client.ask({**BODY, "stream": True}, key)
+                assert (200, 50) == (answered.status, len(answered.events))
+                for secret in (b"s3cret", b"w9", b"overlap", b"own", b"trailer", b"x-secret"):
+                    assert secret not in answered.head + answered.body
 
 
 async def test_models(fleet_of: FleetOf, ring: Ring) -> None:
@@ -325,3 +409,32 @@ async def test_salted_hashes(fleet_of: FleetOf, ring: Ring) -> None:
             answers = [await fleet.ask(None, key) for key in (one, one, other)]
             found = [int(one.header("x-kvrouter-overlap-blocks")) > 0 for one in answers]
             assert [False, True, is_shared] == found
+
+
+SALTED = (
+    "/v1/embeddings",
+    "/generate",
+    "/inference/v1/generate",
+    "/pooling",
+    "/v1/score",
+    "/rerank",
+    "/invocations",
+)
+
+
+async def test_salt_that_is_passed_on(fleet_of: FleetOf, ring: Ring) -> None:
+    """Also where bodies are not read; a client's own still counts, and where engines take none it is 403."""
+    key, other = ring.add("a", "--cache-salt", "s"), ring.add("b")
+    async with fleet_of(*ring.flags, "--tenant-cache-salt", scripts=(OK,)) as fleet:
+        for path in SALTED:
+            for body in ({"model": "m"}, {"model": "m", "cache_salt": "own", "extra_key": ["k"]}, {}):
+                assert 200 == (await fleet.ask(body, key, path=path)).status
+            plain, own, empty = [one.json for one in fleet.workers[0].requests[-3:]]
+            assert ["s", "s:own", "s"] == [one["cache_salt"] for one in (plain, own, empty)]
+            if path == "/generate":
+                assert ["s", 's:["k"]'] == [one["extra_key"] for one in (plain, own)]
+        assert 200 == (await fleet.ask({"model": "m"}, other, path="/generate")).status
+        assert 32 == len(fleet.workers[0].requests[-1].json["cache_salt"])
+        for path in sorted(engine_routes.UNSALTED):
+            assert 403 == (await fleet.ask({"model": "m"}, key, path=path)).status
+            assert 200 == (await fleet.ask({"model": "m"}, OPERATOR, path=path)).status

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 
 import pytest
@@ -12,7 +13,20 @@ from kvrouter.frontend.keys.limits import FIRST_MEAN
 from tests.frontend.clients import ask
 from tests.frontend.fleet import BODY, STREAM, Fleet, FleetOf
 from tests.frontend.test_keys import MESSAGE, Ring, ring
-from tests.frontend.workers import OK, answer, in_turn, says, until
+from tests.frontend.workers import (
+    OK,
+    SSE_HEAD,
+    Received,
+    Wire,
+    answer,
+    chunk,
+    event,
+    in_turn,
+    says,
+    says_and_stalls,
+    until,
+)
+from tests.relay.gates import Gate, numbered, waiting
 
 __all__ = ["ring"]
 SYNC = "--router-replica-sync"
@@ -135,8 +149,7 @@ async def test_shares(fleet_of: FleetOf, ring: Ring, synced: bool) -> None:
     key = ring.add("a", "--requests-per-minute", "10")
     async with fleet_of(*ring.flags, *([SYNC] if synced else []), scripts=(OK,), replicas=2) as fleet:
         await until(lambda: all(each.replica.peers for each in fleet.frontends), "they know each other")
-        for each in fleet.frontends:
-            each.completions.accept.limits._is_connected = lambda: False
+        _cut_off(fleet)
         for each in fleet.frontends:
             assert [200] * 5 + [429] == [(await ask(each.url, BODY, key)).status for _ in range(6)]
 
@@ -171,6 +184,15 @@ def _requests(table: TenantTable) -> int:
     return use.own.requests + sum(window.requests for window in use.peers.values())
 
 
+def _cut_off(fleet: Fleet) -> None:
+    """As if NATS was away from now on: what peers let pass is not heard."""
+    now = asyncio.get_running_loop().time()
+    for each in fleet.frontends:
+        each.completions.accept.limits._is_connected = lambda: False
+        if SYNC in fleet.flags:
+            each.replica.tenants.check("a", LIMITS, 0, now, peers=len(each.replica.peers), hears=False)
+
+
 async def _all_hear(fleet: Fleet, count: int = 3) -> None:
     await until(
         lambda: all(len(each.replica.peers) >= count for each in fleet.frontends), "all know each other"
@@ -200,3 +222,81 @@ async def test_several_answers(fleet_of: FleetOf, ring: Ring) -> None:
         answered = await fleet.ask(body, key)
 
         assert 10000 - 32 - 2 * 5 * 100 == int(answered.header("x-ratelimit-remaining-tokens"))
+
+
+async def test_left_early(fleet_of: FleetOf, ring: Ring) -> None:
+    """A client that leaves in its body, in the queue, before or amid its answer holds no place afterwards."""
+    key = ring.add("a", "--requests-at-once", "8")
+    gate, queue = Gate(), ("--router-queue-threshold", "0.5", "--router-mode", "kv")
+
+    async def script(received: Received, wire: Wire) -> None:
+        begun = says_and_stalls(SSE_HEAD + chunk(event("a")))
+        await (begun if received.json["seed"] == 1 else gate.script)(received, wire)
+
+    async with fleet_of(*ring.flags, *queue, scripts=(script,), max_batched_tokens=64) as fleet:
+        use = fleet.frontend.replica.tenants._use("a")
+        async with fleet.connected() as amid, fleet.connected() as queued, fleet.connected() as unread:
+            amid.send(json.dumps(numbered(1, stream=True)).encode(), key)
+            await amid.read_until(b"data:")
+            hung = asyncio.create_task(fleet.ask(numbered(2), key))
+            await until(lambda: gate.arrived == [2], "the worker is full")
+            queued.send(json.dumps(numbered(3)).encode(), key)
+            await until(lambda: waiting(fleet) == 1, "one waits")
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\n%b\r\ncontent-length: 900\r\n\r\n{"
+            unread.writer.write(head % key.encode())
+            assert 3 == use.at_once
+            hung.cancel()
+        await until(lambda: not use.at_once, "none holds a place")
+        gate.open()
+        assert [200] * 8 == [(await fleet.ask(numbered(number + 5), key)).status for number in range(8)]
+
+
+async def test_background(fleet_of: FleetOf, ring: Ring) -> None:
+    """A response that goes on counts what it asks for; where it would hold a place it is refused."""
+    tokens, places = ring.add("a", "--tokens-per-minute", "5000"), ring.add("b", "--requests-at-once", "8")
+    body = {"model": "m", "input": "x", "background": True, "max_output_tokens": 1000}
+    async with fleet_of(*ring.flags, scripts=(OK,)) as fleet:
+        assert 200 == (await fleet.ask(body, tokens, path="/v1/responses")).status
+        await fleet.until_free()
+        assert 1000 < fleet.frontend.replica.tenants._use("a").own.tokens < 1100
+        assert 403 == (await fleet.ask(body, places, path="/v1/responses")).status
+        assert 200 == (await fleet.ask({**body, "background": False}, places, path="/v1/responses")).status
+        for key in (tokens, places):  # SGLang goes on with it once the client has left
+            assert 403 == (await fleet.ask({"text": "x", "background": True}, key, path="/generate")).status
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/v1/embeddings", b'{"data":[],"usage":{"prompt_tokens":40,"total_tokens":40}}'),
+        (
+            "/generate",
+            b'{"text":"x","meta_info":{"prompt_tokens":30,"completion_tokens":10,"cached_tokens":0}}',
+        ),
+        ("/inference/v1/generate", b'{"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":39}}'),
+    ],
+)
+async def test_usage_of_passed_on(fleet_of: FleetOf, ring: Ring, path: str, said: bytes) -> None:
+    """What is passed on counts, once it has ended, what its engine reports."""
+    key = ring.add("a", "--tokens-per-minute", "100000")
+    async with fleet_of(*ring.flags, scripts=(says(answer(said)),)) as fleet:
+        assert 200 == (await fleet.ask({"model": "m", "input": "x " * 500}, key, path=path)).status
+        await fleet.until_free()
+        assert 40 == fleet.frontend.replica.tenants._use("a").own.tokens
+
+
+async def test_last_known_share(fleet_of: FleetOf, ring: Ring) -> None:
+    """Without NATS a replica lets about that part of a limit pass that it had of the tenant's requests."""
+    key = ring.add("a", "--requests-per-minute", "100")
+    async with fleet_of(*ring.flags, SYNC, scripts=(OK,), replicas=2) as fleet:
+        await _all_hear(fleet, count=1)
+        for each, count in zip(fleet.frontends, (8, 2), strict=True):
+            assert [200] * count == [(await ask(each.url, BODY, key)).status for _ in range(count)]
+        await until(
+            lambda: {10} == {_requests(each.replica.tenants) for each in fleet.frontends}, "they know"
+        )
+        _cut_off(fleet)
+        for each, most in zip(fleet.frontends, (77, 23), strict=True):  # 90 % as it was, 10 % equally
+            asked = [(await ask(each.url, BODY, key)).status for _ in range(most + 1)]
+            assert most == each.replica.tenants._use("a").own.requests
+            assert 429 == asked[-1]

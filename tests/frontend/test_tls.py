@@ -20,6 +20,7 @@ from kvrouter.bus import Bus, NatsOptions, Subjects
 from kvrouter.observe.settings import ReplicaAccess
 from kvrouter.observe.verify import compare
 from kvrouter.relay.exchange import HELD_BYTES
+from kvrouter.tls import CertificateFiles, server_context
 from scripts.kit.ports import free_ports
 from tests.certificates import Authority
 from tests.frontend.clients import connected
@@ -373,3 +374,49 @@ async def is_ready(url: str, tls: ssl.SSLContext) -> bool:
             return (await client.get("/ready")).status == 200
     except (OSError, EOFError):
         return False
+
+
+@pytest.fixture
+def clients(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """Signs the certificates of clients."""
+    return Authority(tmp_path_factory.mktemp("clients"))
+
+
+async def test_client_certificates(fleet_of: FleetOf, authority: Authority, clients: Authority) -> None:
+    """--tls-client-ca: --port serves who has a certificate of that authority, also after a renewal.
+
+    The admin listener, which probes and operators use, asks for none.
+    """
+    files, ca = authority.sign(), clients.file
+    flags = (f"--tls-cert={files.cert}", f"--tls-key={files.key}", f"--tls-client-ca={ca}")
+
+    def tls(own: CertificateFiles | None) -> ssl.SSLContext:
+        context = authority.trusted()
+        if own is not None:
+            own.load_into(context)
+        return context
+
+    async with fleet_of(*flags, scripts=(OK,)) as fleet:
+        for _ in range(2):
+            async with connected(fleet.url, tls(clients.sign(stem="client"))) as client:
+                assert 200 == (await client.ask(BODY)).status
+            for own in (None, authority.sign(stem="other"), clients.sign(stem="old", is_expired=True)):
+                with pytest.raises((OSError, EOFError)):  # ssl.SSLError among them
+                    async with connected(fleet.url, tls(own)) as client:
+                        await client.ask(BODY)
+            async with connected(fleet.frontend.admin_url, tls(None)) as client:
+                assert 200 == (await client.get("/live")).status
+            authority.sign()
+            assert fleet.frontend.reload is not None
+            assert {"tls-cert": "changed"} == (await fleet.frontend.reload.reload()).applied
+        assert 2 == len(fleet.requests)
+
+
+async def test_certificate_for_engines(fleet_of: FleetOf, authority: Authority, clients: Authority) -> None:
+    """--worker-tls-cert: engines that ask for a certificate get it, and serve nobody without."""
+    server, own = server_context(authority.sign(stem="server"), clients.file), clients.sign(stem="own")
+    server.verify_mode = ssl.CERT_REQUIRED
+    ca = f"--worker-tls-ca={authority.file}"
+    for flags, status in (((f"--worker-tls-cert={own.cert}", f"--worker-tls-key={own.key}"), 200), ((), 502)):
+        async with fleet_of(ca, *flags, "--retries=0", scripts=(OK,), worker_tls=server) as fleet:
+            assert status == (await fleet.ask()).status

@@ -17,7 +17,7 @@ def test_defaults() -> None:
     """Plain HTTP for clients, the system's authorities for workers."""
     tls = parse_options([]).tls
 
-    assert (None, None) == (tls.files, tls.worker_ca)
+    assert (None, None, None) == (tls.files, tls.client_ca, tls.worker_ca)
 
 
 def test_files(tmp_path: Path) -> None:
@@ -34,10 +34,13 @@ def test_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--tls-cert=a"], "--tls-cert without --tls-key: give both, or none for plain HTTP"),
+        (["--tls-cert=a"], "--tls-cert without --tls-key: give both, or none"),
         (["--tls-key=a"], "--tls-key without --tls-cert"),
         (["--tls-cert=/nowhere", "--tls-key=/nowhere"], "--tls-cert /nowhere: No such file"),
         (["--worker-tls-ca=/nowhere"], "--worker-tls-ca /nowhere: No such file"),
+        (["--tls-client-ca=/nowhere"], "--tls-client-ca without --tls-cert"),
+        (["--worker-tls-cert=a"], "--worker-tls-cert without --worker-tls-key: give both, or none"),
+        (["--worker-tls-cert=/nowhere", "--worker-tls-key=a"], "--worker-tls-cert /nowhere: No such file"),
     ],
 )
 @pytest.mark.usefixtures("quiet_logs")

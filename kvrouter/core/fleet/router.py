@@ -249,13 +249,13 @@ class Router:
         _, sharing = _shared(self.pool, request, selection, candidates, eligible, moment, exclude)
         return sharing.pair is not None
 
-    def must_wait(self, request: RouteRequest, now: float, queue: AdmissionQueue) -> bool:
+    def must_wait(self, request: RouteRequest, now: float, queue: AdmissionQueue, *, spare: int = 0) -> bool:
         """Whether the request has to wait in the queue. Books nothing and takes no turn."""
         # the overlap does not matter here, and looking it up costs most
         request = replace(request, prompts=())
         moment = self._moment(self.selection.policy, now)
         groups = _groups(self.pool, request)
-        return any(self.selection.must_wait(request, one, moment, queue) for one in groups)
+        return any(self.selection.must_wait(request, one, moment, queue, spare=spare) for one in groups)
 
     def lane(self, request: RouteRequest, now: float) -> str:
         """The lane of the queue in which the request waits."""

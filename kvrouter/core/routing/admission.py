@@ -20,6 +20,11 @@ that comes back begins where the others are, so nothing can be saved up. While a
 of others that goes first brings them nearer to its turn, so none starves, whatever they send. Of the queue's
 room a tenant has a part, so that none can fill it.
 
+A turn is worth little if all engines are in the midst of a long prompt. So a tenant that was served more than
+another one at work gets an idle target only, and only if SPARE of them stay idle for the others, who may go
+first meanwhile; at most half of all. One spare target is enough (tests/core/routing/test_admission.py); where
+several replicas decide in the same instant, one of two is left (`scripts/bench neighbour`).
+
 Requests that may go to different targets wait in different lanes: else one that waits for a full worker
 would hold up those for an idle one. Order holds within a lane; `max_waiting` counts all lanes.
 The caller does the waiting and passes the time in.
@@ -32,7 +37,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kvrouter.core.routing.policy import Candidate
@@ -42,6 +47,14 @@ from kvrouter.settings.declare import Settings, setting
 # One Free wakes the queues of all replicas. Each waits a random time, up to this many seconds per peer, so
 # that they do not all send to the same target.
 WAKE_SPREAD_S = 0.002
+# Where one too many takes the room that is left for others, each has another place in the order. A booking is
+# with all peers within this time, also in a burst.
+WAKE_PLACE_S = 0.01
+
+# How many targets stay idle for a tenant that was served less; twice as many with several replicas.
+SPARE = 1
+# Charged at most this part of what is full, a target is idle.
+IDLE_PART = 1 / 16
 
 # A heap is rebuilt once it holds more than this many more departed tickets than waiting ones.
 _FEW_LEFT = 64
@@ -130,11 +143,19 @@ class _TenantLine:
 class AdmissionQueue:
     """The waiting requests of one pool. `served(tenant)`: what it was served so far, by its weight."""
 
-    def __init__(self, settings: AdmissionSettings, served: Callable[[str], float] = lambda _: 0.0) -> None:
+    def __init__(
+        self,
+        settings: AdmissionSettings,
+        served: Callable[[str], float] = lambda _: 0.0,
+        halvings: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`halvings`: how often what was served has been halved so far."""
         self.settings = settings
         self._served = served
+        self._halvings = halvings
+        self._halved = halvings()
         self._lifts: dict[str, float] = {}
-        """What is added for a tenant that was away."""
+        """What is added for a tenant that was away; fades as what was served does."""
         self._turn = 0.0
         """That of the last request that was admitted."""
         self._of_tenants: Counter[str] = Counter()
@@ -150,12 +171,15 @@ class AdmissionQueue:
         """Whether requests can wait at all."""
         return self.settings.threshold > 0
 
-    def is_saturated(self, eligible: Iterable[Candidate]) -> bool:
-        """Whether all of these targets are full; False if there are none."""
+    def is_saturated(self, eligible: Iterable[Candidate], *, spare: int = 0) -> bool:
+        """Whether all of these targets are full; False if there are none.
+
+        `spare`: how many must stay idle for others; 0: these may be full, too.
+        """
         if not self.is_on:
             return False
-        full = [self._is_full(candidate) for candidate in eligible]
-        return bool(full) and all(full)
+        full = [self._is_full(candidate, IDLE_PART if spare else 1.0) for candidate in eligible]
+        return bool(full) and full.count(False) <= min(spare, len(full) // 2)
 
     def is_waited_in(self, lane: str = "") -> bool:
         """Whether requests wait in the lane: a new one must wait behind them."""
@@ -163,6 +187,7 @@ class AdmissionQueue:
 
     def join(self, now: float, priority: int = 0, lane: str = "", tenant: str = "") -> Ticket:
         """Queue a request. Raises QueueFullError if `max_waiting`, or a tenant's part of it, wait already."""
+        self._fade()
         count = self._of_tenants[tenant] if tenant else len(self._waiting)
         if count >= self._room(tenant):
             waiting = counted(count, "request")
@@ -185,6 +210,13 @@ class AdmissionQueue:
         others = len(self._of_tenants.keys() - {tenant, ""})
         return max(1, most // max(2, others + 1))
 
+    def _fade(self) -> None:
+        passed = self._halvings() - self._halved
+        if passed:
+            self._halved += passed
+            self._turn *= 0.5**passed
+            self._lifts = {tenant: lift * 0.5**passed for tenant, lift in self._lifts.items()}
+
     def _turn_of(self, tenant: str) -> float:
         return self._served(tenant) + self._lifts.get(tenant, 0.0)
 
@@ -192,24 +224,31 @@ class AdmissionQueue:
         """The next ticket of each lane."""
         return [first for lane in self._lanes if (first := self.first(lane)) is not None]
 
+    def lanes(self) -> list[str]:
+        """Those in which requests wait."""
+        return list(self._lanes)
+
     def first(self, lane: str = "") -> Ticket | None:
         """The next ticket of a lane; None if none waits there."""
-        lines = self._lanes.get(lane)
-        if not lines:
-            return None
-        if len(lines) == 1:
-            ((_, line),) = lines.items()
-        else:
-            # of equal turns that of the tenant with fewer requests: it has just come back
-            line = min(
-                lines.items(),
-                key=lambda one: (self._turn_of(one[0]), one[1].waiting, one[1].first(self._waiting)),
-            )[1]
-        return self._waiting[line.first(self._waiting)[1]]
+        return next(self.in_turn(lane), None)
 
-    def admit(self, ticket: Ticket, *, has_room: bool) -> bool:
-        """Whether this request may be routed now; if so it leaves the queue."""
-        if self.first(ticket.lane) != ticket or not has_room:
+    def in_turn(self, lane: str = "") -> Iterator[Ticket]:
+        """The next ticket of each tenant of a lane, in the order of their turns."""
+        lines = self._lanes.get(lane, {})
+        heads = [(tenant, line, line.first(self._waiting)) for tenant, line in lines.items()]
+        if len(heads) > 1:
+            self._fade()
+            # of equal turns that of the tenant with fewer requests: it has just come back
+            heads.sort(key=lambda one: (self._turn_of(one[0]), one[1].waiting, one[2]))
+        for _, _, (_, number) in heads:
+            yield self._waiting[number]
+
+    def admit(self, ticket: Ticket, *, has_room: bool, overtakes: bool = False) -> bool:
+        """Whether this request may be routed now; if so it leaves the queue.
+
+        `overtakes`: those before it have to leave this room.
+        """
+        if not has_room or not (overtakes or self.first(ticket.lane) == ticket):
             return False
         self._turn = max(self._turn, self._turn_of(ticket.tenant))
         self.leave(ticket)
@@ -244,13 +283,16 @@ class AdmissionQueue:
         oldest = next(iter(self._waiting.values()), None)  # `_waiting` is in order of arrival
         return now - oldest.arrived if oldest else 0.0
 
-    def wake_after_s(self, peers: int, chance: float, *, yields: bool = False) -> float:
+    def wake_after_s(self, peers: int, chance: float, *, place: int | None = None) -> float:
         """How long to wait after a target has capacity again. Peers see that at the same moment.
 
-        `chance` is in [0, 1). `yields`: a request at a peer may come first, of a tenant that was served less.
+        `chance` is in [0, 1). `place`: behind requests of tenants that were served less, which may wait at a
+        peer, and behind as many replicas.
         """
-        return (chance + yields) * WAKE_SPREAD_S * peers
+        if place is None:
+            return chance * WAKE_SPREAD_S * peers
+        return WAKE_SPREAD_S * peers + place * WAKE_PLACE_S
 
-    def _is_full(self, candidate: Candidate) -> bool:
+    def _is_full(self, candidate: Candidate, part: float) -> bool:
         capacity = candidate.card.max_batched_tokens
-        return capacity > 0 and candidate.charged_tokens > self.settings.threshold * capacity
+        return capacity > 0 and candidate.charged_tokens > self.settings.threshold * capacity * part

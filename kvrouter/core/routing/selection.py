@@ -125,7 +125,13 @@ class Selection:
         return [eligible[i] for i in self.policy.order(request, eligible, moment)]
 
     def must_wait(
-        self, request: RouteRequest, candidates: Candidates, moment: Moment, queue: AdmissionQueue
+        self,
+        request: RouteRequest,
+        candidates: Candidates,
+        moment: Moment,
+        queue: AdmissionQueue,
+        *,
+        spare: int = 0,
     ) -> bool:
         """Whether the request has to wait until a worker has capacity again.
 
@@ -141,7 +147,7 @@ class Selection:
                 candidates = filter_.keep(request, candidates, moment)
                 if not candidates:
                     return filter_.frees_up
-        return queue.is_saturated(candidates)
+        return queue.is_saturated(candidates, spare=spare)
 
     def lane(self, request: RouteRequest, moment: Moment) -> str:
         """Names the set of targets that a request may go to: requests of one lane wait for each other."""

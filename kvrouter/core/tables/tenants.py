@@ -12,6 +12,9 @@ that, all replicas know. Of what that leaves of a limit each replica lets pass i
 all know of it: such a request is unsure. So a burst at one replica gets all of the limit, in steps, and one
 at all of them gets little more (`scripts/bench limits`).
 
+What a tenant was served, for its turns, is halved every HALF_S: what a peer that is gone, or never was, has
+said of it fades.
+
 Invariant: the sums of a window are those of its seconds. Only tenants of `limited` are counted.
 """
 
@@ -37,7 +40,14 @@ MOST_OWNERS = 256
 SLACK = 0.05
 # What a token of output costs, in computed tokens of a prompt (VTC's weights).
 OUTPUT_WEIGHT = 2
+HALF_S = 30.0
+# What one request adds to what its tenant was served, and all of them at once.
+_MOST_COST, _MOST_SERVED = 1 << 21, 1 << 30
+# Without NATS this part of a limit is shared out equally, the rest as the tenant used replicas last: one that
+# it did not use lets something pass, too.
+EVEN = 0.1
 ACTIVE_S = 10.0
+_ROUNDING = 1e-6
 # The delay of an echo counts for the next ones, less and less.
 _FADING = 0.8
 
@@ -51,9 +61,13 @@ class KeyLimits(Struct, frozen=True, gc=False):
     tokens: int = 0
     at_once: int = 0
 
-    def share(self, replicas: int) -> KeyLimits:
-        """What one of so many replicas enforces alone."""
-        return KeyLimits(*(-(-one // replicas) for one in (self.requests, self.tokens, self.at_once)))
+    def part(self, share: float) -> KeyLimits:
+        """What a replica with this share enforces alone."""
+        limits = self.requests, self.tokens, self.at_once
+        return KeyLimits(*[math.ceil(one * share - _ROUNDING) for one in limits])
+
+
+NO_LIMITS = KeyLimits()
 
 
 class Charge(Struct, gc=False):
@@ -68,6 +82,8 @@ class Charge(Struct, gc=False):
     counted_at: float | None = None
     """None: it is not counted now."""
     is_booked: bool = False
+    goes_on: bool = False
+    """Whether its engine works on once it has answered: then it counts all that it asked for."""
 
     @property
     def tokens(self) -> int:
@@ -88,19 +104,23 @@ class Left(Struct, frozen=True):
 
 
 class Window:
-    """Requests and tokens of the last 60 whole seconds and the present one."""
+    """Requests and tokens of the last 60 whole seconds and the present one. `of`: has the sums of several."""
 
-    __slots__ = ("counts", "requests", "tokens")
+    __slots__ = ("counts", "of", "requests", "tokens")
 
-    def __init__(self) -> None:
+    def __init__(self, of: _Use | None = None) -> None:
         self.requests = self.tokens = 0
+        self.of = of
         self.counts: deque[list[int]] = deque()
         """Second, requests and tokens, oldest first."""
 
     def add(self, now: float, requests: int, tokens: int) -> None:
-        if not self.counts or self.counts[-1][0] < int(now):
-            self.counts.append([int(now), 0, 0])
-        self._change(self.counts[-1], requests, tokens)
+        counts, second = self.counts, int(now)
+        if not counts or counts[-1][0] < second:
+            counts.append([second, 0, 0])
+            if len(counts) > 2 * MINUTE_S:  # nobody has asked for long
+                self.slide(now)
+        self._change(counts[-1], requests, tokens)
 
     def take(self, at: float, requests: int, tokens: int) -> None:
         """Take back what was counted then; nothing, if that counts no longer."""
@@ -120,33 +140,58 @@ class Window:
         count[2] += tokens
         self.requests += requests
         self.tokens += tokens
+        if self.of is not None:
+            self.of.requests += requests
+            self.of.tokens += tokens
 
 
 class _Use:
-    """What one tenant has used."""
-
-    __slots__ = ("at_once", "own", "peers", "recent", "served")
+    """What one tenant has used. `requests` and `tokens`: of all windows, which have slid in `second`."""
 
     def __init__(self) -> None:
-        self.own = Window()
+        self.requests = self.tokens = 0
+        self.second = self.oldest = -1
+        self.own = Window(self)
         self.peers: dict[str, Window] = {}
         self.recent: deque[list[int]] = deque()
         """Of the last MOST_S, in steps: number of the step, own requests and their tokens."""
-        self.served = 0
-        """Tokens computed, and output by its weight, since this replica began: requests at all replicas."""
+        self.served = 0.0
+        """Tokens computed, and output by its weight, of requests at all replicas; fades."""
+        self.share: float | None = None
+        """While NATS is away: this replica's part of what the tenant used before."""
         self.at_once = 0
         """Requests of this replica that have begun and not ended."""
 
-    def windows(self, now: float, *, hears: bool) -> list[Window]:
-        """That count, not those of replicas that have long left."""
-        self.own.slide(now)
-        if not self.peers:
-            return [self.own]
-        for name, window in list(self.peers.items()):
+    def slide(self, now: float) -> None:
+        """Forget what is older than a minute, and replicas that have long left; once a second is enough."""
+        self.second = self.oldest = int(now)
+        for name, window in [("", self.own), *self.peers.items()]:
             window.slide(now)
-            if not window.counts:
+            if window.counts:
+                self.oldest = min(self.oldest, window.counts[0][0])
+            elif name:
                 del self.peers[name]
+
+    def windows(self, *, hears: bool) -> list[Window]:
+        """That count."""
         return [self.own, *self.peers.values()] if hears else [self.own]
+
+    def of_peer(self, name: str, window: Window | None = None) -> Window | None:
+        """The window of a peer, or this one in its place; None: there are too many."""
+        old = self.peers.get(name)
+        if (old is not None and window is None) or (old is None and len(self.peers) >= MOST_OWNERS):
+            return old
+        new = self.peers[name] = window or Window()
+        new.of = self
+        self.requests += new.requests - (old.requests if old is not None else 0)
+        self.tokens += new.tokens - (old.tokens if old is not None else 0)
+        return new
+
+    def last_share(self, replicas: int) -> float:
+        """Of the last minute that was looked at, and later: nothing has slid since."""
+        own, peers = self.own.requests, sum([window.requests for window in self.peers.values()])
+        used = own / (own + peers) if own + peers else 1 / replicas
+        return (1 - EVEN) * used + EVEN / replicas
 
     def count_recent(self, now: float, tokens: int) -> None:
         step, recent = int(now / STEP_S), self.recent
@@ -183,31 +228,38 @@ class TenantTable:
         self._awaited: dict[tuple[str, int], float] = {}
         """Own frames without an echo, and when what they tell was counted."""
         self._delay_s = 0.0
+        self.halvings = 0
+        """Of what tenants were served, so far."""
+        self._has_turns = self._has_peers = True
+        self._halved_at: float | None = None
 
-    def limit(self, tenants: Set[str]) -> None:
-        """Count these tenants from now on, and no others."""
-        self.limited = tenants
+    def limit(self, tenants: Set[str], *, has_turns: bool = True) -> None:
+        """Count these tenants from now on, and no others. `has_turns`: also what they are served."""
+        self.limited, self._has_turns = tenants, has_turns
         # those in flight end later, perhaps after the tenant has a limit again
         self._uses = {name: use for name, use in self._uses.items() if name in tenants or use.at_once}
 
     def check(
         self, tenant: str, limits: KeyLimits, tokens: int, now: float, *, peers: int, hears: bool
     ) -> Left:
-        """Whether a request may begin. `hears`: whether bookings of peers arrive; else each has a share."""
+        """Whether a request may begin. `hears`: whether bookings of peers arrive; else each has its share."""
         use, own, own_tokens = self._use(tenant), 0, 0
-        windows = use.windows(now, hears=hears)
-        if not hears:
-            limits, peers = limits.share(peers + 1), 0
-        requests, used, oldest = 0, 0, now - MINUTE_S - 1
-        for window in windows:
-            if window.counts:
-                requests += window.requests
-                used += window.tokens
-                oldest = window.counts[0][0] if oldest < now - MINUTE_S else min(oldest, window.counts[0][0])
-        at_once = use.at_once + (self.booked_elsewhere[tenant] if hears else 0)
-        if peers and use.recent:
-            own, own_tokens = use.since(now - self.unknown_s(now))
-        left = (max(0, limits.requests - requests), max(0, limits.tokens - used), oldest + MINUTE_S + 1 - now)
+        self._has_peers = peers > 0
+        if not hears and use.share is None:
+            use.share = use.last_share(peers + 1)
+        if use.second != int(now):
+            use.slide(now)
+        if hears:
+            use.share = None
+            requests, used = use.requests, use.tokens
+            at_once = use.at_once + self.booked_elsewhere.get(tenant, 0)
+            if peers and use.recent:
+                own, own_tokens = use.since(now - self.unknown_s(now))
+        else:
+            limits, peers = limits.part(use.share or 0.0), 0
+            requests, used, at_once = use.own.requests, use.own.tokens, use.at_once
+        reset_s = use.oldest + MINUTE_S + 1 - now if requests else 0.0
+        left = (max(0, limits.requests - requests), max(0, limits.tokens - used), reset_s)
         if not own and _is_below(limits, requests, used + tokens, at_once):  # nearly always
             return Left(*left)
         refused, retry_s, is_unsure = "", 0.0, False
@@ -217,7 +269,7 @@ class TenantTable:
             ("at_once", limits.at_once, at_once, 1, own),
         ):
             if limit and count + more > limit:
-                retry_s = max(retry_s, _until(kind, windows, count + more - limit, now))
+                retry_s = max(retry_s, _until(kind, use.windows(hears=hears), count + more - limit, now))
                 refused = refused or kind
             elif limit and mine:
                 share = (limit * (1 + SLACK) - max(0, count - mine)) / (peers + 1)
@@ -229,9 +281,23 @@ class TenantTable:
         self._use(charge.tenant).at_once += 1
         self.count(charge, now)
 
-    def served(self, tenant: str) -> int:
-        """What its requests have cost so far, for the order in which tenants wait."""
-        return self._uses[tenant].served if tenant in self._uses else 0
+    def served(self, tenant: str) -> float:
+        """What its requests have cost of late, for the order in which tenants wait."""
+        return self._uses[tenant].served if tenant in self._uses else 0.0
+
+    def _serve(self, tenant: str, cost: int, now: float) -> None:
+        if not self._has_turns:
+            return
+        if self._halved_at is None:
+            self._halved_at = now
+        passed = int((now - self._halved_at) / HALF_S)
+        if passed > 0:
+            self._halved_at += passed * HALF_S
+            self.halvings += passed
+            for one in self._uses.values():
+                one.served *= 0.5**passed
+        use = self._use(tenant)
+        use.served = min(_MOST_SERVED, use.served + min(cost, _MOST_COST))
 
     def active(self, now: float) -> Iterator[str]:
         """The tenants that any replica has heard of in the last ACTIVE_S."""
@@ -247,14 +313,15 @@ class TenantTable:
         """A worker gets the request, and computes this much of its prompt."""
         self.count(charge, now)
         charge.is_booked = True
-        self._use(charge.tenant).served += prefill_tokens
+        self._serve(charge.tenant, prefill_tokens, now)
 
     def count(self, charge: Charge, now: float) -> None:
         """Count it, if it is not counted: a retry is again what the failed attempt was."""
         if charge.counted_at is None:
             use, charge.counted_at = self._use(charge.tenant), now
             use.own.add(now, 1, charge.tokens)
-            use.count_recent(now, charge.tokens)
+            if self._has_peers:
+                use.count_recent(now, charge.tokens)
             if self._counted_at is None:
                 self._counted_at = now
 
@@ -263,7 +330,7 @@ class TenantTable:
         if charge.counted_at is None:
             return 0
         settled = charge.used - charge.tokens
-        self._use(charge.tenant).served += OUTPUT_WEIGHT * max(0, charge.used - charge.prompt_tokens)
+        self._serve(charge.tenant, OUTPUT_WEIGHT * max(0, charge.used - charge.prompt_tokens), now)
         self._settle(self._use(charge.tenant).own, settled, charge.tokens, charge.counted_at, now)
         if not charge.used:
             charge.counted_at = None
@@ -305,9 +372,10 @@ class TenantTable:
         self, router_id: RouterId, tenant: str, tokens: int, now: float, prefill_tokens: int = 0
     ) -> None:
         if tenant in self.limited:
-            use = self._use(tenant)
-            use.served += prefill_tokens
-            use.peers.setdefault(router_id, Window()).add(now, 1, tokens)
+            self._serve(tenant, prefill_tokens, now)
+            window = self._use(tenant).of_peer(router_id)
+            if window is not None:
+                window.add(now, 1, tokens)
 
     def ended_elsewhere(  # noqa: PLR0917
         self,
@@ -321,9 +389,8 @@ class TenantTable:
     ) -> None:
         if tenant not in self.limited:
             return
-        use = self._use(tenant)
-        use.served += OUTPUT_WEIGHT * max(0, tokens + settled - isl)
-        window = use.peers.get(router_id)
+        self._serve(tenant, OUTPUT_WEIGHT * max(0, tokens + settled - isl), now)
+        window = self._use(tenant).peers.get(router_id)
         if window is not None:
             self._settle(window, settled, tokens, begun_at, now)
 
@@ -338,7 +405,7 @@ class TenantTable:
     def ops(self, now: float, live: Set[str], *, is_elder: bool) -> Iterator[TenantUse]:
         """What this replica has counted; of an elder also what replicas had that have left since."""
         for tenant, use in self._uses.items():
-            use.windows(now, hears=True)
+            use.slide(now)
             yield from _ops(tenant, use.own, now, "")
             for owner, window in use.peers.items() if is_elder else ():
                 if owner not in live:
@@ -353,9 +420,9 @@ class TenantTable:
                 window = fresh.setdefault((op.tenant, owner), Window())
                 window.add(now - op.age_ms / 1000, op.requests, op.tokens)
         for (tenant, owner), window in fresh.items():
-            peers = self._use(tenant).peers
-            if owner == source or (owner not in peers and len(peers) < MOST_OWNERS):
-                peers[owner] = window
+            use = self._use(tenant)
+            if owner == source or owner not in use.peers:
+                use.of_peer(owner, window)
 
     def _use(self, tenant: str) -> _Use:
         use = self._uses.get(tenant)

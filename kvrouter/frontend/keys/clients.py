@@ -6,14 +6,14 @@ head ──key──> KnownHead (kept with the head, which requests of one clien
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from kvrouter.errors import UnknownKeyError
+from kvrouter.errors import HeadTooLargeError, UnknownKeyError
 from kvrouter.frontend.keys.keys_file import Key, Keys, given_key, now_utc
 from kvrouter.frontend.requests.owners import CREDENTIALS, owner_of
-from kvrouter.relay.request import Request, RequestHead
+from kvrouter.relay.request import Field, Request, RequestHead
 
 _HOW = "send `Authorization: Bearer KEY` or `x-api-key: KEY`"
 
@@ -78,6 +78,16 @@ def check_expiry(key: Key) -> None:
     """Raise UnknownKeyError if the key has expired."""
     if key.expires is not None and key.has_expired(now_utc()):
         raise UnknownKeyError(f"the API key has expired: {_HOW}")
+
+
+def check_head(key: Key, fields: Sequence[Field]) -> None:
+    """Raise HeadTooLargeError if the lines of the headers have more bytes than the key allows."""
+    most = key.max_header_bytes
+    if (
+        most
+        and sum([len(f"{name}: {value}\r\n".encode("utf-8", "replace")) for name, value in fields]) > most
+    ):
+        raise HeadTooLargeError(f"the headers have more than {most} bytes (max-header-bytes of the key)")
 
 
 def without_key(request: Request, keys: Keys) -> RequestHead:

@@ -71,6 +71,8 @@ class KeysSettings(Settings):
         0, "of its tenant, prompts and answers; 0: no limit", least=0, is_top=True
     )
     requests_at_once: int = setting(0, "of its tenant; 0: no limit", least=0, is_top=True)
+    max_body_bytes: int = setting(0, "of a request; 0: --max-body-mib", least=0)
+    max_header_bytes: int = setting(0, "of a request, all headers; 0: 65,536", least=0)
     priority: int = setting(0, "of requests that name none; lower goes first")
     weight: float = setting(1.0, "its tenant's share while requests wait", least=0.01, most=1000)
     cache_salt: str = setting(
@@ -92,6 +94,8 @@ class KeysSettings(Settings):
             "requests-per-minute": self.requests_per_minute,
             "tokens-per-minute": self.tokens_per_minute,
             "requests-at-once": self.requests_at_once,
+            "max-body-bytes": self.max_body_bytes,
+            "max-header-bytes": self.max_header_bytes,
             "priority": self.priority,
             "weight": self.weight if self.weight != 1.0 else None,
             "cache-salt": self.cache_salt,

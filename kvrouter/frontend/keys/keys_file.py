@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta, Struct
 
-from kvrouter.core.tables.tenants import KeyLimits
+from kvrouter.core.tables.tenants import NO_LIMITS, KeyLimits
 from kvrouter.core.wire.values import SettingText
 from kvrouter.errors import ConfigError
 
@@ -61,6 +61,8 @@ class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=
     requests_per_minute: _Amount = 0
     tokens_per_minute: _Amount = 0
     requests_at_once: _Amount = 0
+    max_body_bytes: _Amount = 0
+    max_header_bytes: _Amount = 0
     priority: Annotated[int, Meta(ge=-(10**6), le=10**6)] = 0
     """Of its requests that name none; lower goes first."""
     weight: Annotated[float, Meta(ge=0.01, le=1000)] = 1.0
@@ -108,7 +110,7 @@ class Keys:
         self.engine_key = engine_key
         self._by_id = {key.id: key for key in keys.values()}
         self._single = _single(single) if single else None
-        self.limited = frozenset({key.tenant for key in keys.values() if key.limits != KeyLimits()})
+        self.limited = frozenset({key.tenant for key in keys.values() if key.limits != NO_LIMITS})
         """The tenants with a limit."""
         self.weights: dict[str, float] = {}
         """Of each tenant: the largest of its keys."""

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import lru_cache
 from typing import Protocol
 
-from msgspec.structs import replace
-
-from kvrouter.bodies import openai
+from kvrouter.bodies import openai, responses
 from kvrouter.bodies.apis import Api
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.fleet.router import Router
-from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.core.routing.policy import Prompt
 from kvrouter.core.tables.tenants import Charge, Kind, Left
-from kvrouter.errors import RateLimitError
+from kvrouter.errors import KeyForbidsError, RateLimitError
 from kvrouter.frontend.keys.clients import ClientKeys
 from kvrouter.frontend.keys.keys_file import Key, now_utc
 from kvrouter.tokens import prompt as texts
@@ -32,6 +31,9 @@ FIRST_MEAN, MEAN_WEIGHT = 256.0, 1 / 32
 _BYTES_PER_TOKEN = 4
 # Of a prompt, or of an output: a client may ask for any number.
 MOST_TOKENS = 2**31 - 1
+_ENDLESS = (
+    "`background`: nothing shows when such a response ends, and the API key has a limit of requests at a time"
+)
 _NAMES: dict[Kind, str] = {
     "requests": "requests a minute",
     "tokens": "tokens a minute",
@@ -75,43 +77,56 @@ class TenantLimits:
         """The keys have changed."""
         keys = self._keys.now
         counted = frozenset[str]() if keys is None else keys.limited
-        self._table.limit(keys.weights.keys() if keys is not None and self._has_queue else counted)
+        if keys is not None and self._has_queue:
+            counted = frozenset(keys.weights)
+        self._table.limit(counted, has_turns=self._has_queue)
 
-    async def begin(
-        self, key: Key, api: Api, read: ReadBody, route: RouteRequest
-    ) -> tuple[RouteRequest, str]:
-        """Count the request; returns it with its charge, and lines for its answer. Raises RateLimitError."""
+    def charge(self, key: Key, api: Api, read: ReadBody, prompts: Sequence[Prompt]) -> Charge | None:
+        """What the request would count; None: its tenant is not counted. Raises KeyForbidsError."""
         if key.tenant not in self._table.limited:
-            return route, ""
-        asked, output = read.asked, 0
-        count = texts.count_of(asked.prompt)
-        prompt_tokens = route.isl or count * texts.estimated_isl(asked.prompt)
-        if not prompt_tokens and read.is_json:  # else a form: a file has no tokens
-            prompt_tokens = len(read.body) // _BYTES_PER_TOKEN
+            return None
+        asked, output, count = read.asked, 0, 1
+        tokens = prompts[0].isl if len(prompts) == 1 else sum([prompt.isl for prompt in prompts])
+        if len(prompts) != 1 and asked.prompt is not None:
+            count = texts.count_of(asked.prompt)
+            tokens = tokens or count * texts.estimated_isl(asked.prompt)
+        if not tokens and read.is_json:  # else a form: a file has no tokens
+            tokens = len(read.body) // _BYTES_PER_TOKEN
         if api.parse is not None:
             each = asked.asked_output or round(self._means.get(read.router.pool.model, FIRST_MEAN))
             output = each * max(asked.n, asked.best_of) * count
-        charge = Charge(key.tenant, min(MOST_TOKENS, max(1, prompt_tokens)), min(MOST_TOKENS, output))
-        left = await self._passed(key, api, charge)
-        self._table.begin(charge, self._now())
-        return replace(route, charge=charge), _lines(api, key, left, charge.tokens)
+        charge = Charge(key.tenant, min(MOST_TOKENS, tokens or 1), min(MOST_TOKENS, output))
+        if (
+            api.converted == "responses"
+            and isinstance(asked, responses.ResponseRequest)
+            and asked.is_background
+        ):
+            if key.limits.at_once:
+                raise KeyForbidsError(_ENDLESS, param="background")
+            charge.goes_on = True
+        return charge
 
-    async def _passed(self, key: Key, api: Api, charge: Charge) -> Left:
-        until = self._now() + PATIENCE_S
-        while True:
-            now, replica = self._now(), self._replica
-            hears = replica.settings.synced and self._is_connected()
-            left = self._table.check(
-                key.tenant, key.limits, charge.tokens, now, peers=len(replica.peers), hears=hears
-            )
-            if not left.is_unsure and not left.refused:
-                return left
-            if left.refused or now >= until:
-                error = RateLimitError(_why(key, left, charge))
-                error.retry_after_s = max(1, math.ceil(left.retry_s))
-                error.limits = _fields(_lines(api, key, left, 0))
-                raise error
+    async def begin(self, key: Key, api: Api, charge: Charge) -> str:
+        """Count the request; returns lines for its answer. Raises RateLimitError."""
+        left = self._left(key, charge, now := self._now())
+        until = now + PATIENCE_S
+        while left.is_unsure and now < until:
             await asyncio.sleep(LOOK_AGAIN_S)
+            left = self._left(key, charge, now := self._now())
+        if left.refused or left.is_unsure:
+            error = RateLimitError(_why(key, left, charge))
+            error.retry_after_s = max(1, math.ceil(left.retry_s))
+            error.limits = _fields(_lines(api, key, left, 0))
+            raise error
+        self._table.begin(charge, now)
+        return _lines(api, key, left, charge.tokens)
+
+    def _left(self, key: Key, charge: Charge, now: float) -> Left:
+        peers, limits = len(self._replica.peers), key.limits
+        if peers and not self._replica.settings.synced:  # nothing is known of what they let pass
+            limits, peers = limits.part(1 / (peers + 1)), 0
+        hears = not peers or self._is_connected()
+        return self._table.check(key.tenant, limits, charge.tokens, now, peers=peers, hears=hears)
 
     def ended(self, charge: Charge) -> None:
         """The request is over."""
@@ -137,26 +152,32 @@ def _fields(lines: str) -> tuple[tuple[str, str], ...]:
 
 def _lines(api: Api, key: Key, left: Left, tokens: int) -> str:
     """How much is left, in the form of the API. `tokens`: of the request that has been counted; 0: none."""
-    lines, limits = "", key.limits
+    limits = key.limits
     if api.error_schema == "AnthropicError":
         at = (now_utc() + timedelta(seconds=left.reset_s)).isoformat(timespec="seconds")
-        form, reset = _anthropics, at.replace("+00:00", "Z")
+        form, reset = _anthropics(limits.requests, limits.tokens), at.replace("+00:00", "Z")
     else:
-        form, reset = _openais, f"{left.reset_s:.0f}s"
-    if limits.requests:
-        lines = form("requests", limits.requests, max(0, left.requests - (tokens > 0)), reset)
-    if limits.tokens:
-        lines += form("tokens", limits.tokens, max(0, left.tokens - tokens), reset)
-    return lines
+        form, reset = _openais(limits.requests, limits.tokens), f"{int(left.reset_s)}s"
+    requests, more = max(0, left.requests - (tokens > 0)), max(0, left.tokens - tokens)
+    if limits.requests and limits.tokens:
+        return form % (requests, reset, more, reset)
+    return form % (requests if limits.requests else more, reset) if form else ""
 
 
-def _openais(kind: str, limit: int, left: int, reset: str) -> str:
-    return (
-        f"x-ratelimit-limit-{kind}: {limit}\r\nx-ratelimit-remaining-{kind}: {left}\r\n"
-        f"x-ratelimit-reset-{kind}: {reset}\r\n"
+@lru_cache(maxsize=1024)
+def _openais(*limits: int) -> str:
+    kinds = [(kind, limit) for kind, limit in zip(("requests", "tokens"), limits, strict=True) if limit]
+    return "".join(
+        f"x-ratelimit-limit-{kind}: {limit}\r\nx-ratelimit-remaining-{kind}: %d\r\n"
+        f"x-ratelimit-reset-{kind}: %s\r\n"
+        for kind, limit in kinds
     )
 
 
-def _anthropics(kind: str, limit: int, left: int, reset: str) -> str:
-    start = f"anthropic-ratelimit-{kind}-"
-    return f"{start}limit: {limit}\r\n{start}remaining: {left}\r\n{start}reset: {reset}\r\n"
+@lru_cache(maxsize=1024)
+def _anthropics(*limits: int) -> str:
+    kinds = [(kind, limit) for kind, limit in zip(("requests", "tokens"), limits, strict=True) if limit]
+    starts = [(f"anthropic-ratelimit-{kind}", limit) for kind, limit in kinds]
+    return "".join(
+        f"{start}-limit: {limit}\r\n{start}-remaining: %d\r\n{start}-reset: %s\r\n" for start, limit in starts
+    )

@@ -29,6 +29,7 @@ from kvrouter.bodies.apis import Api, unnamed
 from kvrouter.errors import (
     BodyTypeError,
     ForeignRequestError,
+    HeadTooLargeError,
     KvRouterError,
     NoAdminKeyError,
     OperatorsOnlyError,
@@ -42,6 +43,7 @@ from kvrouter.frontend.keys.clients import (
     ClientKeys,
     KnownHead,
     check_expiry,
+    check_head,
     key_in,
     without_key,
 )
@@ -156,7 +158,7 @@ class Rights:
             return self._shows_workers or lets_in(self.gate, request.headers)
         try:
             return self._known(request, keys).client.sees_workers
-        except UnknownKeyError:
+        except (UnknownKeyError, HeadTooLargeError):
             return False
 
     def key_of(self, request: Request) -> Key | None:
@@ -220,7 +222,8 @@ class Rights:
             return KnownHead(keys, self, ALL, without_key(request, keys))
         try:
             key = key_in(request.headers, keys)
-        except UnknownKeyError as error:
+            check_head(key, request.head.fields)
+        except (UnknownKeyError, HeadTooLargeError) as error:
             error.is_body_left = request.body is None
             raise
         # who may choose a worker, or ask which one it would be, sees names

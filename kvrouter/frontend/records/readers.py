@@ -54,7 +54,9 @@ class Readers:
         """Count what an attempt has relayed, whole or not, and compare the prediction of a good one."""
         work, metrics, events = running.work, self.metrics, attempt.events
         running.events = events
-        if work.api.parse is not None:
+        if work.key is not None and work.api.parse is None:
+            running.output_tokens = attempt.output_tokens()
+        elif work.api.parse is not None:
             running.output_tokens = tokens = attempt.output_tokens()
             if tokens:
                 metrics.tokens.values[running.model, "output"] += tokens

@@ -17,7 +17,7 @@ import structlog
 from msgspec import UNSET, Raw, Struct, UnsetType
 from msgspec.structs import replace
 
-from kvrouter.bodies import openai, responses
+from kvrouter.bodies import lax, openai, responses
 from kvrouter.bodies.aliases import renamed, renamed_target
 from kvrouter.bodies.apis import Api, Parse
 from kvrouter.bodies.edits import (
@@ -39,13 +39,14 @@ from kvrouter.core.fleet.router import Router
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy
 from kvrouter.core.routing.policy import Prompt, RouteRequest, Wanted
 from kvrouter.core.tables.predictions import PredictionKind
+from kvrouter.core.tables.tenants import NO_LIMITS
 from kvrouter.errors import BadRequestError, KeyForbidsError, NotMendedError, UnknownResponseError
 from kvrouter.frontend.keys.clients import ALL, Caller
 from kvrouter.frontend.keys.keys_file import Key
 from kvrouter.frontend.keys.limits import TenantLimits
 from kvrouter.frontend.operators.rights import Rights
 from kvrouter.frontend.records.record import Record, SentIds, Traits, Work, clock
-from kvrouter.frontend.requests import passthrough
+from kvrouter.frontend.requests import engine_routes, passthrough
 from kvrouter.frontend.requests.first_worker import FirstWorker
 from kvrouter.frontend.requests.kept_responses import (
     MOST_ID_CHARACTERS,
@@ -131,7 +132,7 @@ class Accept:
         if self._first_worker is not None:
             await self._first_worker.wait()
         read = await self._read(record, api, client)
-        asked, router = read.asked, read.router
+        asked, router, key = read.asked, read.router, client.key
         overrides = self._overrides(request, read, client)
         wanted, mode = _wanted(request, read, overrides)
         policy = (router.modes.of(mode) if mode else router.modes.default).policy
@@ -141,6 +142,7 @@ class Accept:
         # also in a mode without tokens, if others of the pool are placed by what its booking holds
         needs_tokens = router.needs_tokens or policy.needs_tokens
         prompts = await self._prompts(asked, router, api, record, found_ids, client) if needs_tokens else ()
+        charge = None if key is None or overrides.dry_run else self.limits.charge(key, api, read, prompts)
         # by position: CPython passes more than 15 keywords by a dict, which takes 1 % of a request
         route = RouteRequest(
             record.id,
@@ -159,13 +161,12 @@ class Accept:
             served_name=asked.model if asked.model in router.pool.uneven_names else "",
             context_tokens=0 if router.pool.has_equal_contexts else _context_tokens(asked, prompts),
             may_split=router.pool.split.may_share and wanted is None and _may_split(asked, prompts, api),
+            charge=charge,
         )
-        sent, response, limits = self._edited(request, read, client), None, ""
-        if isinstance(asked, responses.ResponseRequest):
-            sent, response = _with_id(sent, asked, read)
+        sent, response = _with_id(self._edited(request, read, client), asked, read)
         ids = await _sent_ids(asked, prompts, found_ids[0]) if found_ids else None
-        if client.key is not None and not overrides.dry_run:  # last: a client that left before is not counted
-            route, limits = await self.limits.begin(client.key, api, read, route)
+        # last: a client that left before is not counted
+        limits = await self.limits.begin(key, api, charge) if key and charge else ""
         return Work(
             id=record.id,
             request=request,
@@ -180,17 +181,18 @@ class Accept:
             is_dry_run=overrides.dry_run,
             reads_end=policy.reads_ends,
             shows_worker=client.sees_workers,
-            key=client.key,
+            key=key,
             ids=ids,
             limits=limits,
         )
 
     async def _read(self, record: Record, api: Api, client: Caller) -> _Read:
         """Parse the body. A response continues the chat of the one before it."""
-        request, now = record.request, record.received_at
-        if client.key is not None:
-            record.tenant = client.key.tenant
+        request, now, key = record.request, record.received_at, client.key
         parse, before, owner = api.parse, None, ""
+        if key is not None:
+            record.tenant = key.tenant
+            await _check_length(key, request)
         body = await request.read() if request.body is None else request.body
         is_json = bool(body) and (parse is not None or passthrough.is_json(request))
         if not body.startswith(PLAIN) and is_json:
@@ -203,7 +205,7 @@ class Accept:
                 large = await LargeBody.read_fields(body, passthrough.FIELDS)
         asked, large = await _parsed(parse or partial(passthrough.parse, request), body, large)
         model = self.aliases.get(asked.model or "", asked.model)
-        key, names_one = client.key, asked.model is not None
+        names_one = asked.model is not None
         if key is not None and names_one:  # before the look-up: no key learns of others' models
             _check_models(key, {asked.model or "", model or ""}, body)
         router = self._pools.router_for(model)
@@ -233,12 +235,17 @@ class Accept:
             owner=owner,
         )
 
+    def _check_body(self, key: Key, read: _Read, request: Request) -> None:
+        """Raise KeyForbidsError if the body chooses more than the key may, or cannot be kept apart."""
+        if read.is_json and (read.asked.is_odd or read.asked.engine_arguments is not UNSET):
+            _check_steering(key, read)
+        if self._salts and request.head.route in engine_routes.UNSALTED:
+            raise KeyForbidsError("with --tenant-cache-salt this route is closed: engines take no salt there")
+
     def _edited(self, request: Request, read: _Read, client: Caller) -> bytes:
         """The body that an engine gets. What the client sent and no engine gets is counted."""
-        # where bodies are read, a priority that a key forbids was refused
-        is_read = read.parse is not None or "priority" not in client.forbidden
-        may_override = client.may_override and is_read
-        salts = self._salts and client.key is not None and read.parse is not None
+        may_override = client.may_override
+        salts = self._salts and client.key is not None and read.is_json
         is_plain = (
             read.asked.is_plain and read.rename is None and not request.head.has_overrides and not salts
         )
@@ -254,8 +261,9 @@ class Accept:
         if read.rename is not None:
             edits.append(read.rename)
         if salts and client.key is not None:  # last: of two fields with one name the last one counts
-            salt = client.key.salted(read.asked.cache_salt)
-            edits.append(partial(with_field, field=b'"cache_salt":' + msgspec.json.encode(salt)))
+            edits.append(_salting(client.key, "cache_salt", read.asked.cache_salt))
+            if request.head.route in engine_routes.EXTRA_KEYED:
+                edits.append(_salting(client.key, "extra_key", read.asked.extra_key))
         if edits:
             body = apply(edits, body) if read.large is None else read.large.edited(edits)
         if request.head.has_overrides:
@@ -288,6 +296,8 @@ class Accept:
 
     def _overrides(self, request: Request, read: _Read, client: Caller) -> Overrides:
         asked = read.asked
+        if client.key is not None:
+            self._check_body(client.key, read, request)
         names_none = self.dialect.headers.isdisjoint(request.headers)
         if names_none and asked.kvrouter is None and not asked.session_id and asked.nvext is None:
             return NO_OVERRIDES  # most requests
@@ -337,7 +347,7 @@ class Accept:
             return ()
         found = found_ids.append if asked.may_be_ids and router.pool.sends_token_ids else None
         lora_name, salt = _lora_name(router, asked), asked.cache_salt
-        if self._salts and client.key is not None and api.parse is not None:
+        if self._salts and client.key is not None:
             salt = client.key.salted(salt)
         naming = Naming(router.pool, asked.model, lora_name, salt, asked.extra_key, found)
         began = clock()
@@ -381,9 +391,11 @@ def _wanted(request: Request, read: _Read, overrides: Overrides) -> tuple[Wanted
     return None, overrides.mode
 
 
-def _with_id(body: bytes, asked: responses.ResponseRequest, read: _Read) -> tuple[bytes, NewResponse | None]:
-    """The body with an id for its response, which is remembered if the engine may keep it."""
+def _with_id(body: bytes, asked: openai.CompletionRequest, read: _Read) -> tuple[bytes, NewResponse | None]:
+    """The body, of a response with an id, which is remembered if the engine may keep it."""
     before, owner = read.before, read.owner
+    if not isinstance(asked, responses.ResponseRequest):
+        return body, None
     if not asked.is_kept or len(asked.own_id or "") > MOST_ID_CHARACTERS:
         return body, None
     response_id = asked.own_id or new_response_id(owner)
@@ -447,6 +459,31 @@ def _priority(asked: openai.CompletionRequest, overrides: Overrides, client: Cal
         return 0 if key is None else key.priority
     given = asked.priority if overrides.priority is None else overrides.priority
     return given or (0 if key is None else key.priority)
+
+
+def _salting(key: Key, field: str, own: str | None) -> Edit:
+    """The edit that replaces this field."""
+    written = msgspec.json.encode(field) + b":" + msgspec.json.encode(key.salted(own))
+    return partial(with_field, field=written)
+
+
+async def _check_length(key: Key, request: Request) -> None:
+    """Read a body of which the key limits the length. Raises RequestTooLargeError."""
+    if key.max_body_bytes:
+        await request.read_at_most(key.max_body_bytes, "max-body-bytes of the key")
+
+
+def _check_steering(key: Key, read: _Read) -> None:
+    """Raise KeyForbidsError for a field of the body by which the request chooses more than its key may."""
+    raw = read.body if read.large is None else read.large.rest
+    for name in lax.steering_in(raw) if lax.may_steer(raw) else ():
+        if name == "background":
+            # where bodies are read limits.py counts it; elsewhere it only outlives a client that has left
+            is_forbidden = read.parse is None and key.limits != NO_LIMITS
+        else:
+            is_forbidden = ("priority" if name == "priority" else "target") in key.forbidden
+        if is_forbidden:
+            raise forbids(name, f"`{name}`")
 
 
 class _NamesAdapter(Struct):

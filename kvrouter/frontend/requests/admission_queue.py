@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,12 +25,15 @@ from typing import Any
 from kvrouter.core.audit.problems import never_full
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.fleet.router import Router
-from kvrouter.core.routing.admission import AdmissionQueue, AdmissionSettings, Ticket
+from kvrouter.core.routing.admission import SPARE, AdmissionQueue, AdmissionSettings, Ticket
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.wire.ids import PoolId
 from kvrouter.errors import QueueFullError, QueueTimeoutError
 from kvrouter.frontend.keys.clients import ClientKeys
 from kvrouter.telemetry.metrics import Sample, Spread
+
+# With 1,000 tenants at work the look for the one that was served least takes 1 ms.
+LEAST_EVERY_S = 0.05
 
 
 @dataclass(slots=True)
@@ -59,6 +63,7 @@ class WaitingRoom:
         self._chance = chance
         self._keys = keys or ClientKeys()
         self._lines: dict[PoolId, _Line] = {}
+        self._least, self._looks_at = "", 0.0
 
     def change(self, settings: AdmissionSettings) -> None:
         """Use these settings. A queue that is on stays on, one that is off stays off."""
@@ -78,7 +83,7 @@ class WaitingRoom:
         now = asyncio.get_running_loop().time()
         lane = router.lane(request, now)
         # A newcomer must not overtake requests of its lane that wait for the next look.
-        if not line.queue.is_waited_in(lane) and not router.must_wait(request, now, line.queue):
+        if not line.queue.is_waited_in(lane) and self._has_room(line, router, request, now):
             return
         ticket = self._join(line, now, request, lane)
         outcome = "left"  # stays if the task is cancelled: the client left
@@ -120,8 +125,11 @@ class WaitingRoom:
     def _line(self, pool_id: PoolId) -> _Line:
         line = self._lines.get(pool_id)
         if line is None:
-            line = self._lines[pool_id] = _Line(AdmissionQueue(self._settings, self._served))
+            line = self._lines[pool_id] = _Line(AdmissionQueue(self._settings, self._served, self._halvings))
         return line
+
+    def _halvings(self) -> int:
+        return self._replica.tenants.halvings
 
     def _served(self, tenant: str) -> float:
         """What the tenant was served, by its weight."""
@@ -155,10 +163,27 @@ class WaitingRoom:
             raise error from None
 
     def _admit(self, line: _Line, ticket: Ticket, router: Router, request: RouteRequest) -> bool:
-        if line.queue.first(ticket.lane) != ticket:
-            return False
         now = asyncio.get_running_loop().time()
-        return line.queue.admit(ticket, has_room=not router.must_wait(request, now, line.queue))
+        for before in line.queue.in_turn(ticket.lane):
+            spare = self._spare(before.tenant, now)
+            has_room = not router.must_wait(request, now, line.queue, spare=spare)
+            if before == ticket:
+                return line.queue.admit(ticket, has_room=has_room, overtakes=True)
+            if has_room or not spare:
+                return False  # it waits for nothing but its look, or for what this one waits for, too
+        return False
+
+    def _has_room(self, line: _Line, router: Router, request: RouteRequest, now: float) -> bool:
+        tenant = "" if request.charge is None else request.charge.tenant
+        spare = self._spare(tenant, now)
+        return not router.must_wait(request, now, line.queue, spare=spare)
+
+    def _spare(self, tenant: str, now: float) -> int:
+        """How many targets the tenant leaves idle: some, if another one at work was served less."""
+        least = self._least_served(now) if tenant else ""
+        if not least or self._served(least) >= self._served(tenant):
+            return 0
+        return 2 * SPARE if self._replica.sharing_peers() else SPARE
 
     def _leave(self, line: _Line, ticket: Ticket, outcome: str) -> None:
         """Leave the queue. A timer makes the look, so the caller books before the next request is woken."""
@@ -173,18 +198,33 @@ class WaitingRoom:
             # Replicas without sync do not see each other's bookings: waiting for them would gain nothing.
             loop, peers = asyncio.get_running_loop(), self._replica.sharing_peers()
             yields = bool(peers and self._keys.now) and self._yields(line, loop.time())
-            delay_s = line.queue.wake_after_s(peers, self._chance(), yields=yields)
+            delay_s = line.queue.wake_after_s(peers, self._chance(), place=self._place() if yields else None)
             line.look = loop.call_later(delay_s, self._look, line)
 
     def _yields(self, line: _Line, now: float) -> bool:
         """Whether a tenant that was served less than all that are first here may wait at a peer."""
-        least = min([self._served(ticket.tenant) for ticket in line.queue.firsts()])
-        return any(self._served(tenant) < least for tenant in self._replica.tenants.active(now))
+        return all(self._spare(ticket.tenant, now) for ticket in line.queue.firsts())
+
+    def _place(self) -> int:
+        """In the order of replicas, which is another one each second."""
+        ids = sorted([self._replica.router_id, *self._replica.peers.credible()])
+        return (ids.index(self._replica.router_id) + int(time.time())) % len(ids)
+
+    def _least_served(self, now: float) -> str:
+        """The tenant at work that was served least, of late; empty: none is."""
+        if now >= self._looks_at:
+            self._looks_at = now + LEAST_EVERY_S
+            self._least = min(self._replica.tenants.active(now), key=self._served, default="")
+        return self._least
 
     def _look(self, line: _Line) -> None:
         line.look = None
-        for ticket in line.queue.firsts():
-            line.woken[ticket].set()
+        now = asyncio.get_running_loop().time()
+        for lane in line.queue.lanes():
+            for ticket in line.queue.in_turn(lane):
+                line.woken[ticket].set()
+                if not self._spare(ticket.tenant, now):
+                    break  # nobody overtakes it
 
     def _retry_after_s(self, line: _Line, now: float) -> int:
         """The longest wait so far shows how fast the queue moves."""

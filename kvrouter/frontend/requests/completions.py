@@ -435,7 +435,9 @@ def _used(charge: Charge, running: AttemptRecord, limits: TenantLimits) -> int:
         return 1  # the request is at fault, and counts
     if output and running.is_good:
         limits.answered(running.work.router.pool.model, output)
-    return charge.prompt_tokens + (output or 0)
+    usage = (running.prefill or running).usage
+    prompt_tokens = (usage.prompt_tokens if usage is not None else None) or charge.prompt_tokens
+    return max(prompt_tokens + (output or 0), charge.tokens if charge.goes_on else 0)
 
 
 def _count_placed(metrics: RequestMetrics, running: AttemptRecord) -> None:

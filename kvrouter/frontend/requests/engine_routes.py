@@ -83,6 +83,10 @@ _GET = {
 }
 # Engines take the body of these as a form with a file.
 FORMS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations", "/v1/images/edits"})
+# With --tenant-cache-salt: engines make a chat of these bodies, and take no salt with it.
+UNSALTED = frozenset({"/vertex_generate", "/cohere/v2/chat", "/api/chat", "/api/generate"})
+# SGLang's own: it keeps blocks apart by `extra_key`.
+EXTRA_KEYED = frozenset({"/generate", "/encode"})
 _POSTED = {path: api for api, paths in _POST.items() for path in paths}
 PASSED: Mapping[Route, Api] = MappingProxyType(
     {("POST", path): api for path, api in _POSTED.items()}

@@ -104,7 +104,11 @@ class Moves:
         strips = without_ids if self._options.strip else None
         return Seam(
             records=self._records,
-            is_chunked=True, keeps_alive=True, openings=set(), moves=self._options.limit, rewrite=strips
+            is_chunked=True,
+            keeps_alive=True,
+            openings=set(),
+            moves=self._options.limit,
+            rewrite=strips,
         )
 
     async def go_on(self, record: Record, work: Work, cut: Done, try_workers: TryWorkers) -> Outcome:
@@ -168,12 +172,12 @@ class Moves:
             raise NotContinuedError(f"{tokens:,} tokens are more than --migration-max-tokens")
         assert work.movable is not None
         decode = self._decoder(work.router.pool)
-        gap = answered.gap(stops_of(work.movable), decode)
+        gap, unshown = answered.seam(stops_of(work.movable), decode)
         request = Request(work.request.head.with_path(PATH), work.request.client, body)
         request.trace = work.request.trace
         again = Record(request, record.id, work.received_at, clock(), record.limits)
         following = await self._accept.work(again, COMPLETION, None)
-        seam.rewrite = Continuation(answered, gap, decode, strips=self._options.strip)
+        seam.rewrite = Continuation(answered, gap, unshown, decode, strips=self._options.strip)
         return msgspec.structs.replace(
             following,
             shows_worker=work.shows_worker,

@@ -29,6 +29,7 @@ _MOST_INPUTS = 4
 # Overrides have a few short fields. Larger ones are rejected before objects are made of them.
 _MOST_OVERRIDES_BYTES = 64 * 1024
 _NULL = msgspec.Raw(b"null")
+_MOST_SALT_BYTES = 4096
 
 
 class _Body(lax.Guarded):
@@ -40,6 +41,8 @@ class _Body(lax.Guarded):
     vllm_xargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     input: msgspec.Raw = _NULL
     truncate_prompt_tokens: msgspec.Raw = _NULL
+    cache_salt: msgspec.Raw = _NULL
+    extra_key: msgspec.Raw = _NULL
     path: str | None = None
     """Of a body for /v1/route."""
 
@@ -63,25 +66,27 @@ def parse(request: Request, body: bytes) -> CompletionRequest:
 
     Raises BadRequestError for what is no JSON object. Invalid forms are left to the engine.
     """
-    fields, removed, remove = _Body(), tuple[str, ...](), None
+    fields, removed, remove, is_odd = _Body(), tuple[str, ...](), None, False
     if request.content_type == FORM:
         content_type = request.headers["content-type"]
         fields, kinds = _of_form(body, content_type)
         if kinds:
             removed, remove = tuple(sorted(kinds)), partial(without_guarded, content_type)
     elif body and is_json(request):
-        fields, removed = _of_json(body)
+        fields, removed, is_odd = _of_json(body)
     embeds = EMBEDDINGS in {request.head.route, fields.path}
     return CompletionRequest(
         model=fields.model or request.in_query("model"),
         stream=bool(fields.stream),
         prompt=_inputs(fields) if embeds else None,
-        cache_salt=None,
+        cache_salt=_text(fields.cache_salt),
+        extra_key=_text(fields.extra_key),
         session_id=None,
         n=1,
         kvrouter=_overrides(fields.kvrouter),
         engine_arguments=fields.vllm_xargs,
         removed=removed,
+        is_odd=is_odd,
         remove=remove,
     )
 
@@ -102,15 +107,27 @@ def _inputs(fields: _Body) -> Prompt | None:
     return None
 
 
-def _of_json(body: bytes) -> tuple[_Body, tuple[str, ...]]:
-    """The fields, and the kinds of those that no client may send."""
+def _text(raw: msgspec.Raw) -> str | None:
+    """A string, or the JSON of another value."""
+    given = bytes(raw)
+    if given == b"null" or len(given) > _MOST_SALT_BYTES:
+        return None
+    try:
+        value = msgspec.json.decode(given)
+    except (ValueError, RecursionError):
+        return None  # the engine replies with the reason
+    return (value if isinstance(value, str) else given.decode("utf-8", "replace")) or None
+
+
+def _of_json(body: bytes) -> tuple[_Body, tuple[str, ...], bool]:
+    """The fields, the kinds of those that no client may send, and whether they were read one by one."""
     if not lax.is_suspicious(body):
         try:
-            return _BODY.decode(body), ()
+            return _BODY.decode(body), (), False
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             pass  # read below
     found = lax.read(_Body, body)
-    return found.body, found.removed
+    return found.body, found.removed, True
 
 
 def _overrides(raw: msgspec.Raw) -> dict[str, Any] | None:

@@ -243,10 +243,11 @@ async def http_server(
     """
     logging.getLogger("aiohttp.server").addFilter(_is_our_fault)
     admin = site.admin
-    tls = listeners.certificate.context if listeners.certificate is not None else None
+    shown = listeners.certificate
+    tls, for_clients = (shown.context, shown.for_clients) if shown is not None else (None, None)
     async with (
         _admin_listener(site, listeners.admin, tls, admin_gate) as admin_server,
-        _clients_port(site, listeners.main, tls, gate) as (server, connections),
+        _clients_port(site, listeners.main, for_clients, gate) as (server, connections),
     ):
         await admin_server.start_serving()
         opening = asyncio.create_task(_open(server, admin, waits=options.process.waits_until_ready))

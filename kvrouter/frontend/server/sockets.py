@@ -47,7 +47,7 @@ class Listeners:
 @contextlib.contextmanager
 def open_listeners(host: str, port: int, process: ProcessOptions, tls: TlsOptions) -> Iterator[Listeners]:
     """Open both sockets, or take a shared port from the parent process. Raises ConfigError."""
-    certificate = ServerCertificate(tls.files) if tls.files is not None else None
+    certificate = ServerCertificate(tls.files, tls.client_ca) if tls.files is not None else None
     with contextlib.ExitStack() as stack:
         if process.listen_fd is None:
             main = stack.enter_context(listen(host, port))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import aiohttp
@@ -171,20 +171,20 @@ class EngineHttp:
         cls,
         url: str,
         api_key: str | None = None,
-        tls_ca: Path | None = None,
+        tls: ssl.SSLContext | None = None,
         extra_metrics: Mapping[str, str] | None = None,
     ) -> AsyncIterator[EngineHttp]:
         """A session for the engine at `url`; the key is sent as a bearer token. Raises ConfigError.
 
-        `tls_ca`: authorities to trust for an https:// URL, in addition to the system's. `extra_metrics`:
-        additional series of /metrics to read (flag --metric): report name -> series.
+        `tls`: for an https:// URL; None: the system's authorities are trusted. `extra_metrics`: additional
+        series of /metrics to read (flag --metric): report name -> series.
         """
         headers = {**UNPACKED, "Authorization": f"Bearer {api_key}"} if api_key else UNPACKED
         async with aiohttp.ClientSession(
             address_below(url),
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
-            connector=engine_connector(trusting(tls_ca)),
+            connector=engine_connector(tls or trusting(None)),
             auto_decompress=False,  # some kilobytes could become gigabytes; UNPACKED asks for plain answers
         ) as session:
             yield cls(session, extra_metrics or {})

@@ -24,6 +24,7 @@ COMMANDS = {
     "relay": "cost of a request and of a streamed event at one frontend",
     "instructions": "the same in instructions, which other work does not change; needs valgrind",
     "limits": "how many requests of one tenant pass in a burst through several replicas",
+    "neighbour": "what a tenant that floods the fleet does to another one's time to first byte",
     "walks": "how many files a chat, a KV event and a booking run through: pictures in docs/concepts",
     "peers": "comparison with nginx, vllm-router, sglang-router and Dynamo's frontend",
 }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
-from kvrouter.core.routing.admission import AdmissionQueue, AdmissionSettings
+from kvrouter.core.routing.admission import SPARE, AdmissionQueue, AdmissionSettings, Ticket
 from kvrouter.core.routing.policy import Candidate
 from kvrouter.errors import NoWorkersError, QueueFullError
 from tests.policies.tables import candidate
@@ -311,3 +313,100 @@ def test_several_replicas() -> None:
 
     # one of four queues has its requests: there it goes first until it has caught up
     assert 58 <= served.tokens["modest"] / 100 <= 60
+
+
+def test_lifts_fade() -> None:
+    """A tenant that came back long ago is not held back by where it began."""
+    served, halvings = Served(), [0]
+    queue = AdmissionQueue(AdmissionSettings(threshold=1.0), served, lambda: halvings[0])
+    served.tokens["old"] = 2**20
+    for number in range(60):
+        queue.join(float(number), tenant="old")
+        queue.join(float(number), tenant="new")
+    halvings[0], served.tokens["old"] = 20, 1  # ten minutes in which others had their turns
+
+    order = [serve(queue, served) for _ in range(40)]
+
+    assert 19 <= order.count("old") <= 21
+
+
+@pytest.mark.parametrize(("targets", "spare", "left"), [(1, 2, 0), (2, 2, 1), (3, 1, 1), (40, 2, 2)])
+def test_leaves_room(targets: int, spare: int, left: int) -> None:
+    """A tenant that was served more gets an idle target if others stay idle; a tenant served less any one."""
+    queue = fair(Served())
+    for idle in range(targets + 1):
+        workers = [worker(0 if number < idle else 60, batched=100) for number in range(targets)]
+        assert not queue.is_saturated(workers), "up to 100 tokens none is full"
+        assert queue.is_saturated(workers, spare=spare) == (idle <= left)
+    assert not queue.is_saturated([], spare=spare)
+
+
+class Engines:
+    """They compute prompts of 100 tokens, one after the other, a second each; and their queue."""
+
+    def __init__(self, count: int, *, leaves_room: bool) -> None:
+        self.leaves_room = leaves_room
+        self.ends: list[list[float]] = [[] for _ in range(count)]
+        self.served, self.ttft_s = Served(), list[float]()
+        self.queue = fair(self.served, 100)
+
+    def run(self, arrivals: Sequence[tuple[float, str]]) -> None:
+        """All that arrives, in order."""
+        for at, tenant in arrivals:
+            while (ended := min([ends[0] for ends in self.ends if ends], default=at)) < at:
+                self._look(ended)
+            with contextlib.suppress(QueueFullError):
+                self.queue.join(at, tenant=tenant)
+            self._look(at)
+
+    def _look(self, now: float) -> None:
+        self.ends = [[end for end in ends if end > now] for ends in self.ends]
+        while any(self._admits(ticket, now) for ticket in self.queue.in_turn()):
+            pass
+
+    def _admits(self, ticket: Ticket, now: float) -> bool:
+        served = self.served.tokens
+        is_over = served[ticket.tenant] > min(served["modest"], served["flood"])
+        targets = [worker(100 * len(ends), batched=100) for ends in self.ends]
+        has_room = not self.queue.is_saturated(targets, spare=SPARE * (self.leaves_room and is_over))
+        if not self.queue.admit(ticket, has_room=has_room, overtakes=True):
+            return False
+        served[ticket.tenant] += 100
+        ends = min(self.ends, key=lambda one: one[-1] if one else 0.0)
+        ends.append((ends[-1] if ends else now) + 1.0)
+        if ticket.tenant == "modest":
+            self.ttft_s.append(ends[-1] - ticket.arrived)
+        return True
+
+
+def flows(seed: int, *, flood: float, modest: float = 0.5) -> list[tuple[float, str]]:
+    rng, found = random.Random(seed), list[tuple[float, str]]()
+    for tenant, rate in (("modest", modest), ("flood", flood)):
+        at = 0.0
+        while rate and (at := at + rng.expovariate(rate)) < 300:
+            found.append((at, tenant))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_next_to_a_flood(seed: int) -> None:
+    """A tenant that sends a quarter of its share hardly waits if another one sends ten times its own."""
+    p90 = {}
+    for flood, leaves_room in ((0.0, True), (20.0, True), (20.0, False)):
+        engines = Engines(4, leaves_room=leaves_room)
+        engines.run(flows(seed, flood=flood))
+        p90[flood, leaves_room] = sorted(engines.ttft_s)[int(0.9 * len(engines.ttft_s))]
+
+    assert p90[20.0, True] < 1.3 * p90[0.0, True]
+    assert p90[20.0, False] > 1.5 * p90[0.0, True]  # turns alone do not help
+
+
+@pytest.mark.parametrize("modest", [1.0, 2.0, 20.0])
+def test_who_leaves_room_does_not_starve(modest: float) -> None:
+    """It has half of the engines at least, whatever the other one sends; of two floods each has half."""
+    engines = Engines(4, leaves_room=True)
+    engines.run(flows(1, flood=20.0, modest=modest))
+
+    served = engines.served.tokens
+    assert served["flood"] >= 0.45 * 4 * 300 * 100
+    assert modest < 20.0 or 0.9 < served["flood"] / served["modest"] < 1.1

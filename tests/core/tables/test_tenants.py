@@ -9,6 +9,7 @@ import pytest
 from kvrouter.core.tables.tenants import (
     LEAST_S,
     MINUTE_S,
+    MOST_OWNERS,
     MOST_S,
     STEP_S,
     Charge,
@@ -18,6 +19,7 @@ from kvrouter.core.tables.tenants import (
     Window,
 )
 from kvrouter.core.wire.ids import RouterId
+from kvrouter.core.wire.ops import TenantUse
 
 A, B = RouterId("a"), RouterId("b")
 NOW = 1000.0
@@ -222,17 +224,70 @@ def test_bursts_at_all(seed: int) -> None:
     assert 400 <= passed <= 440
 
 
-def test_cut_off() -> None:
-    """Without bookings of peers a replica enforces its share of each limit, on its own requests."""
-    one, limits = table(), KeyLimits(requests=20, tokens=400, at_once=8)
-    one.begun_elsewhere(B, "t", 100, NOW)
-    for _ in range(4):
-        begin(one)
-        assert not check(one, limits, peers=3, hears=False).is_unsure
-    begin(one)
+def let_pass(one: TenantTable, limits: KeyLimits, peers: int, now: float = NOW) -> int:
+    """Requests that pass without bookings of peers."""
+    passed = 0
+    while not (left := check(one, limits, now, tokens=15, peers=peers, hears=False)).refused:
+        assert not left.is_unsure
+        begin(one, now)
+        passed += 1
+    return passed
 
-    assert ("requests", 5) == (check(one, limits, peers=3, hears=False).refused, one._use("t").own.requests)
-    assert not check(one, limits).refused
+
+@pytest.mark.parametrize("limits", [KeyLimits(requests=20), KeyLimits(tokens=300), KeyLimits(at_once=20)])
+def test_cut_off(limits: KeyLimits) -> None:
+    """Of a tenant that was not seen each of four replicas lets a quarter pass; with bookings all counts."""
+    one = table()
+    assert 5 == let_pass(one, limits, 3)
+    assert not check(one, limits, tokens=15).refused
+
+
+def test_last_known_share() -> None:
+    """Without bookings of peers a replica lets pass the part that it had of the tenant's use."""
+    limits, uses = KeyLimits(requests=1000), [80, 20, 0]
+    tables = [table(str(number)) for number in range(3)]
+    for here, count in zip(tables, uses, strict=True):
+        for _ in range(count):
+            begin(here)
+            for each in tables:
+                if each is not here:
+                    each.begun_elsewhere(RouterId(here.router_id), "t", 15, NOW)
+    later = NOW + 5 * MINUTE_S  # nothing was asked meanwhile: what was known has not gone
+
+    passed = [let_pass(one, limits, 2, later) for one in tables]
+
+    assert [754, 214, 34] == passed  # 90 % by use, 10 % equally, rounded up
+    tables[2].begun_elsewhere(A, "t", 1, later)
+    assert 34 == tables[2]._use("t").own.requests
+    assert "requests" == check(tables[2], limits, later, peers=2, hears=False).refused
+
+
+def test_served_fades() -> None:
+    """What was said of a tenant is halved every half minute, however much it was; nobody's memory grows."""
+    one = table()
+    for number in range(3 * MOST_OWNERS):  # a forger
+        one.begun_elsewhere(RouterId(f"r{number}"), "t", 1, NOW, 2**60)
+        one.ended_elsewhere(RouterId(f"r{number}"), "t", 2**60, 1, NOW, NOW)
+    assert 2**30 == one.served("t")
+    assert MOST_OWNERS == len(one._use("t").peers)
+
+    for minute in range(1, 16):
+        one.begun_elsewhere(B, "u", 1, NOW + 60 * minute, 1)
+
+    assert 1 == one.served("t") == 2**30 / 2**one.halvings
+    for second in range(1000):
+        one.begun_elsewhere(RouterId("r0"), "t", 1, NOW + second)
+    assert len(one._use("t").peers["r0"].counts) <= 2 * MINUTE_S + 1
+
+
+def test_owners_in_snapshots() -> None:
+    """A snapshot names any number of replicas that have left; a bounded number of them is kept."""
+    one = table()
+    ops = [TenantUse("t", 0, 1, 1, f"gone{number}") for number in range(3 * MOST_OWNERS)]
+    one.load(B, ops, NOW)
+
+    assert MOST_OWNERS == len(one._use("t").peers)
+    assert MOST_OWNERS == len(list(one.ops(NOW, set(), is_elder=True)))
 
 
 def test_snapshot() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvrouter.bounded_answers import MOST_BYTES
+from kvrouter.tls import trusting
 from kvrouter.worker.engines.http import (
     EngineError,
     EngineGoneError,
@@ -203,7 +204,7 @@ async def test_https(free_port: Callable[[], int], tmp_path: Path) -> None:
     """With the right authority the agent reaches an engine over TLS."""
     authority = Authority(tmp_path)
     async with EngineServer.open(free_port(), authority.server()) as server:
-        async with EngineHttp.open(server.url, tls_ca=authority.file) as engine:
+        async with EngineHttp.open(server.url, tls=trusting(authority.file)) as engine:
             assert "0.32.0" == await engine.version()
             assert not await engine.trouble()
         async with EngineHttp.open(server.url) as engine:
