@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import msgspec
 from msgspec import Struct
 
+from kvrouter.core.wire.values import TokenId
 from kvrouter.relay.events import Event, EventKind, EventReader
 
 Json: TypeAlias = dict[str, Any]
@@ -63,6 +64,9 @@ def why_not(body: Mapping[str, Any], *, is_chat: bool, is_inexact: bool = False)
 
     `is_inexact`: the second part may differ from what the first worker would have sent.
     """
+    for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
+        if not isinstance(body.get(name), int | None):
+            return f"`{name}` that is no number"
     for feature, is_used in _REFUSED.items():
         if is_used(body):
             return feature
@@ -85,6 +89,10 @@ def _is_text(message: object) -> bool:
     return all(isinstance(part, dict) and part.get("type", "text") == "text" for part in parts)
 
 
+def _are_text(messages: object) -> bool:
+    return messages is None or (isinstance(messages, list) and all(map(_is_text, messages)))
+
+
 def _sets(*names: str, but: Sequence[object] = (None,)) -> Callable[[Mapping[str, Any]], bool]:
     return lambda body: any(body.get(name) not in but for name in names)
 
@@ -105,7 +113,7 @@ _REFUSED: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
     "tools": _sets("tools", "functions", but=(None, [])),
     "parameters of a hand-over": _sets("kv_transfer_params"),
     "prompt embeddings": _sets("prompt_embeds"),
-    "images or other media": lambda body: not all(map(_is_text, body.get("messages") or [])),
+    "images or other media": lambda body: not _are_text(body.get("messages")),
 }
 """What keeps a stream at its worker: the sampler's state is not restored, or it shows more than text."""
 
@@ -143,9 +151,9 @@ class Answered(Struct):
         self.first = self.first or event
         self.has_usage = self.has_usage or (not choices and bool(event.get("usage")))
         for choice in choices or ():
-            ids = choice.get("token_ids") or []
+            ids = _ids(choice.get("token_ids"))
             prompt_ids = choice.get("prompt_token_ids") or event.get("prompt_token_ids")
-            self.prompt_ids = self.prompt_ids or prompt_ids or []
+            self.prompt_ids = self.prompt_ids or _ids(prompt_ids)
             text = self._text_of(choice)
             if text and not ids:
                 raise NotContinuedError("its engine sends text without token ids")
@@ -208,6 +216,16 @@ class Unshown(Struct, frozen=True):
     is_any: bool
 
 
+def _ids(value: object) -> list[int]:
+    """Raises NotContinuedError if these are no token ids."""
+    if value is None:
+        return []
+    try:
+        return msgspec.convert(value, list[TokenId])
+    except msgspec.ValidationError:
+        raise NotContinuedError("its engine sends token ids that are none") from None
+
+
 def _json_of(event: Event) -> Json:
     try:
         return msgspec.json.decode(event.data, type=dict)
@@ -217,8 +235,9 @@ def _json_of(event: Event) -> Json:
 
 def stops_of(body: Mapping[str, Any]) -> list[str]:
     """The strings that end an answer."""
-    stop = body.get("stop") or []
-    return [stop] if isinstance(stop, str) else [one for one in stop if isinstance(one, str)]
+    stop = body.get("stop")
+    strings = stop if isinstance(stop, list) else [stop]
+    return [one for one in strings if isinstance(one, str) and one]
 
 
 def body_after(body: Mapping[str, Any], answered: Answered) -> bytes | None:
@@ -291,7 +310,7 @@ class Continuation:
         return encode_event(stripped(new) if self._strips else new)
 
     def _choice(self, choice: Json) -> Json:
-        answered, ids = self.answered, choice.get("token_ids") or []
+        answered, ids = self.answered, _ids(choice.get("token_ids"))
         if choice.get("text") and not ids:
             answered.prompt_ids = []  # this engine shows no ids, so nobody can go on after it
         answered.output_ids += ids
@@ -349,9 +368,11 @@ def encode_event(event: Json) -> bytes:
 def stripped(event: Json) -> Json:
     """The event without the fields that SHOW_IDS adds."""
     event.pop("prompt_token_ids", None)
-    for choice in event.get("choices") or ():
-        choice.pop("token_ids", None)
-        choice.pop("prompt_token_ids", None)
+    choices = event.get("choices")
+    for choice in choices if isinstance(choices, list) else ():
+        if isinstance(choice, dict):
+            choice.pop("token_ids", None)
+            choice.pop("prompt_token_ids", None)
     return event
 
 
