@@ -139,6 +139,8 @@ class Answered(Struct):
         found = cls(is_chat, {}, [], [], "")
         try:
             for event in EventReader().feed(content):
+                if event.error is not None:
+                    raise NotContinuedError("its engine has ended it with an error")
                 if event.data and event.kind is not EventKind.END:
                     found.add(_json_of(event))
         except (AttributeError, TypeError) as error:
@@ -151,6 +153,8 @@ class Answered(Struct):
         self.first = self.first or event
         self.has_usage = self.has_usage or (not choices and bool(event.get("usage")))
         for choice in choices or ():
+            if choice.get("index", 0) != 0:
+                raise NotContinuedError("its engine sends several answers")
             ids = _ids(choice.get("token_ids"))
             prompt_ids = choice.get("prompt_token_ids") or event.get("prompt_token_ids")
             self.prompt_ids = self.prompt_ids or _ids(prompt_ids)
@@ -229,7 +233,7 @@ def _ids(value: object) -> list[int]:
 def _json_of(event: Event) -> Json:
     try:
         return msgspec.json.decode(event.data, type=dict)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         raise NotContinuedError("its engine sends what is no JSON object") from None
 
 
@@ -289,7 +293,7 @@ class Continuation:
         self._prompt_tokens, self._had_tokens = len(answered.prompt_ids), len(answered.output_ids)
 
     def __call__(self, content: bytes) -> bytes:
-        """Whole events in the client's API; what cannot be read stays as it is."""
+        """Whole events in the client's API; what cannot be read is left out."""
         return b"".join(map(self._event, EventReader().feed(content)))
 
     def _event(self, event: Event) -> bytes:
@@ -298,7 +302,8 @@ class Continuation:
         try:
             return self._rewritten(_json_of(event))
         except (NotContinuedError, AttributeError, TypeError):
-            return event.text
+            self.answered.prompt_ids = []  # nobody can go on after it
+            return b""
 
     def _rewritten(self, new: Json) -> bytes:
         answered = self.answered
@@ -348,7 +353,7 @@ def last_events(answered: Answered, body: Mapping[str, Any], *, strips: bool) ->
     if answered.finish_reason is None:
         choice: Json = {"index": 0, "finish_reason": "length", "logprobs": None}
         choice |= {"delta": {"content": ""}} if answered.is_chat else {"text": ""}
-        events.append(first | {"choices": [choice], "prompt_token_ids": None, "usage": None})
+        events.append(first | {"choices": [choice], "prompt_token_ids": None})
     options = body.get("stream_options")
     if isinstance(options, dict) and options.get("include_usage") and not answered.has_usage:
         prompt, output = len(answered.prompt_ids), len(answered.output_ids)
@@ -385,6 +390,6 @@ def without_ids(content: bytes) -> bytes:
             continue
         try:
             kept.append(encode_event(stripped(msgspec.json.decode(event.data, type=dict))))
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             kept.append(event.text)
     return b"".join(kept)

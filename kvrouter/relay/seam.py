@@ -20,10 +20,11 @@ from kvrouter.relay.framing import LAST_CHUNK, chunk, content_of
 # Of one stream: with token ids an event takes 250 bytes. A longer one stays at its worker.
 RECORD_BYTES = 16 * 1024 * 1024
 # The first event has the ids of the prompt: 8 bytes each.
-_MOST_REST = 256 * MOST_EVENT_BYTES
+_MOST_REST = 64 * MOST_EVENT_BYTES
 # Of all streams of a process; C has as much for those that it passes on.
 RECORDS_BYTES = 256 * 1024 * 1024
 _ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
+_MOST_END = 3  # bytes of an end that may have come before
 
 
 class Records(Struct):
@@ -45,7 +46,7 @@ class Seam(Begun, kw_only=True):
     """It has become too long to be kept."""
     failure: EventError | None = None
     """What its worker ended it with. Its client has not seen that."""
-    rest: bytes = b""
+    rest: bytearray = bytearray()
     """The beginning of an event."""
     _kept: bytearray = bytearray()
 
@@ -98,12 +99,16 @@ class Seam(Begun, kw_only=True):
 
     def frame(self, content: bytes) -> bytes:
         """The whole events of a piece and what was left of those before it; the rest of it waits."""
-        data = self.rest + content
-        end = max(at + len(one) if (at := data.rfind(one)) >= 0 else 0 for one in _ENDS)
-        if not end and len(data) > _MOST_REST:
-            end, self.is_full = len(data), True
-        whole, self.rest = data[:end], data[end:]
-        if self.may_move and names_failure(whole):
+        searched = max(0, len(self.rest) - _MOST_END)
+        self.rest += content
+        end = max(at + len(one) if (at := self.rest.rfind(one, searched)) >= 0 else 0 for one in _ENDS)
+        if not end and len(self.rest) > _MOST_REST:
+            end, self.is_full = len(self.rest), True
+        if not end:
+            return b""
+        whole = bytes(self.rest[:end])
+        del self.rest[:end]
+        if names_failure(whole):
             whole = self._before_failure(whole)
         if not whole:
             return b""
@@ -112,12 +117,13 @@ class Seam(Begun, kw_only=True):
         return chunk(whole) if self.is_chunked and whole else whole
 
     def _before_failure(self, whole: bytes) -> bytes:
-        """The events before one by which a worker gives up. An error of the client is passed on."""
+        """The events before one by which a worker gives up. If it stays, its client is told."""
         good = []
         for event in EventReader().feed(whole):
             error = event.error
-            if error is not None and not error.is_clients:
-                self.failure, self.rest = error, b""
+            if error is not None and not error.is_clients and (self.may_move or not error.body):
+                self.failure = error
+                self.rest.clear()
                 break
             good.append(event.text)
         return b"".join(good)
@@ -129,5 +135,5 @@ class Seam(Begun, kw_only=True):
             rest = chunk(event) if self.is_chunked else event
         elif self.rest.strip():
             rest = self.frame(b"\n\n")
-        self.rest = b""
+        self.rest.clear()
         return rest + (LAST_CHUNK if self.is_chunked else b"")

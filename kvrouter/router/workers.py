@@ -93,8 +93,8 @@ class Registration(Struct, frozen=True):
         """Raise BadRequestError for what no agent could follow."""
         if not is_worker_id(self.name):
             raise BadRequestError(f"worker_id {self.name[:100]!r}: use a number, or A-Z a-z 0-9 _ -")
-        if not self.endpoint:
-            raise BadRequestError("`endpoint` is empty: give the engine's address")
+        if not self.endpoint or not self.endpoint.isprintable():
+            raise BadRequestError("`endpoint` is empty, or no text: give the engine's address")
         self.endpoints()
 
     def card(self) -> Mapping[str, Any]:
@@ -130,6 +130,7 @@ class RegisteredEngines:
         self._chance = chance
         self._engines: dict[str, Registration] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._changing = asyncio.Lock()  # two changes of one engine at once would leave an agent behind
 
     def __contains__(self, name: str) -> bool:
         return name in self._engines
@@ -139,10 +140,12 @@ class RegisteredEngines:
         engine.check()
         if len(self._engines) >= MOST_ENGINES and engine.name not in self._engines:
             raise BadRequestError(f"{MOST_ENGINES} engines are registered here: delete some, or run agents")
-        if self._engines.get(engine.name) != engine:
-            await self._stop(engine.name)
-            self._engines[engine.name] = engine
-            self._tasks[engine.name] = asyncio.create_task(self._keep(engine), name=f"engine {engine.name}")
+        async with self._changing:
+            if self._engines.get(engine.name) != engine:
+                await self._stop(engine.name)
+                self._engines[engine.name] = engine
+                keep = self._keep(engine)
+                self._tasks[engine.name] = asyncio.create_task(keep, name=f"engine {engine.name}")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(REGISTER_S):
                 while not self.has_agent(engine.name):  # noqa: ASYNC110  # heartbeats have no event
@@ -163,9 +166,12 @@ class RegisteredEngines:
 
     async def delete(self, name: str) -> None:
         """Its agent, if it is here, leaves. Raises UnknownTargetError."""
-        if self._engines.pop(name, None) is None:
-            raise UnknownTargetError(f"worker {name[:100]!r} was not registered here: its own agent ends it")
-        await self._stop(name)
+        async with self._changing:
+            if self._engines.pop(name, None) is None:
+                raise UnknownTargetError(
+                    f"worker {name[:100]!r} was not registered here: its own agent ends it"
+                )
+            await self._stop(name)
 
     async def close(self) -> None:
         """All agents here leave; other replicas take over."""

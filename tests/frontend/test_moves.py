@@ -187,6 +187,16 @@ async def test_several_moves(fleet_of: FleetOf, with_tokenizer: str, path: str) 
                 assert (got.reasons, got.ends) == ([], 0)
 
 
+async def test_error_of_the_client(fleet_of: FleetOf, with_tokenizer: str) -> None:
+    """An error that tells the client is the end: nothing follows it."""
+    error = chunk(b'data: {"error": {"message": "too long", "code": 400}}\n\n')
+    async with fleet_of(*FLAGS, with_tokenizer, scripts=TWO, **VLLM) as fleet:
+        got = parts(await moved(fleet, CHATS, dying(1, events=9, last=error), engine(2)))
+        assert got.errors[0]["message"] == "too long"
+        assert (got.reasons, got.ends) == ([], 0)
+        assert len(fleet.requests) == 1
+
+
 FAILING: dict[str, Script] = {
     "400": says(answer(b'{"error":{"message":"too long"}}', 400)),
     "503": says(answer(b'{"error":{}}', 503)),
@@ -252,6 +262,8 @@ async def test_strip(fleet_of: FleetOf, with_tokenizer: str) -> None:
             assert parts(got) == want
             assert want.ids == []
             assert b"token_ids" not in got.body
+            asked = await moved(fleet, path, dying(1, events=9), engine(2), return_token_ids=True)
+            assert len(parts(asked).ids) == 40
 
 
 async def test_inexact(fleet_of: FleetOf, with_tokenizer: str) -> None:
@@ -293,6 +305,8 @@ async def test_what_the_next_worker_is_asked(fleet_of: FleetOf, with_tokenizer: 
         await until(lambda: fleet.logged("request.served"), "the line of the access log")
         (line,) = fleet.logged("request.served")
         assert (line["moves"], line["retries"]) == (1, 1)
+        (client,) = (await fleet.get("/clients")).json["clients"]
+        assert client["now"]["output_tokens"] == 30
 
 
 async def test_no_tokens_left(fleet_of: FleetOf, with_tokenizer: str) -> None:

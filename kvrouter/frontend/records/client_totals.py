@@ -110,11 +110,11 @@ class Totals(Struct):
         self.requests += 1
         self.seconds += seconds
         if record.attempts:
-            last = record.attempts[-1]
+            last = record.asked or record.attempts[-1]
             if last.prompt_tokens:
                 self.prompt_tokens += last.prompt_tokens
                 self.overlap_tokens += last.overlap_tokens
-            self.output_tokens += last.output_tokens or 0
+            self.output_tokens += record.output_tokens
         if ending != "ok":
             self.failed += ending in {"failed", "broken"}
             self.refused += ending == "refused"

@@ -229,6 +229,18 @@ class Record(Struct):
         return self.attempts[-1] if self.attempts else None
 
     @property
+    def asked(self) -> AttemptRecord | None:
+        """The last attempt with the client's own prompt: others go on with a stream."""
+        return next((one for one in reversed(self.attempts) if one.work is self.work), None)
+
+    @property
+    def output_tokens(self) -> int:
+        """Of all workers of a stream."""
+        if not self.moves:
+            return self.attempts[-1].output_tokens or 0 if self.attempts else 0
+        return sum(one.output_tokens or 0 for one in self.attempts)
+
+    @property
     def lasted_s(self) -> float:
         """From its arrival to its end."""
         return self.ended_at - self.began_at

@@ -82,12 +82,12 @@ class TenantTotals:
             self._count_tokens(total, record)
 
     def _count_tokens(self, total: TenantDay, record: Record) -> None:
-        last = record.attempts[-1]
+        last = record.asked or record.attempts[-1]
         usage = (last.prefill or last).usage
         known = usage is not None and usage.prompt_tokens is not None
         prompt = usage.prompt_tokens if usage is not None and known else last.prompt_tokens
         cached = usage.cached_tokens if usage is not None and known else last.overlap_tokens
-        prompt, cached, output = prompt or 0, min(cached or 0, prompt or 0), last.output_tokens or 0
+        prompt, cached, output = prompt or 0, min(cached or 0, prompt or 0), record.output_tokens
         total.prompt_tokens += prompt
         total.cached_tokens += cached
         total.computed_tokens += prompt - cached

@@ -144,14 +144,17 @@ class Completions:
         except Exception as error:
             served = record.served = self._failed(record, api, error)
         finally:
-            self.in_flight.end(request)
-            if isinstance(request.client.begun, Seam):
-                request.client.begun.release()
-            if record.work is not None and record.work.route.charge is not None:
-                self.accept.limits.ended(record.work.route.charge)
-            self.readers.ended(record)
-            record.error = None  # its traceback leads back here, and would hold the body in a ring
+            self._ended(record)
         return served
+
+    def _ended(self, record: Record) -> None:
+        self.in_flight.end(record.request)
+        if isinstance(record.request.client.begun, Seam):
+            record.request.client.begun.release()
+        if record.work is not None and record.work.route.charge is not None:
+            self.accept.limits.ended(record.work.route.charge)
+        self.readers.ended(record)
+        record.error = None  # its traceback leads back here, and would hold the body in a ring
 
     async def _answer(self, record: Record, api: Api, rights: Rights) -> Served:
         request = record.request

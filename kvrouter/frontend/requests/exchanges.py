@@ -125,7 +125,7 @@ class Exchanges:
             if work.ids.may_go_to(worker):
                 body = with_field(body, work.ids.field)
                 self._metrics.token_ids_sent.inc(running.model)
-        if work.movable is not None and self._moves.may_leave(running):
+        if work.movable is not None and SHOW_IDS not in body and self._moves.may_leave(running):
             body = with_field(body, SHOW_IDS)
         head = work.request.head.for_worker(
             placement.url,

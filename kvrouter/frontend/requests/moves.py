@@ -101,7 +101,7 @@ class Moves:
             return begun
         if not self.may_leave(running):
             return None
-        strips = without_ids if self._options.strip else None
+        strips = without_ids if self._strips(running.work) else None
         return Seam(
             records=self._records,
             is_chunked=True,
@@ -111,6 +111,10 @@ class Moves:
             rewrite=strips,
         )
 
+    def _strips(self, work: Work) -> bool:
+        """Whether its client gets no token ids."""
+        return self._options.strip and not (work.movable or {}).get("return_token_ids")
+
     async def go_on(self, record: Record, work: Work, cut: Done, try_workers: TryWorkers) -> Outcome:
         """Have other workers finish a stream. Its client gets the error event if none does."""
         seam = work.request.client.begun
@@ -118,6 +122,7 @@ class Moves:
         is_chat, body = work.api.parse is CHAT.parse, work.movable or {}
         failed: frozenset[Target] = frozenset()
         outcome: Outcome | None = cut
+        had = 0
         while isinstance(outcome, Done) and outcome.rest is not None:
             cut, last = outcome, record.attempts[-1]
             cause = _cause(cut)
@@ -126,6 +131,8 @@ class Moves:
             failed |= frozenset(last.work.router.pool.targets_of(last.placement.target.worker_id))
             try:
                 answered = await self._answered(seam, is_chat=is_chat)
+                count = len(answered.output_ids)  # exact, where a stream without its end has an estimate
+                last.output_tokens, had = count - had, count
                 new = body_after(body, answered)
                 if new is None:
                     return self._complete(work, seam, answered, cut)
@@ -135,6 +142,8 @@ class Moves:
                 )
                 record.moves += 1
                 outcome = await try_workers(record, following, failed)
+                if work.route.charge is not None:
+                    work.route.charge.used += record.attempts[-1].output_tokens or 0
             except (NotContinuedError, KvRouterError) as error:
                 log.warning("stream.not_moved", request=work.id, reason=str(error))
                 outcome = None
@@ -158,7 +167,7 @@ class Moves:
     def _complete(self, work: Work, seam: Seam, answered: Answered, cut: Done) -> Done:
         """No token is missing: only the end is."""
         assert work.movable is not None
-        rest = last_events(answered, work.movable, strips=self._options.strip)
+        rest = last_events(answered, work.movable, strips=self._strips(work))
         work.request.client.write(seam.close(rest))
         self._metrics.migrations.inc(_cause(cut), "moved")
         return Done(200, cut.keeps_alive)
@@ -177,7 +186,7 @@ class Moves:
         request.trace = work.request.trace
         again = Record(request, record.id, work.received_at, clock(), record.limits)
         following = await self._accept.work(again, COMPLETION, None)
-        seam.rewrite = Continuation(answered, gap, unshown, decode, strips=self._options.strip)
+        seam.rewrite = Continuation(answered, gap, unshown, decode, strips=self._strips(work))
         return msgspec.structs.replace(
             following,
             shows_worker=work.shows_worker,

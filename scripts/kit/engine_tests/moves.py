@@ -156,6 +156,7 @@ async def _run(options: argparse.Namespace) -> int:
         ]
         # The same few prompts lose their workers again and again here.
         flags = ["--router-mode=round-robin", "--migration-limit=1", "--deadly-prompt-ttl-s=0"]
+        flags.append(f"--model-path={common.model_path}")  # with its tokenizer a character may be cut in two
         served = await serve_engines(common.fleet, common.client, engines, named, flags)
         for name, count, kills in (("cut", options.cuts, False), ("kill -9", options.kills, True)):
             rows.append((name, *await _check(served, cuts, count, kills=kills)))
