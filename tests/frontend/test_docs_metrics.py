@@ -37,8 +37,8 @@ def test_every_metric_is_used() -> None:
 
 
 def test_not_too_many() -> None:
-    """At most 70: a value of a label is found sooner than another name."""
-    assert len(METRICS) <= 70
+    """At most 70, and one for streams that move: a value of a label is found sooner than another name."""
+    assert len(METRICS) <= 71
 
 
 def test_events_of_a_replica() -> None:

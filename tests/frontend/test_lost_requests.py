@@ -241,7 +241,8 @@ async def test_the_engine_says_that_it_died(fleet_of: FleetOf, engines: list[Eng
 async def test_amid_traffic(fleet_of: FleetOf, engines: list[Engine]) -> None:
     """Amid 20 requests on each worker, half of them streams, the poison ends three workers at most.
 
-    Every other request without output is answered, unless it was at two of these, and none is refused.
+    Every other request without output is answered, unless it was at two workers of which one is lost (on a
+    busy machine the other one may not answer its probe in time), and none is refused.
     """
     async with fleet_of(scripts=tuple(engines)) as fleet:
         embody(fleet, engines)
@@ -259,12 +260,11 @@ async def test_amid_traffic(fleet_of: FleetOf, engines: list[Engine]) -> None:
         assert {200} == {response.status for response in await asyncio.gather(*streams)}
         ended = set(poisoned(fleet))
         for number, response in enumerate(await asyncio.gather(*waiting), start=100):
-            lost = [
-                worker
-                for worker in fleet.workers
-                if worker.id in ended and held(number) in [one.json for one in worker.requests]
-            ]
-            assert 200 == response.status or (len(lost) >= 2 and CODE == response.json["error"]["code"])
+            at = {
+                worker.id for worker in fleet.workers if held(number) in [one.json for one in worker.requests]
+            }
+            may_end = len(at) >= 2 and at & ended
+            assert 200 == response.status or (may_end and CODE == response.json["error"]["code"])
         (entry,) = fleet.frontend.replica.deadly.entries()
         assert set(entry.workers) <= set(map(WorkerId, poisoned(fleet)))
 
