@@ -231,6 +231,8 @@ class Record(Struct):
     @property
     def asked(self) -> AttemptRecord | None:
         """The last attempt with the client's own prompt: others go on with a stream."""
+        if not self.moves:
+            return self.last
         return next((one for one in reversed(self.attempts) if one.work is self.work), None)
 
     @property

@@ -136,7 +136,7 @@ class Accept:
         overrides = self._overrides(request, read, client)
         wanted, mode = _wanted(request, read, overrides)
         policy = (router.modes.of(mode) if mode else router.modes.default).policy
-        lora_name, found_ids = _lora_name(router, asked), list[Sendable]()
+        found_ids: list[Sendable] = []
         if read.large is not None and read.large.holes:
             asked = await _whole(read, read.large, api, policy)
         # also in a mode without tokens, if others of the pool are placed by what its booking holds
@@ -147,7 +147,7 @@ class Accept:
         route = RouteRequest(
             record.id,
             prompts,
-            lora_name=lora_name,
+            lora_name=(lora_name := _lora_name(router, asked)),
             overlap_weight=overrides.overlap_weight,
             temperature=overrides.temperature,
             text=texts.plain_text(asked.prompt) if policy.needs_text else "",
@@ -168,10 +168,10 @@ class Accept:
         # last: a client that left before is not counted
         limits = await self.limits.begin(key, api, charge) if key and charge else ""
         return Work(
-            id=record.id,
-            request=request,
-            body=sent,
-            stream=asked.stream,
+            record.id,
+            request,
+            sent,
+            asked.stream,
             route=route,
             router=router,
             received_at=record.received_at,
