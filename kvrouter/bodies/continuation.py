@@ -123,7 +123,7 @@ class Answered(Struct):
 
     is_chat: bool
     first: Json
-    """The first event, without its choices."""
+    """What all events of it say alike."""
     prompt_ids: list[int]
     output_ids: list[int]
     text: str
@@ -150,7 +150,7 @@ class Answered(Struct):
     def add(self, event: Json) -> None:
         """Add an event of the first worker. Raises NotContinuedError."""
         choices = event.pop("choices", None)
-        self.first = self.first or event
+        self.first = self.first or {name: event[name] for name in (*_FROM_FIRST, "object") if name in event}
         self.has_usage = self.has_usage or (not choices and bool(event.get("usage")))
         for choice in choices or ():
             if choice.get("index", 0) != 0:
@@ -307,8 +307,7 @@ class Continuation:
 
     def _rewritten(self, new: Json) -> bytes:
         answered = self.answered
-        new |= {name: answered.first[name] for name in _FROM_FIRST if name in answered.first}
-        new["object"] = answered.first.get("object", new.get("object"))
+        new |= answered.first
         new["choices"] = [self._choice(choice) for choice in new.get("choices") or ()]
         if new.get("usage"):
             new["usage"] = self._usage(new["usage"])
@@ -347,23 +346,19 @@ class Continuation:
         return usage | {"prompt_tokens": prompt, "completion_tokens": both, "total_tokens": prompt + both}
 
 
-def last_events(answered: Answered, body: Mapping[str, Any], *, strips: bool) -> bytes:
+def last_events(answered: Answered, body: Mapping[str, Any]) -> bytes:
     """The end of an answer to which no worker has to add a token."""
-    events, first = [], stripped(dict(answered.first)) if strips else answered.first
+    events, first = [], answered.first
     if answered.finish_reason is None:
         choice: Json = {"index": 0, "finish_reason": "length", "logprobs": None}
         choice |= {"delta": {"content": ""}} if answered.is_chat else {"text": ""}
-        events.append(first | {"choices": [choice], "prompt_token_ids": None})
+        events.append(first | {"choices": [choice]})
     options = body.get("stream_options")
     if isinstance(options, dict) and options.get("include_usage") and not answered.has_usage:
         prompt, output = len(answered.prompt_ids), len(answered.output_ids)
         counts = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
-        events.append(first | {"choices": [], "prompt_token_ids": None, "usage": counts})
-    return b"".join(map(encode_event, map(_without_null_ids, events))) + _LAST_EVENT
-
-
-def _without_null_ids(event: Json) -> Json:
-    return {name: value for name, value in event.items() if name != "prompt_token_ids" or value is not None}
+        events.append(first | {"choices": [], "usage": counts})
+    return b"".join(map(encode_event, events)) + _LAST_EVENT
 
 
 def encode_event(event: Json) -> bytes:

@@ -127,6 +127,8 @@ class Done(Struct, frozen=True):
     spares_worker: bool = False
     # The connection broke: the worker may be gone.
     is_cut: bool = False
+    # It sent nothing for too long.
+    is_silent: bool = False
     rest: Callable[[], None] | None = None
     """Another worker may go on with the stream (seam.py). If none does, this writes the error event."""
 
@@ -377,7 +379,7 @@ class Attempt:
         body = self._body
         if self._is_holding:
             self._hold(data)
-        elif self._seam is None and self._is_stream and self._was_at_boundary and self._is_broken_off(data):
+        elif self._is_stream and self._was_at_boundary and names_failure(data) and self._is_broken_off(data):
             return
         elif body is not None and body.is_over:
             self._pass_last(data)
@@ -438,7 +440,7 @@ class Attempt:
 
     def _is_broken_off(self, data: bytes) -> bool:
         """Whether these bytes, amid an answer, ended it. An error that tells the client is only counted."""
-        error = _error_of(events_at_the_end(data)) if names_failure(data) else None
+        error = _error_of(events_at_the_end(data)) if self._seam is None else None  # else `frame` finds it
         if error is None:
             return False
         if not error.body:
@@ -598,7 +600,8 @@ class Attempt:
         """Choose this worker for good, and pass on what is held. `is_whole`: that is all of the answer."""
         client, held, events = self._client, bytes(self._held), self._events
         self._is_holding, self._active_at = False, self._loop.time()
-        self._choose_seam(head, is_whole=is_whole)
+        if self._seam is not None:
+            self._choose_seam(head, self._seam, is_whole=is_whole)
         if client.begun is not None:
             self._go_on(head, client.begun, is_whole=is_whole)
         else:
@@ -615,10 +618,10 @@ class Attempt:
             if len(held) > MOST_EVENT_BYTES or any(event.shows_output for event in events):
                 self._on_first_output()
 
-    def _choose_seam(self, head: ResponseHead, *, is_whole: bool) -> None:
+    def _choose_seam(self, head: ResponseHead, seam: Seam, *, is_whole: bool) -> None:
         """Let this stream move if its worker is lost, unless it is whole, or none."""
-        seam, client = self._seam, self._client
-        if seam is None or seam is client.begun:
+        client = self._client
+        if seam is client.begun:
             return
         is_needed = self._is_stream and not (is_whole and seam.rewrite is None)
         if not is_needed or head.status != 200 or head.length is not None:
@@ -767,8 +770,9 @@ class Attempt:
         rest = partial(self._client.write, end) if may_move else None
         if end and not may_move:
             self._client.write(end)
-        keeps_alive = takes_event and self._keeps_alive
-        self._finish(Done(head.status, keeps_alive, reason, not takes_event, spares_worker, is_cut, rest))
+        keeps_alive, is_silent = takes_event and self._keeps_alive, isinstance(error, WorkerSilentError)
+        facts = not takes_event, spares_worker, is_cut, is_silent, rest
+        self._finish(Done(head.status, keeps_alive, reason, *facts))
 
     def _ends_already(self) -> bool:
         """End a stream that lacks only the end of its body. False: the last event of its API is not there."""

@@ -112,7 +112,8 @@ class Seam(Begun, kw_only=True):
             whole = self._before_failure(whole)
         if not whole:
             return b""
-        self.keep(whole)
+        if self.may_move:
+            self.keep(whole)
         whole = whole if self.rewrite is None else self.rewrite(whole)
         return chunk(whole) if self.is_chunked and whole else whole
 

@@ -95,6 +95,12 @@ class PlacementAsk(Struct, frozen=True):
     def has_text(self) -> bool:
         return self.text is not None or is_given(self.messages) or is_given(self.request)
 
+    def check(self) -> None:
+        """Raise BadRequestError if there are several prompts."""
+        texts = [self.text is not None, is_given(self.messages), is_given(self.request)]
+        if sum(texts) + (self.token_ids is not None) > 1:
+            raise BadRequestError("give one of token_ids, text, messages and request", param="token_ids")
+
     @property
     def charges(self) -> bool:
         """Whether the worker computes the prompt: not where another one has."""

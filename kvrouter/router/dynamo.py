@@ -32,7 +32,7 @@ RESERVATIONS, WORKERS = "/reservations/", "/workers/"
 _OK = {"status": "ok"}
 _NO_SHARED_CACHE = {"enabled": False, "total_hit_blocks": 0, "ranges": [], "error": None}
 _MOST_CALLER = 128
-# As there: a body is read in one piece of the event loop's time, 60 ms for a million token ids.
+# A body is read in one step of the event loop.
 MOST_BODY_BYTES = 8 * 1024 * 1024
 
 

@@ -25,13 +25,13 @@ from kvrouter.core.tables.bookings import MOST_TOKENS
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import Target
 from kvrouter.errors import BadRequestError, NoWorkersError, UnknownModelError
+from kvrouter.frontend.requests.overrides import DIRECT
 from kvrouter.relay.request import new_request_id
 from kvrouter.router.asked import DEFAULT, Override, PlacementAsk, SessionContext, first_rank
 from kvrouter.router.reservations import Reservation, Reservations
 
 log = structlog.get_logger()
 
-DIRECT = "direct"
 # How exactly leases end.
 EXPIRE_S = 0.1
 # A label of a worker that a caller registered: its address, if that is none of HTTP.
@@ -186,6 +186,7 @@ class Placing:
 
     async def _wanted(self, asked: PlacementAsk, request_id: str) -> tuple[Router, RouteRequest]:
         if asked.has_text:
+            asked.check()
             router, request = await self._read_body(asked, request_id)
         else:
             router = self.router_for(asked.model_name, asked.group)

@@ -26,7 +26,7 @@ CLASS_LINES = 300
 # BookingTable and Completions have four lines more each for tenants. Attempt and Completions know of streams
 # that move.
 LARGER = {
-    "Attempt": 596, "Replica": 481, "FeedReader": 419, "BlockIndex": 395, "Pool": 398, "Agent": 379,
+    "Attempt": 600, "Replica": 481, "FeedReader": 419, "BlockIndex": 395, "Pool": 398, "Agent": 379,
     "BookingTable": 366, "Completions": 353, "Bus": 337, "EngineBlocks": 330, "Examination": 316,
     "ReferenceEngine": 351,  # with both halves of a request, and blocks of a peer
     "Router": 250, "OwnBookings": 250, "SyncFeed": 250,  # one router in three
@@ -47,7 +47,7 @@ FILES = 25
 # for others, 60 fields that steer engines, 60 last known shares and what fades, 50 sizes per key, 50 salts
 # and usage of what is passed on, 40 trailers and the rest. 880 for streams that move: 380 the seam of both
 # parts' events, 190 the way to the next worker, 130 the record, 60 in Attempt, 50 their settings.
-LINES = 77_440
+LINES = 77_460
 COMMENTS = 30
 # Of docs/, as `wc -w` counts them, without docs/changes; 1,920 of them for pairs, 400 of these SGLang's; 170
 # for the figures of large bodies; 1,050 for when pairs pay, in tables, and flags to find that out; 390 for
@@ -55,7 +55,7 @@ COMMENTS = 30
 # their limits, costs, turns and salts, 650 of these the threat model; 1,370 for placement as a service, half
 # of them its settings; 460 for new lines of the threat model, certificates of clients, sizes per key and
 # workers left idle; 860 for streams that move.
-DOC_WORDS = 67_360
+DOC_WORDS = 67_370
 _IMPORT = re.compile(r"^\s*from kvrouter\.core\.(\w+)", re.MULTILINE)
 _FOR_TOOLS = ("noqa", "type:", "pragma", "fmt:", "cython:")
 

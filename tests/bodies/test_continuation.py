@@ -55,7 +55,7 @@ def test_engines_that_send_anything(events: list[Any], is_chat: bool) -> None:
     with contextlib.suppress(NotContinuedError):
         answered = Answered.read(first_part("a") + content, is_chat=is_chat)
         answered.seam([], None)
-        last_events(answered, {"stream_options": {"include_usage": True}}, strips=True)
+        last_events(answered, {"stream_options": {"include_usage": True}})
         body_after({"model": "m"}, answered)
 
 

@@ -171,6 +171,7 @@ async def test_callers_are_bounded(nats_url: str) -> None:
 
 BAD: list[tuple[str, str, Any, int, str]] = [
     ("POST", "/select", {"token_ids": PROMPT, "model_name": "gpt"}, 404, "`gpt` does not exist; served: m"),
+    ("POST", "/select", {"token_ids": PROMPT, "text": "a"}, 400, "give one of"),
     ("POST", "/select", {"token_ids": PROMPT, "routing_group": "b"}, 404, "start a router with --namespace"),
     (
         "POST",

@@ -11,7 +11,7 @@ reading of the clock, so nothing asks first whether a log or a trace wants it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from msgspec import Struct
@@ -100,8 +100,8 @@ class Work(Struct, frozen=True):
     """Of its client; None: no keys are in use, or it is an operator."""
     ids: SentIds | None
     """Its token ids, for engines that may get them."""
-    movable: Mapping[str, Any] | None = None
-    """Its body, if its stream may move to another worker."""
+    movable: bool = False
+    """Whether its stream may move to another worker."""
     limits: str = ""
     """Lines for the head of its answer: how much its key may still use."""
 

@@ -166,8 +166,8 @@ class Completions:
             if work.key is None:  # a key that may not is refused already
                 rights.gate("a dry run", request.headers)
             return self._reply(request, self.readers.decisions.preview(work))
-        if self._moves.is_on and (movable := self._moves.movable(work)) is not None:
-            record.work = work = replace(work, movable=movable)
+        if self._moves.is_on and self._moves.may_move(work):
+            record.work = work = replace(work, movable=True)
         keeps_alive = record.limits.keep_alive_s and work.stream and api.streams
         relay = self._kept_alive if keeps_alive else self._try_workers
         outcome = await relay(record, work)

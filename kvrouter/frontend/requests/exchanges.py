@@ -103,7 +103,7 @@ class Exchanges:
             partial(self._first_output, running),
             is_clients and work.request.head.wants_keep_alive and not self._in_flight.is_draining,
             work.response is not None or not is_clients,
-            self._moves.seam(running) if is_clients and work.movable is not None else None,
+            self._moves.seam(running) if is_clients and work.movable else None,
         )
 
     def _unreachable(
@@ -125,7 +125,7 @@ class Exchanges:
             if work.ids.may_go_to(worker):
                 body = with_field(body, work.ids.field)
                 self._metrics.token_ids_sent.inc(running.model)
-        if work.movable is not None and SHOW_IDS not in body and self._moves.may_leave(running):
+        if work.movable and SHOW_IDS not in body and self._moves.may_leave(running):
             body = with_field(body, SHOW_IDS)
         head = work.request.head.for_worker(
             placement.url,

@@ -45,8 +45,9 @@ from kvrouter.telemetry.metrics import RequestMetrics
 
 log = structlog.get_logger()
 
-# A longer body stays at its worker, as does a longer record that would have to be read on the loop.
-MOST_BODY_BYTES = 1024 * 1024
+# A stream with a longer body stays at its worker: it would have to be read in steps.
+MOST_BODY_BYTES = 256 * 1024
+# A longer record is read by a thread.
 _INLINE_BYTES = 256 * 1024
 
 TryWorkers = Callable[[Record, Work, frozenset[Target]], Awaitable[Outcome | None]]
@@ -69,21 +70,21 @@ class Moves:
         self._decoder = decoder
         self._records = Records()
 
-    def movable(self, work: Work) -> Mapping[str, Any] | None:
-        """The body of a request whose stream may move; None: it stays at its worker."""
+    def may_move(self, work: Work) -> bool:
+        """Whether the answer to this request is one that can be continued exactly."""
         if not work.stream or len(work.body) > MOST_BODY_BYTES:
-            return None
+            return False
         if not _is_plain(work.api) or work.response is not None:
-            return None
+            return False
         try:
-            body = msgspec.json.decode(work.body, type=dict[str, Any])
+            body = _body(work)
         except msgspec.DecodeError:  # what only lax.py can read
-            return None
+            return False
         is_chat = work.api.parse is CHAT.parse
         reason = why_not(body, is_chat=is_chat, is_inexact=self._options.inexact)
         if reason:
             self._metrics.migrations.inc("request", "refused")
-        return None if reason else body
+        return not reason
 
     def may_leave(self, running: AttemptRecord) -> bool:
         """Whether the engine of this attempt shows the token ids of such a stream."""
@@ -101,7 +102,7 @@ class Moves:
             return begun
         if not self.may_leave(running):
             return None
-        strips = without_ids if self._strips(running.work) else None
+        strips = without_ids if self._strips(_body(running.work)) else None
         return Seam(
             records=self._records,
             is_chunked=True,
@@ -111,15 +112,15 @@ class Moves:
             rewrite=strips,
         )
 
-    def _strips(self, work: Work) -> bool:
+    def _strips(self, body: Mapping[str, Any]) -> bool:
         """Whether its client gets no token ids."""
-        return self._options.strip and not (work.movable or {}).get("return_token_ids")
+        return self._options.strip and not body.get("return_token_ids")
 
     async def go_on(self, record: Record, work: Work, cut: Done, try_workers: TryWorkers) -> Outcome:
         """Have other workers finish a stream. Its client gets the error event if none does."""
         seam = work.request.client.begun
         assert isinstance(seam, Seam)
-        is_chat, body = work.api.parse is CHAT.parse, work.movable or {}
+        is_chat, body = work.api.parse is CHAT.parse, _body(work)
         failed: frozenset[Target] = frozenset()
         outcome: Outcome | None = cut
         had = 0
@@ -135,8 +136,8 @@ class Moves:
                 last.output_tokens, had = count - had, count
                 new = body_after(body, answered)
                 if new is None:
-                    return self._complete(work, seam, answered, cut)
-                following = await self._following(record, work, answered, new, seam)
+                    return self._complete(work, seam, answered, cut, body)
+                following = await self._following(record, work, answered, new, seam, body)
                 log.info(
                     "stream.moved", request=work.id, worker=str(last.placement.target), reason=cut.failure
                 )
@@ -164,36 +165,48 @@ class Moves:
             return Answered.read(content, is_chat=is_chat)
         return await asyncio.to_thread(Answered.read, content, is_chat=is_chat)
 
-    def _complete(self, work: Work, seam: Seam, answered: Answered, cut: Done) -> Done:
+    def _complete(
+        self, work: Work, seam: Seam, answered: Answered, cut: Done, body: Mapping[str, Any]
+    ) -> Done:
         """No token is missing: only the end is."""
-        assert work.movable is not None
-        rest = last_events(answered, work.movable, strips=self._strips(work))
+        rest = last_events(answered, body)
         work.request.client.write(seam.close(rest))
         self._metrics.migrations.inc(_cause(cut), "moved")
         return Done(200, cut.keeps_alive)
 
-    async def _following(
-        self, record: Record, work: Work, answered: Answered, body: bytes, seam: Seam
+    async def _following(  # noqa: PLR0917
+        self,
+        record: Record,
+        work: Work,
+        answered: Answered,
+        new: bytes,
+        seam: Seam,
+        body: Mapping[str, Any],
     ) -> Work:
         """The request for what is missing. Raises NotContinuedError or KvRouterError."""
         tokens = len(answered.prompt_ids) + len(answered.output_ids)
         if tokens > self._options.max_tokens:
             raise NotContinuedError(f"{tokens:,} tokens are more than --migration-max-tokens")
-        assert work.movable is not None
         decode = self._decoder(work.router.pool)
-        gap, unshown = answered.seam(stops_of(work.movable), decode)
-        request = Request(work.request.head.with_path(PATH), work.request.client, body)
+        gap, unshown = answered.seam(stops_of(body), decode)
+        request = Request(work.request.head.with_path(PATH), work.request.client, new)
         request.trace = work.request.trace
         again = Record(request, record.id, work.received_at, clock(), record.limits)
         following = await self._accept.work(again, COMPLETION, None)
-        seam.rewrite = Continuation(answered, gap, unshown, decode, strips=self._strips(work))
+        seam.rewrite = Continuation(answered, gap, unshown, decode, strips=self._strips(body))
+        seam.release()  # from here on the events count as they are rewritten
         return msgspec.structs.replace(
             following,
             shows_worker=work.shows_worker,
             key=work.key,
             limits=work.limits,
-            movable=work.movable,
+            movable=True,
         )
+
+
+def _body(work: Work) -> dict[str, Any]:
+    """Decoded anew each time: as objects it takes ten times the memory, for as long as a stream lasts."""
+    return msgspec.json.decode(work.body, type=dict[str, Any])
 
 
 def _is_plain(api: Api) -> bool:
@@ -202,6 +215,6 @@ def _is_plain(api: Api) -> bool:
 
 def _cause(cut: Done) -> str:
     """Why a worker sends no more."""
-    if cut.is_cut or "broke off" in cut.failure:
+    if cut.is_cut:
         return "lost"
-    return "silent" if "no output" in cut.failure else "failed"
+    return "silent" if cut.is_silent else "failed"
