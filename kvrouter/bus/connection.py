@@ -31,8 +31,10 @@ from nats.aio.subscription import Subscription
 from kvrouter.bus import endings
 from kvrouter.bus.addresses import host_of
 from kvrouter.bus.local_users import LocalUser, is_here, signature
+from kvrouter.bus.messages import PlainMessages, text_of
 from kvrouter.bus.options import NatsOptions
 from kvrouter.bus.outage import Outage
+from kvrouter.core.wire.senders import Message
 
 log = structlog.get_logger()
 
@@ -57,6 +59,25 @@ CLOSE_S = 2.0
 
 # `(subject, payload, reply)`. It must be quick: it runs between two reads of the socket.
 OnMessage = Callable[[str, bytes, str], None]
+# The same for what a read of the socket has brought.
+OnMessages = Callable[[list[Message]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Each:
+    """Calls a function for each message. One that raises delays no other."""
+
+    on_message: OnMessage
+
+    def __call__(self, messages: list[Message]) -> None:
+        errors = []
+        for message in messages:
+            try:
+                self.on_message(*message)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
 
 @dataclass(slots=True)
@@ -84,7 +105,7 @@ class Bus:
         self._client: NatsClient | None = None
         self._client_closed = asyncio.Event()
         self._discovered: list[str] = []
-        self._receivers: dict[str, list[OnMessage]] = {}  # by subject
+        self._receivers: dict[str, list[OnMessages]] = {}  # by subject
         self._subscriptions: dict[str, Subscription] = {}  # of the present client
         self._connect_callbacks: list[Callable[[], None]] = []
         self._outbox: deque[tuple[str, bytes, str]] = deque()
@@ -196,8 +217,12 @@ class Bus:
 
     async def subscribe(self, subject: str, on_message: OnMessage) -> None:
         """Call `on_message` for each message, also after reconnects."""
+        await self.subscribe_all(subject, Each(on_message))
+
+    async def subscribe_all(self, subject: str, on_messages: OnMessages) -> None:
+        """The same for all messages of a read at once."""
         is_new = subject not in self._receivers
-        self._receivers.setdefault(subject, []).append(on_message)
+        self._receivers.setdefault(subject, []).append(on_messages)
         if is_new and self._client is not None and not self._client.is_closed:
             await self._subscribe_client(self._client, subject)
 
@@ -222,8 +247,8 @@ class Bus:
         finally:
             for callback in part.callbacks:
                 self._connect_callbacks.remove(callback)
-            for subject, on_message in part.subscriptions:
-                self._receivers[subject].remove(on_message)
+            for subject, on_messages in part.subscriptions:
+                self._receivers[subject].remove(on_messages)
             for subject in {subject for subject, _ in part.subscriptions}:
                 await self._leave_subject(subject)
 
@@ -319,11 +344,11 @@ class Bus:
     async def _subscribe_client(self, client: NatsClient, subject: str) -> None:
         counters, receivers = self.counters, self._receivers[subject]
 
-        def deliver(subject: str, data: bytes, reply: str) -> None:
-            counters.received += 1
-            counters.received_bytes += len(data)
-            for on_message in receivers:
-                on_message(subject, data, reply)
+        def deliver(messages: list[Message]) -> None:
+            counters.received += len(messages)
+            counters.received_bytes += sum([len(data) for _, data, _ in messages])
+            for on_messages in receivers:
+                on_messages(messages)
 
         self._subscriptions[subject] = await client.subscribe_plain(
             subject, deliver, pending_msgs_limit=PENDING_MESSAGES, pending_bytes_limit=PENDING_BYTES
@@ -415,7 +440,7 @@ class BusPart:
     """A Bus for a part of the process, see `Bus.part`. Its methods are those of Bus."""
 
     def __init__(self, bus: Bus) -> None:
-        self.subscriptions: list[tuple[str, OnMessage]] = []
+        self.subscriptions: list[tuple[str, OnMessages]] = []
         self.callbacks: list[Callable[[], None]] = []
         self._bus = bus
 
@@ -431,8 +456,11 @@ class BusPart:
         return self._bus.publish(subject, payload)
 
     async def subscribe(self, subject: str, on_message: OnMessage) -> None:
-        self.subscriptions.append((subject, on_message))
-        await self._bus.subscribe(subject, on_message)
+        await self.subscribe_all(subject, Each(on_message))
+
+    async def subscribe_all(self, subject: str, on_messages: OnMessages) -> None:
+        self.subscriptions.append((subject, on_messages))
+        await self._bus.subscribe_all(subject, on_messages)
 
     def on_connect(self, callback: Callable[[], None]) -> None:
         self.callbacks.append(callback)
@@ -470,9 +498,9 @@ class NatsClient(Client):
     """nats-py's client, with plain callbacks and without its leaks.
 
     nats-py (2.16) passes each message through a queue to a task. That costs as much as the rest of receiving,
-    and a turn of the event loop; here a plain function is called at once. The method that the parser calls
-    for each message is private: if a later nats-py does not call it, messages reach the function through the
-    queue.
+    and a turn of the event loop; here a plain function is called at once (PlainMessages). The parser of
+    nats-py, and the method that it calls for each message, are private: if a later nats-py has others,
+    messages reach the function through the queue.
 
     nats-py also leaves the socket open after an attempt whose answer it does not understand: one descriptor
     per attempt, until the garbage collector runs.
@@ -481,7 +509,8 @@ class NatsClient(Client):
     def __init__(self, user: LocalUser | None = None) -> None:
         super().__init__()
         self._user = user
-        self._plain: dict[object, OnMessage] = {}
+        self._plain: dict[object, OnMessages] = {}
+        self._ps = PlainMessages(self)
 
     @property
     def local_host(self) -> str:
@@ -490,14 +519,14 @@ class NatsClient(Client):
         return host_of(writer.get_extra_info("sockname")) if writer is not None else ""
 
     async def subscribe_plain(
-        self, subject: str, on_message: OnMessage, *, pending_msgs_limit: int, pending_bytes_limit: int
+        self, subject: str, on_messages: OnMessages, *, pending_msgs_limit: int, pending_bytes_limit: int
     ) -> Subscription:
-        """Call `on_message` for each message, in order. The limits hold only for messages that are queued."""
+        """Report all messages, in order. The limits hold only for messages that are queued."""
 
         async def deliver(message: Msg) -> None:
-            on_message(message.subject, message.data, message.reply)
+            on_messages([(message.subject, message.data, message.reply)])
 
-        self._plain[deliver] = on_message
+        self._plain[deliver] = on_messages
         return await self.subscribe(
             subject,
             cb=deliver,
@@ -537,14 +566,23 @@ class NatsClient(Client):
             self._signature_cb = partial(signature, pair)
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
-        subscription = self._subs.get(sid)
-        on_message = self._plain.get(subscription._cb) if subscription is not None else None
-        if on_message is None:
+        if self.plain(sid) is None:
             await super()._process_msg(sid, subject, reply, data, headers)
-            return
+        else:
+            await self.deliver(sid, [(text_of(subject), data, text_of(reply))])
+
+    def plain(self, sid: int) -> OnMessages | None:
+        """What `subscribe_plain` was given for this subscription."""
+        subscription = self._subs.get(sid)
+        return None if subscription is None else self._plain.get(subscription._cb)
+
+    async def deliver(self, sid: int, messages: list[Message]) -> None:
+        """Report them. An error is passed on: it would end nats-py's reading task without a report."""
+        on_messages = self.plain(sid)
         try:
-            on_message(subject.decode(), data, reply.decode())
-        except Exception as error:  # it would end nats-py's reading task without a report
+            if on_messages is not None:
+                on_messages(messages)
+        except Exception as error:
             await self._error_cb(error)
 
 

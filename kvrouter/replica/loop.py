@@ -99,7 +99,7 @@ class ReplicaLoop:
     async def subscribe(self) -> None:
         """Receive from the bus; called once, before `run`."""
         await self.recovery.subscribe()
-        await self._bus.subscribe(self._subjects.live, self.inbox.receive)
+        await self._bus.subscribe_all(self._subjects.live, self.inbox.receive)
         await self._bus.subscribe(self._subjects.hello, self.publishing.answer_hello)
         subject = self._subjects.sync_replay(self._replica.router_id)
         await self._bus.subscribe(subject, self.publishing.answer_replay)

@@ -5,11 +5,18 @@ from __future__ import annotations
 import asyncio
 import inspect
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from nats.aio import client
 from nats.aio.subscription import Subscription
+from nats.protocol.parser import Parser
 
-from kvrouter.bus.connection import NatsClient
+from kvrouter.bus.connection import Each, NatsClient
+from kvrouter.bus.messages import PlainMessages, text_of
+from kvrouter.core.wire.senders import Message
 from tests.frontend.workers import until
+from tests.long import examples
 
 ROOM = {"pending_msgs_limit": 100, "pending_bytes_limit": 100_000}
 
@@ -20,7 +27,56 @@ def test_private_names() -> None:
 
     assert ["self", "sid", "subject", "reply", "data", "headers"] == names
     assert "_cb" in vars(Subscription(None, cb=None))
-    assert "_subs" in vars(client.Client())
+    assert {"_subs", "_ps"} <= vars(client.Client()).keys()
+
+
+class _Recorded:
+    """What a parser reports of a connection with plain messages on subscription 1."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[object, ...]] = []
+
+    def plain(self, sid: int) -> object:
+        return self.calls if sid == 1 else None
+
+    async def deliver(self, sid: int, messages: list[Message]) -> None:
+        self.calls += [(sid, *message) for message in messages]
+
+    async def _process_msg(
+        self, sid: int, subject: bytes, reply: bytes, data: bytes, _headers: object
+    ) -> None:
+        self.calls.append((sid, text_of(subject), data, text_of(reply)))
+
+    async def _process_ping(self) -> None:
+        self.calls.append(("ping",))
+
+
+@pytest.mark.usefixtures("core")
+@examples(200)
+@given(st.lists(st.tuples(st.integers(0, 6), st.binary(max_size=40)), max_size=12), st.data())
+async def test_any_cut(parts: list[tuple[int, bytes]], data: st.DataObject) -> None:
+    """However the bytes are cut into reads, all is reported as by nats-py's own parser."""
+    heads = (b"a.b 1 ", b"a.c 1 answer.to ", b"a.d 2 ", b"a.\xff 1 ")
+    sent = b"".join(
+        b"MSG %b%d\r\n%b\r\n" % (heads[kind], len(text), text)
+        if kind < len(heads)
+        else (
+            b"HMSG a.h 1 12 %d\r\nNATS/1.0\r\n\r\n%b\r\n" % (12 + len(text), text),
+            b"PING\r\n",
+            b"+OK\r\n",
+        )[kind - 4]
+        for kind, text in parts
+    )
+    theirs, ours = _Recorded(), _Recorded()
+    parser = PlainMessages(ours)
+    parser.MOST_BYTES = 20
+    await Parser(theirs).parse(sent)
+    while sent:
+        size = data.draw(st.integers(1, len(sent)))
+        await parser.parse(sent[:size])
+        sent = sent[size:]
+
+    assert theirs.calls == ours.calls
 
 
 async def test_order(nats_url: str) -> None:
@@ -28,7 +84,7 @@ async def test_order(nats_url: str) -> None:
     received: list[tuple[str, bytes, str]] = []
     nats = NatsClient()
     await nats.connect(nats_url)
-    await nats.subscribe_plain("plain.>", lambda *message: received.append(message), **ROOM)
+    await nats.subscribe_plain("plain.>", received.extend, **ROOM)
     queues = [subscription._pending_queue for subscription in nats._subs.values()]
     queued: list[object] = []
     for queue in queues:
@@ -58,7 +114,7 @@ async def test_callback_that_raises(nats_url: str) -> None:
 
     nats = NatsClient()
     await nats.connect(nats_url, error_cb=on_error)
-    await nats.subscribe_plain("raising.>", on_message, **ROOM)
+    await nats.subscribe_plain("raising.>", Each(on_message), **ROOM)
     for number in range(2):
         await nats.publish(f"raising.{number}", b"")
     await until(lambda: len(received) == 2, "both have come")
@@ -74,7 +130,7 @@ async def test_requests(nats_url: str) -> None:
     replies: list[asyncio.Task[None]] = []
     await nats.subscribe_plain(
         "asked",
-        lambda _subject, data, reply: replies.append(asyncio.ensure_future(nats.publish(reply, data * 2))),
+        Each(lambda _, data, reply: replies.append(asyncio.ensure_future(nats.publish(reply, data * 2)))),
         **ROOM,
     )
 

@@ -51,7 +51,7 @@ class WatchedSink:
         self._active = active
         self._owner = owner
         self.reset, self.agrees, self.has_room_again = sink.reset, sink.agrees, sink.has_room_again
-        self.begin_load, self.load = sink.begin_load, sink.load
+        self.begin_load, self.load, self.plain = sink.begin_load, sink.load, sink.plain
         self.finish_load, self.abandon_load = sink.finish_load, sink.abandon_load
 
     def apply(self, op: Op, now: float) -> str:

@@ -56,13 +56,13 @@ class SeesNoGaps(FeedReader):
         """Ignore the seq."""
         decoded = decode_frame(data)
         if self.state is FeedState.LIVE and decoded.incarnation == self.incarnation:
-            self.seq = max(self.seq, decoded.seq - 1)
+            self.position.seq = max(self.seq, decoded.seq - 1)
         return super().frame(data, now)
 
     def heartbeat(self, incarnation: int, seq: int, now: float) -> bool:
         """Ignore lost frames at the end."""
         if self.state is FeedState.LIVE and incarnation == self.incarnation:
-            self.seq = max(self.seq, seq)
+            self.position.seq = max(self.seq, seq)
         return super().heartbeat(incarnation, seq, now)
 
 
@@ -80,7 +80,7 @@ class HoldsNothing(FeedReader):
 
     def _catch_up(self, now: float) -> str:
         if self._is_loaded:
-            self.seq, self._is_loaded = max(self.seq, self.source_seq), False
+            self.position.seq, self._is_loaded = max(self.seq, self.source_seq), False
         return super()._catch_up(now)
 
 

@@ -91,7 +91,7 @@ async def test_bug_behind_a_feed(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPa
         reader = await first_reader(fleet)
         monkeypatch.setattr(reader._sink, "apply", lambda *_: 1 / 0)
         for _ in range(3):
-            agent.publish(Stored(0, None, pack_hashes(HASHES[:3])))
+            agent.publish(Stored(1, None, pack_hashes(HASHES[:3])))
         await until(lambda: fleet.frontend.replica_loop.log.errors, "it is counted")
 
         assert FeedState.BROKEN is reader.state
@@ -103,14 +103,14 @@ async def test_bug_behind_a_feed(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPa
 
 async def test_full_inbox(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages beyond the inbox's bound are dropped and counted."""
-    monkeypatch.setattr("kvrouter.replica.inbox.INBOX_BYTES", 1000)
+    monkeypatch.setattr("kvrouter.replica.inbox.INBOX_BYTES", 10 * 356)
     async with fleet_of(scripts=(OK,)) as fleet:
         inbox = fleet.frontend.replica_loop.inbox
         subject = fleet.subjects.live_kv(POOL, WorkerId("w0"), 0)
         for _ in range(20):
-            inbox.receive(subject, b"x" * 100, "")
+            inbox.receive([(subject, b"x" * 100, "")])
 
-        assert (10, 1000) == (inbox.drops, inbox._bytes)
+        assert (10, 10 * 356) == (inbox.drops, inbox._bytes)
         await until(lambda: not inbox.messages, "it is drained")
         assert 0 == inbox._bytes
 
@@ -120,7 +120,7 @@ async def test_backlog(fleet_of: FleetOf) -> None:
     async with fleet_of("--heartbeat-s", "10", "--lease-s", "300") as fleet:
         inbox = fleet.frontend.replica_loop.inbox
         for _ in range(20_000):
-            inbox.receive("kvrouter.x.live.nothing", b"", "")
+            inbox.receive([("kvrouter.x.live.nothing", b"", "")])
         assert 20_000 == inbox.messages
         assert inbox.age_s > 0
 

@@ -88,18 +88,16 @@ def reader(fleet: Fleet) -> FeedReader:
     return found
 
 
-@pytest.mark.parametrize("limit", [("INBOX_MESSAGES", 32), ("INBOX_BYTES", 4096)])
 @pytest.mark.parametrize(("count", "repair"), [(2000, "replayed"), (5000, "snapshots")])
 async def test_inbox_drops(
     fleet_of: FleetOf,
     nats_url: str,
     monkeypatch: pytest.MonkeyPatch,
-    limit: tuple[str, int],
     count: int,
     repair: str,
 ) -> None:
     """Messages that a full inbox drops are counted, logged once and repaired: by replay or snapshot."""
-    monkeypatch.setattr(f"kvrouter.replica.inbox.{limit[0]}", limit[1])
+    monkeypatch.setattr("kvrouter.replica.inbox.INBOX_BYTES", 4096)
     async with fleet_of("--router-mode", "kv", publishes_events=True) as fleet:
         publisher = Publisher(fleet)
         await publisher.begin()

@@ -28,6 +28,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kvrouter.core.feeds.buffers import HeldBudget, HeldFrames, Loading, cost
+from kvrouter.core.feeds.position import new_position
 from kvrouter.core.feeds.receipt import OTHER_VERSION, STALE, TAKEN, FrameVerdict, Receipt, malformed
 from kvrouter.core.feeds.sinks import FeedSink
 from kvrouter.core.feeds.trust import (
@@ -70,13 +71,10 @@ class FeedReader:
         chance: Callable[[], float],
         budget: HeldBudget | None = None,
     ) -> None:
-        self.state = FeedState.WAITING
-        self.incarnation = 0
-        self.seq = 0
-        self.source_seq = 0  # the last seq that the source reports to have sent
-        self.received_at: float | None = None  # of the last message; None before the first
+        self.position = new_position()
         self.flag = ""  # a sentence for operators: what is wrong with the source
-        self.counters = FeedCounters()
+        self._state = FeedState.WAITING
+        self._counters = FeedCounters()
         self.unanswered = 0
         """Questions in a row that got no answer."""
         self.has_answered = False
@@ -84,8 +82,6 @@ class FeedReader:
         self._part = part
         self._sink = sink
         self._held = HeldFrames(budget or HeldBudget())
-        # The highest seq in live messages since the last question: an answer may be older than these.
-        self._live_seq = 0
         # When the last answer was applied: only heartbeats that arrived later can disprove it.
         self._answered_at = 0.0
         self._want_snapshot, self._wanted_incarnation = False, 0
@@ -97,6 +93,41 @@ class FeedReader:
         self._doubts = Doubts()
         self._recovering_since: float | None = None
         self._malformed_seq = 0
+
+    @property
+    def state(self) -> FeedState:
+        return self._state
+
+    @state.setter
+    def state(self, state: FeedState) -> None:
+        self._state = state
+        self.position.into = None  # until a message shows that all is well
+
+    @property
+    def seq(self) -> int:
+        """Everything up to this frame is applied."""
+        return self.position.seq
+
+    @property
+    def incarnation(self) -> int:
+        return self.position.incarnation
+
+    @property
+    def source_seq(self) -> int:
+        """The last frame that the source reports to have sent."""
+        return self.position.source_seq
+
+    @property
+    def received_at(self) -> float | None:
+        """When the last message came; None before the first."""
+        return self.position.received_at
+
+    @property
+    def counters(self) -> FeedCounters:
+        """What has happened."""
+        self._counters.applied += self.position.taken
+        self.position.taken = 0
+        return self._counters
 
     @property
     def lag(self) -> int:
@@ -131,6 +162,8 @@ class FeedReader:
 
         A frame whose ops cannot be read is taken, with the trouble: its source lives, and is asked for it.
         """
+        if self.position.take(data, now):
+            return TAKEN
         try:
             decoded = decode_frame(data)
         except MalformedFrameError as error:
@@ -139,7 +172,14 @@ class FeedReader:
         if decoded.version != VERSION:
             self._meet_other_version(decoded.version, now)
             return OTHER_VERSION
-        return self._see(decoded, len(data), now)
+        receipt = self._see(decoded, len(data), now)
+        self._open()
+        return receipt
+
+    def _open(self) -> None:
+        """Let frames with nothing odd in them go to the sink's slot at once, while all is well."""
+        plain = self._sink.plain() if self.state is FeedState.LIVE and self._backoff.is_reset else None
+        self.position.into, self.position.most = plain or (None, 0)
 
     def heartbeat(self, incarnation: int, seq: int, now: float) -> bool:
         """The source reports how many frames it has sent; False if it is of an older incarnation.
@@ -152,13 +192,14 @@ class FeedReader:
             return False
         if incarnation > self._newest:
             self._meet(incarnation, seq, now)
-        self.received_at = now
-        self.source_seq = seq
-        self._live_seq = max(self._live_seq, seq)
+        self.position.received_at = now
+        self.position.source_seq = seq
+        self.position.live_seq = max(self.position.live_seq, seq)
         # questions + 1: every held frame arrived before this heartbeat, so none can be newer
         self.counters.unsent += self._held.drop_unsent(seq, self._questions + 1)
         if incarnation == self.incarnation and self.state in _FOLLOWED:
             self._compare_seq(seq, now)
+        self._open()
         return True
 
     def _compare_seq(self, seq: int, now: float) -> None:
@@ -212,6 +253,7 @@ class FeedReader:
 
     def close(self) -> None:
         """The source has gone: free what was held and half loaded."""
+        self.position.into = None
         self._held.clear()
         self._give_up_load()
 
@@ -227,7 +269,7 @@ class FeedReader:
         if self._loading is None and not self._rate.allows(now):
             return None  # chunks are not limited: each question for one follows an answer
         self._questions += 1
-        self._live_seq = 0
+        self.position.live_seq = 0
         self._asked = self._question()
         return self._asked
 
@@ -256,15 +298,15 @@ class FeedReader:
     # Frames
 
     def _see(self, decoded: Decoded, size: int, now: float) -> Receipt:
-        self.received_at = now
+        self.position.received_at = now
         self.counters.unknown_ops += decoded.unknown_ops
         if decoded.incarnation < self._newest:
             self.counters.stale += 1
             return STALE
         if decoded.incarnation > self._newest:
             self._meet(decoded.incarnation, decoded.seq - 1, now)
-        self.source_seq = max(self.source_seq, decoded.seq)
-        self._live_seq = max(self._live_seq, decoded.seq)
+        self.position.source_seq = max(self.position.source_seq, decoded.seq)
+        self.position.live_seq = max(self.position.live_seq, decoded.seq)
         if self.state is FeedState.BROKEN:
             return TAKEN  # the next snapshot contains it
         if self.state is not FeedState.LIVE:
@@ -282,7 +324,7 @@ class FeedReader:
     def _meet(self, incarnation: int, seq: int, now: float) -> None:
         """A greater incarnation: the source restarted. Before its first frame no snapshot is needed."""
         self.close()
-        self.source_seq = self._live_seq = seq
+        self.position.source_seq = self.position.live_seq = seq
         self._malformed_seq = self._bad_answers = 0
         self._doubts = Doubts()
         if seq > 0:
@@ -305,7 +347,7 @@ class FeedReader:
                 self._doubt(f"contradicts itself: {trouble}", now)
             if self.state is not FeedState.LIVE and self._want_snapshot:
                 return ""  # `seq` stays: the frame is not applied to its end, and the snapshot replaces it
-        self.seq = decoded.seq
+        self.position.seq = decoded.seq
         self._backoff.reset()
         self.counters.applied += 1
         return ""
@@ -379,7 +421,7 @@ class FeedReader:
     def _learn_end(self, seq: int) -> None:
         """The source had sent `seq` frames when it answered: a higher number received before is damage."""
         self.counters.unsent += self._held.drop_unsent(seq, self._questions)
-        self.source_seq = max(seq, self._live_seq)
+        self.position.source_seq = max(seq, self.position.live_seq)
 
     def _replay_frame(self, data: bytes, now: float) -> str:
         """Apply a frame of the ring if it is the next one; returns why it cannot be read, or nothing."""
@@ -396,8 +438,8 @@ class FeedReader:
 
     def _go_on_from(self, incarnation: int, seq: int, now: float) -> None:
         """The sink has everything up to `seq` of `incarnation`: go on with what was held."""
-        self.incarnation = self._wanted_incarnation = incarnation
-        self.seq = seq
+        self.position.incarnation = self._wanted_incarnation = incarnation
+        self.position.seq = seq
         self._want_snapshot = False
         self.state = FeedState.LIVE
         self._catch_up(now)
@@ -454,9 +496,9 @@ class FeedReader:
         self._bad_answers = 0
         self._sink.finish_load()
         if loading.incarnation > self._newest:
-            self.source_seq = 0  # the source restarted meanwhile: the old numbers are void
+            self.position.source_seq = 0  # the source restarted meanwhile: the old numbers are void
         self._answered_at = now
-        self.source_seq = max(self.source_seq, loading.as_of_seq)
+        self.position.source_seq = max(self.position.source_seq, loading.as_of_seq)
         self.counters.snapshots += 1
         self._doubts.renew()
         self._go_on_from(loading.incarnation, loading.as_of_seq, now)

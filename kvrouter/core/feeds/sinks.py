@@ -9,6 +9,7 @@ from kvrouter.core.tables.block_index import BlockIndex, Holding
 from kvrouter.core.tables.bookings import Booking, BookingTable
 from kvrouter.core.tables.prefill_speeds import PrefillSpeeds
 from kvrouter.core.tables.sessions import SessionTable
+from kvrouter.core.tables.table import SlotSet
 from kvrouter.core.wire.hashes import hash_array
 from kvrouter.core.wire.ids import BookingKey, RouterId, Target, WorkerId
 from kvrouter.core.wire.ops import (
@@ -45,6 +46,10 @@ TOO_MANY = "it has more requests in flight than a replica can serve"
 
 class FeedSink(Protocol):
     """The table a feed writes to."""
+
+    def plain(self) -> tuple[SlotSet, int] | None:
+        """The slot to which frames with nothing odd may go, and the blocks that it has room for (0: any)."""
+        ...
 
     def apply(self, op: Op, now: float) -> str:
         """Apply a live op. Returns why it contradicts the copy; empty if it does not."""
@@ -102,6 +107,12 @@ class KvSink:
         self._tier_sets = tier_sets
         self._workers = workers
         self._fresh: Holding | None = None
+
+    def plain(self) -> tuple[SlotSet, int] | None:
+        held, worker = self._index.plain(self._target), self._workers.get(self._target.worker_id)
+        if held is None or worker is None:
+            return None
+        return held, int(worker.capacity_blocks * CAPACITY_SLACK)
 
     def apply(self, op: Op, now: float) -> str:
         """A contradiction is a parent that is not held, or more blocks than the card has room for."""
@@ -228,6 +239,9 @@ class SyncSink:
         self._hear_of_prompt = hear_of_prompt
         self._named: set[int] = set()
         self._counted: list[tuple[TenantUse, float]] = []
+
+    def plain(self) -> None:
+        return None
 
     def apply(self, op: Op, now: float) -> str:
         """Apply a moment of a booking, a session or a text. Only too many bookings contradict."""

@@ -64,6 +64,11 @@ class Backoff:
     def is_over(self, now: float) -> bool:
         return now >= self._until
 
+    @property
+    def is_reset(self) -> bool:
+        """Whether the next pause is the shortest."""
+        return not self._attempts
+
     def begin(self, now: float) -> None:
         """Start the next pause, after a question that did not help."""
         delay = min(LAST_RETRY_S, FIRST_RETRY_S * 2 ** min(self._attempts, 10))

@@ -164,6 +164,11 @@ class Following:
                 caches.append(reader)
         return _heard(caches), {router_id: _heard(readers) for router_id, readers in bookings.items()}
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether `take_failures` returns any."""
+        return bool(self._failures)
+
     def take_failures(self) -> list[tuple[Feed, Exception]]:
         """Steps that have raised since the last call, the last hundred at most."""
         failures = list(self._failures)

@@ -63,6 +63,7 @@ include "forms.pxi"
 include "sets.pxi"
 include "rows.pxi"
 include "counts.pxi"
+include "frames.pxi"
 
 cdef enum:
     AHEAD = 16  # rows fetched from memory at the same time, so that their latencies overlap; a power of two
@@ -86,6 +87,7 @@ cdef class FlatTable:
     cdef uint32_t limit_count
     cdef uint32_t width
     cdef Turn adding, discarding
+    cdef public Py_ssize_t stored, removed
 
     shards = SHARD_COUNT
 
@@ -541,6 +543,7 @@ cdef class SlotSet:
     cdef readonly uint32_t slot
     cdef public Py_ssize_t count
     cdef public uint64_t digest
+    cdef public bint is_plain
 
     def __cinit__(self, FlatTable table not None, uint32_t slot):
         self.table, self.slot = table, slot
@@ -562,3 +565,90 @@ cdef class SlotSet:
         self.count -= removed
         self.digest -= total
         return removed
+
+    def take(self, bytes frame not None, int64_t incarnation, int64_t seq, Py_ssize_t most):
+        return self.take_frame(frame, incarnation, seq, most)
+
+    cdef bint take_frame(self, bytes frame, int64_t incarnation, int64_t seq, Py_ssize_t most) except -1:
+        cdef Step steps[MOST_OPS]
+        cdef Py_ssize_t stored = 0
+        cdef int count = steps_of(frame, incarnation, seq, steps), i
+        for i in range(count):
+            if steps[i].stores:
+                stored += steps[i].count
+                if steps[i].has_parent and not self.will_hold(steps, i, steps[i].parent):
+                    return False
+        if count < 0 or (most and self.count + stored > most):
+            return False
+        for i in range(count):
+            if steps[i].stores:
+                self.table.stored += self.change(&steps[i])
+            else:
+                self.table.removed += self.change(&steps[i])
+        return True
+
+    cdef bint will_hold(self, const Step *steps, int before, uint64_t hash_) noexcept:
+        """Whether the slot holds the hash once the steps before this one are done."""
+        cdef uint32_t number
+        while before:
+            before -= 1
+            if names(&steps[before], hash_):
+                return steps[before].stores
+        number = self.table.rows.find(hash_)
+        return number != 0 and self.table.sets.has(number, self.slot)
+
+    cdef Py_ssize_t change(self, const Step *step) except -1:
+        """Do it; returns how many hashes were new, or were held."""
+        cdef uint64_t part[PART]
+        cdef uint64_t total
+        cdef Py_ssize_t at = 0, size, changed = 0, found
+        while at < step.count:
+            size, total = min(PART, step.count - at), 0
+            memcpy(part, &step.hashes[8 * at], 8 * size)
+            if step.stores:
+                found = self.table.add_all(self.slot, &self.adding, part, size, &total)
+                self.count += found
+                self.digest += total
+            else:
+                found = self.table.discard_all(self.slot, &self.discarding, part, size, &total)
+                self.count -= found
+                self.digest -= total
+            changed += found
+            at += size
+        return changed
+
+
+@cython.final
+cdef class Position:
+    """See core/feeds/position.py."""
+
+    cdef public int64_t incarnation, seq, source_seq, live_seq
+    cdef public Py_ssize_t most, taken
+    cdef public object received_at
+    cdef public SlotSet into
+
+    def take(self, bytes frame not None, now):
+        return self.take_frame(frame, now)
+
+    cdef bint take_frame(self, bytes frame, now) except -1:
+        if self.into is None or not self.into.is_plain:
+            return False
+        if not self.into.take_frame(frame, self.incarnation, self.seq + 1, self.most):
+            return False
+        self.seq += 1
+        self.source_seq, self.live_seq = max(self.source_seq, self.seq), max(self.live_seq, self.seq)
+        self.received_at = now
+        self.taken += 1
+        return True
+
+
+def take_run(list messages not None, Py_ssize_t at, Py_ssize_t stop, dict positions not None, now):
+    cdef tuple message
+    cdef object position
+    while at < stop:
+        message = messages[at]
+        position = positions.get(message[0])
+        if position is None or not (<Position?> position).take_frame(message[1], now):
+            break
+        at += 1
+    return at

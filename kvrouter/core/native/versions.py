@@ -24,6 +24,7 @@ class Version:
     table: ModuleType | None = None
     columns: ModuleType | None = None
     bodies: ModuleType | None = None
+    messages: ModuleType | None = None
 
 
 def _load_native() -> tuple[Version | None, str]:
@@ -32,11 +33,13 @@ def _load_native() -> tuple[Version | None, str]:
         import kvrouter.core.native.bodies
         import kvrouter.core.native.columns
         import kvrouter.core.native.hashes
+        import kvrouter.core.native.messages
         import kvrouter.core.native.table
     except ImportError as error:
         return None, str(error)
     native = kvrouter.core.native
-    return Version(NATIVE, native.hashes, native.table, native.columns, native.bodies), ""
+    modules = native.hashes, native.table, native.columns, native.bodies, native.messages
+    return Version(NATIVE, *modules), ""
 
 
 _PYTHON = Version(PYTHON)

@@ -115,7 +115,7 @@ class BlockIndex:
 
     def __init__(self, bounds: IndexBounds | None = None, placement_secret: int = 0) -> None:
         self.bounds = bounds or IndexBounds()
-        self.counters = IndexCounters()
+        self._counters = IndexCounters()
         self._widest = 0
         self._table = new_table(placement_secret)
         self._slots = Slots(self._table)
@@ -135,6 +135,15 @@ class BlockIndex:
         """Distinct blocks held by any target."""
         return len(self._table)
 
+    @property
+    def counters(self) -> IndexCounters:
+        """What has happened."""
+        counts, table = self._counters, self._table
+        counts.stored_blocks += table.stored
+        counts.removed_blocks += table.removed
+        table.stored = table.removed = 0
+        return counts
+
     def targets(self) -> list[Target]:
         """Every target that was stored to and has not been dropped."""
         return list(self._holdings)
@@ -147,7 +156,7 @@ class BlockIndex:
         """
         plain = self._plain.get(target)
         if plain is not None and tier == "device":
-            self.counters.stored_blocks += plain.add(hashes)
+            self._counters.stored_blocks += plain.add(hashes)
             return
         holding = self._holdings.get(target)
         if holding is None:
@@ -162,7 +171,7 @@ class BlockIndex:
         """The blocks left `tier` and all narrower ones; unknown blocks are ignored."""
         plain = self._plain.get(target)
         if plain is not None:  # no need to look at the tier: every tier's removal includes the device
-            self.counters.removed_blocks += plain.discard(hashes)
+            self._counters.removed_blocks += plain.discard(hashes)
             return
         holding = self._holdings.get(target)
         if holding is None:
@@ -170,10 +179,14 @@ class BlockIndex:
         before = holding.sets[-1].count
         for tier_set in holding.sets[: TIERS.index(tier) + 1]:
             tier_set.discard(hashes)
-        self.counters.removed_blocks += before - holding.sets[-1].count
+        self._counters.removed_blocks += before - holding.sets[-1].count
         for hash_ in hashes_of(hashes) if holding.refused else ():
             holding.refused.pop(hash_, None)
         self._forget_unheld(hashes)
+
+    def plain(self, target: Target) -> SlotSet | None:
+        """What the target holds, if that is blocks on its device only, in an index without bounds."""
+        return self._plain.get(target)
 
     def clear(self, target: Target) -> None:
         """The target has emptied its cache."""
@@ -181,7 +194,7 @@ class BlockIndex:
         if holding is not None and (
             holding.is_truncated or holding.resumable or any(one.count for one in holding.sets)
         ):
-            self.counters.removed_blocks += holding.sets[-1].count
+            self._counters.removed_blocks += holding.sets[-1].count
             # into fresh slots: `sweep` empties the old ones in slices, here it would be one long call
             self.finish_load(target, self.begin_load(len(holding.sets)))
 
@@ -206,7 +219,7 @@ class BlockIndex:
     def drop(self, target: Target) -> None:
         """Forget the target; `sweep` empties its slots in steps."""
         holding = self._holdings.pop(target, None)
-        self._plain.pop(target, None)
+        self._shorten(target, None)
         self._limited.discard(target)
         if holding is not None:
             self._retire(holding)
@@ -234,7 +247,7 @@ class BlockIndex:
 
     def depths(self, hashes: Hashes, most: int = sys.maxsize) -> dict[Target | Wider, int]:
         """How deep each tier set can be reused: a device's by its Target, a wider one's by its Wider."""
-        self.counters.lookups += 1
+        self._counters.lookups += 1
         found = self._table.depths(hashes, most)
         if self._lru is not None and found:
             self._lru.use(hashes_of(hashes)[max(found.values()) - 1])
@@ -351,7 +364,7 @@ class BlockIndex:
         before = holding.sets[-1].count
         for tier_set in holding.sets[TIERS.index(tier) :]:
             tier_set.add(hashes)
-        self.counters.stored_blocks += holding.sets[-1].count - before
+        self._counters.stored_blocks += holding.sets[-1].count - before
         if self._lru is not None:
             stored = hashes_of(hashes)
             self._lru.store(stored, parent)
@@ -368,7 +381,7 @@ class BlockIndex:
 
     def refuse(self, holding: Holding, blocks: int) -> None:
         """Count blocks below a refused one: without their parent they must not be stored."""
-        self.counters.refused_blocks += blocks
+        self._counters.refused_blocks += blocks
         holding.is_truncated, holding.agreed_sets = True, 0
 
     def holding(self, target: Target) -> Holding | None:
@@ -424,6 +437,11 @@ class BlockIndex:
         plain = {target: one.sets[0] for target, one in self._holdings.items() if len(one.sets) == 1}
         if self._plain != ({} if self._is_bounded else plain):
             raise AssertionError(f"the short way leads elsewhere: {self._plain}")
+        for target, holding in self._holdings.items():
+            if [one for one in holding.sets if one.is_plain] != (
+                [self._plain[target]] if target in self._plain else []
+            ):
+                raise AssertionError(f"{target}: a slot that is not plain says that it is")
         if self._lru is not None:
             self._lru.check()
         for target, holding in self._holdings.items():
@@ -435,9 +453,7 @@ class BlockIndex:
                 raise AssertionError(f"{target}: a wider tier set holds fewer blocks: {counts}")
 
     def _own(self, target: Target, holding: Holding) -> None:
-        self._plain.pop(target, None)
-        if len(holding.sets) == 1 and not self._is_bounded:
-            self._plain[target] = holding.sets[0]
+        self._shorten(target, holding.sets[0] if len(holding.sets) == 1 and not self._is_bounded else None)
         for tier, tier_set in enumerate(holding.sets):
             owner = _owner(target, tier)
             self._wider_slots += tier > 0 and tier_set.slot not in self._owners
@@ -446,6 +462,15 @@ class BlockIndex:
         if holding.resumable is not None:
             self._table.limit(holding.sets[0].slot, holding.resumable.slot)
             self._limited.add(target)
+
+    def _shorten(self, target: Target, held: SlotSet | None) -> None:
+        """`held`: where the short way of the target leads from now on."""
+        before = self._plain.pop(target, None)
+        if before is not None:
+            before.is_plain = False
+        if held is not None:
+            held.is_plain = True
+            self._plain[target] = held
 
     def _retire(self, holding: Holding) -> None:
         self._widest &= ~(1 << holding.sets[-1].slot)
@@ -483,7 +508,7 @@ class BlockIndex:
                 if holding.resumable is not None:
                     holding.resumable.discard((hash_,))
             lru.forget(hash_)
-            self.counters.evicted_blocks += 1
+            self._counters.evicted_blocks += 1
 
     def _with_room(self, holding: Holding, hashes: Sequence[int]) -> Sequence[int]:
         """The hashes before the first one without room. Notes the refusal."""
@@ -491,7 +516,7 @@ class BlockIndex:
         room = max_blocks - len(self._table) if max_blocks else len(hashes)
         accepted = self._accepted(holding, hashes, room)
         if accepted < len(hashes):
-            self.counters.refused_blocks += len(hashes) - accepted
+            self._counters.refused_blocks += len(hashes) - accepted
             holding.refuse(hashes[accepted])
         return hashes[:accepted]
 

@@ -61,6 +61,8 @@ class FlatTable:
         self._limit_masks: dict[int, int] = {}
         # Masks used last. A mask of 1,000 slots takes 160 bytes, so rows with equal masks share one object.
         self._masks: dict[int, int] = {}
+        self.stored = self.removed = 0
+        """Hashes that `SlotSet.take` has added, and discarded."""
 
     def __len__(self) -> int:
         """Distinct hashes held by any slot, including dead slots that are not yet swept."""
@@ -292,6 +294,8 @@ class SlotSet:
         self.slot = slot
         self.count = 0
         self.digest = 0
+        self.is_plain = False
+        """Whether it is all that its target holds, in an index without bounds."""
 
     def add(self, hashes: Hashes) -> int:
         """Returns how many hashes were new."""
@@ -306,6 +310,14 @@ class SlotSet:
         self.count -= removed
         self.digest = (self.digest - total) & _MASK64
         return removed
+
+    def take(self, frame: bytes, incarnation: int, seq: int, most: int) -> bool:
+        """Apply a frame of a KV feed, if it is this one and nothing in it is odd (core/feeds/reader.py).
+
+        False: nothing has changed, and the reader decodes it; in Python always. `most`: hashes that it may
+        hold; 0: any number. What it changes is counted in the table's `stored` and `removed`.
+        """
+        return False
 
 
 class CountedSet:

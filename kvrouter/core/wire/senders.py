@@ -6,6 +6,9 @@ from typing import NamedTuple, TypeAlias
 
 from kvrouter.core.wire.ids import PoolId, RouterId, Target, WorkerId
 
+Message: TypeAlias = tuple[str, bytes, str]
+"""A message of NATS: subject, payload, and the subject for answers or nothing."""
+
 
 class WorkerSource(NamedTuple):
     """A worker's heartbeat."""

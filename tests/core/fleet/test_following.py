@@ -33,6 +33,9 @@ MOST = 16
 class Sink:
     """A sink whose digest never agrees."""
 
+    def plain(self) -> None:
+        """Each frame is decoded."""
+
     def apply(self, op: Op, now: float) -> str:
         """Taken."""
         return ""

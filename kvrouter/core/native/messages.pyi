@@ -1,0 +1,3 @@
+"""See kvrouter/bus/messages.py."""
+
+def run_at(data: bytes, start: int) -> tuple[int, list[tuple[str, bytes, str]], int, int]: ...
