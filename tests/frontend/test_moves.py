@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from kvrouter.frontend.requests.moves import MOST_BODY_BYTES
 from kvrouter.relay import streams
 from kvrouter.relay.seam import RECORD_BYTES
 from kvrouter.relay.streams import Streams
@@ -246,25 +247,39 @@ REFUSED: dict[str, Any] = {
     "several answers": {"n": 2},
     "beam search": {"use_beam_search": True},
     "echo": {"echo": True},
+    "the best of several answers": {"best_of": 2},
     "logprobs": {"logprobs": 1},
+    "logprobs of the prompt": {"prompt_logprobs": 1},
     "a frequency penalty": {"frequency_penalty": 0.5},
     "a presence penalty": {"presence_penalty": -1},
     "JSON": {"response_format": {"type": "json_object"}},
     "a grammar": {"structured_outputs": {"choice": ["a"]}},
+    "a regular expression": {"guided_regex": "a"},
     "tools": {"tools": [{"type": "function", "function": {"name": "f"}}]},
     "a seed": {"seed": 1, "temperature": 0.5},
     "a field that is not known": {"whatever": 1},
+    "an image": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, *CHAT["messages"]]},
+    "parameters of a hand-over": {"kv_transfer_params": {"prompt_token_ids": [1]}},
+    "a long body": {"user": "u" * (MOST_BODY_BYTES + 1)},
     "a stop string, without a tokenizer": {"stop": ["X"]},
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+OF_COMPLETIONS: dict[str, Any] = {
+    "several prompts": {"prompt": ["a", "b"]},
+    "a suffix": {"suffix": "s"},
+    "prompt embeddings": {"prompt_embeds": "e"},
+}
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *OF_COMPLETIONS])
 async def test_refused(fleet_of: FleetOf, name: str) -> None:
     """What cannot be continued exactly ends with the error event of --migration-limit 0."""
     seen = []
     for limit in (0, 1):
         async with fleet_of(f"--migration-limit={limit}", FLAGS[1], scripts=TWO, **VLLM) as fleet:
-            got = await moved(fleet, CHATS, dying(1, events=8), engine(2), **REFUSED[name])
+            path, more = (CHATS, REFUSED[name]) if name in REFUSED else (COMPLETIONS, OF_COMPLETIONS[name])
+            got = await moved(fleet, path, dying(1, events=8), engine(2), **more)
             seen.append(parts(got))
             assert len(fleet.requests) == 1
     before, now = seen
@@ -274,12 +289,32 @@ async def test_refused(fleet_of: FleetOf, name: str) -> None:
 
 
 async def test_engines_that_show_no_ids(fleet_of: FleetOf) -> None:
-    """The bodies for SGLang's chats and for unknown engines stay as they are."""
-    cases = ("sglang", CHATS, False), ("sglang", COMPLETIONS, True), ("x", CHATS, False)
-    for name, path, shows in cases:
-        async with fleet_of(*FLAGS, scripts=TWO[:1], engine=name, engine_version="0.5.23") as fleet:
+    """The bodies for SGLang's chats, and for old and unknown engines, stay as they are."""
+    for name, version, path, shows in (
+        ("sglang", "0.5.23", CHATS, False),
+        ("sglang", "0.5.23", COMPLETIONS, True),
+        ("sglang", "0.5.22", COMPLETIONS, False),
+        ("vllm", "0.10.2", CHATS, True),
+        ("vllm", "0.10.1", CHATS, False),
+        ("x", "0.5.23", CHATS, False),
+    ):
+        async with fleet_of(*FLAGS, scripts=TWO[:1], engine=name, engine_version=version) as fleet:
             await fleet.ask(BODIES[path], ID, path=path)
             assert ("return_token_ids" in fleet.workers[0].requests[0].json) == shows
+
+
+async def test_answers_that_stay(fleet_of: FleetOf) -> None:
+    """Those of other APIs, and those that are not streamed: their bodies stay as they are."""
+    messages, text = CHAT["messages"], {"input": PROMPT}
+    cases = (
+        ("/v1/messages", {"messages": messages, "stream": True}),
+        ("/v1/responses", text | {"stream": True}),
+        (CHATS, {"messages": messages}),
+    )
+    async with fleet_of(*FLAGS, scripts=(OK,), **VLLM) as fleet:
+        for path, body in cases:
+            assert 200 == (await fleet.ask({"model": "m", "max_tokens": 9} | body, path=path)).status
+            assert b"return_token_ids" not in fleet.workers[0].requests[-1].body
 
 
 async def test_strip(fleet_of: FleetOf, with_tokenizer: str) -> None:
