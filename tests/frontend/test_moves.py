@@ -393,14 +393,18 @@ async def test_no_tokens_left(fleet_of: FleetOf, with_tokenizer: str) -> None:
             assert len(fleet.requests) >= 2
 
 
-def killed(fleet: Fleet, events: int, number: int = 1) -> Script:
-    """Sends so many events of its answer; then the worker's process is gone."""
-    first = dying(number, events=events)
+def killed(fleet: Fleet, events: int, *, dies: bool = True) -> Script:
+    """Sends so many events; once the client has them, its process is gone, or only the connection."""
 
     async def script(received: Received, wire: Wire) -> None:
         (worker,) = [one for one in fleet.workers if wire in one.wires]
-        await first(received, wire)
-        worker.die()
+        data = whole_of(received, 1)
+        ends = [end.end() for end in re.finditer(rb"\n\n\r\n", data)]
+        await wire.send(data[: ends[events - 1]])
+        flying = [one.completions.in_flight.running for one in fleet.frontends]
+        await until(lambda: any(attempt.is_committed for each in flying for attempt in each))
+        end = worker.die if dies else wire.reset
+        end()
 
     return script
 
@@ -442,7 +446,8 @@ async def test_limits_of_its_tenant(fleet_of: FleetOf, ring: Ring, with_tokenize
             uses = [one.replica.tenants._use("a") for one in fleet.frontends]
             return [(use.requests, use.tokens, use.at_once) for use in uses][:number]
 
-        turns = in_turn(dying(1, events=9), engine(2), dying(1, events=9), FAILING["503"])
+        first = killed(fleet, 9, dies=False)
+        turns = in_turn(first, engine(2), first, FAILING["503"])
         for worker in fleet.workers:
             worker.script = turns
         body = BODY | {"prompt": list(PROMPT.encode())}
@@ -458,7 +463,7 @@ async def test_decode_worker_of_a_pair(fleet_of: FleetOf, with_tokenizer: str) -
     async with pair(fleet_of, *flags, decode=(engine(1), engine(1)), **VLLM) as fleet:
         first, *decodes = fleet.workers
         want = parts(await fleet.ask(BODY, ID))
-        turns = in_turn(dying(1, events=9), engine(2))
+        turns = in_turn(killed(fleet, 9, dies=False), engine(2))
         for worker in decodes:
             worker.script = turns
         assert parts(await fleet.ask(BODY, ID)) == want
@@ -475,7 +480,8 @@ async def test_what_shows_a_move(fleet_of: FleetOf, with_tokenizer: str) -> None
     flags = "--migration-limit=2", FLAGS[1], "--router-mode=kv", with_tokenizer
     async with fleet_of(*flags, scripts=(*TWO, engine(3)), **VLLM) as fleet:
         failed = FAILING["503"]
-        await moved(fleet, CHATS, dying(1, events=9), failed, dying(2, events=4, last=ENDS["abort"]), OK)
+        first, second = killed(fleet, 9, dies=False), dying(2, events=4, last=ENDS["abort"], stalls=True)
+        await moved(fleet, CHATS, first, failed, second, OK)
         kept = (await fleet.get("/decisions/one")).json
         winners = [one["winner"] for one in kept["decisions"]]
         assert kept["moves"] == [
