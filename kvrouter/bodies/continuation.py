@@ -143,7 +143,7 @@ class Answered(Struct):
                     raise NotContinuedError("its engine has ended it with an error")
                 if event.data and event.kind is not EventKind.END:
                     found.add(_json_of(event))
-        except (AttributeError, TypeError) as error:
+        except (AttributeError, TypeError, LookupError) as error:
             raise NotContinuedError(f"its engine's events are of another form: {error}") from None
         return found
 

@@ -405,7 +405,7 @@ class Attempt:
         else:
             self._look_at(data)
         if seam is not None:
-            seam.keep(content_of(data))
+            seam.keep(data)
         self._client.write(data)
         if self._client.is_slow:
             self._hold_up()
@@ -422,7 +422,7 @@ class Attempt:
         self._was_at_boundary, self._is_in_data = not stream.left, bool(stream.left)
         self._keep(stream.tail())
         if self._seam is not None:
-            self._seam.keep_chunks(stream.record())
+            self._seam.keep_native(stream)
         if stream.unsent:
             self._client.write(stream.unsent)
             if self._client.is_slow:

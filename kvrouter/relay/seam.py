@@ -4,18 +4,23 @@
                                  ^                                                    │
                                  └──────── the next worker's first output ────────────┘
 
-Nothing is parsed while all is well. C passes on such a stream, too (native/streams.pyx), and keeps the bytes.
+Nothing is parsed while all is well. C passes on such a stream, too (native/streams.pyx), and keeps the bytes;
+they are copied only if another worker goes on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from kvrouter.relay.begun import Begun
 from kvrouter.relay.events import MOST_EVENT_BYTES, EventError, EventReader, names_failure
 from kvrouter.relay.framing import LAST_CHUNK, chunk, content_of
+
+if TYPE_CHECKING:
+    from kvrouter.relay.native import streams as native
 
 # Of one stream: with token ids an event takes 250 bytes. A longer one stays at its worker.
 RECORD_BYTES = 16 * 1024 * 1024
@@ -23,6 +28,8 @@ RECORD_BYTES = 16 * 1024 * 1024
 _MOST_REST = 64 * MOST_EVENT_BYTES
 # Of all streams of a process; C has as much for those that it passes on.
 RECORDS_BYTES = 256 * 1024 * 1024
+# What an object takes beside its bytes.
+_OBJECT_BYTES = 48
 _ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 _MOST_END = 3  # bytes of an end that may have come before
 
@@ -48,7 +55,10 @@ class Seam(Begun, kw_only=True):
     """What its worker ended it with. Its client has not seen that."""
     rest: bytearray = bytearray()
     """The beginning of an event."""
-    _kept: bytearray = bytearray()
+    _kept: list[bytes | native.Stream] = field(default_factory=list)
+    """Chunks, and streams of which C keeps them."""
+    _kept_bytes: int = 0
+    _native_bytes: int = 0
 
     @property
     def may_move(self) -> bool:
@@ -73,29 +83,38 @@ class Seam(Begun, kw_only=True):
     @property
     def record(self) -> bytes:
         """The events that the client has of the first worker, before they were rewritten."""
-        return bytes(self._kept)
+        return content_of(b"".join([one if isinstance(one, bytes) else one.record() for one in self._kept]))
 
-    def keep(self, content: bytes) -> None:
-        """Whole events have been passed on."""
-        size = len(content)
-        if len(self._kept) + size > RECORD_BYTES or self.records.bytes + size > RECORDS_BYTES:
-            self.is_full = True
-            self.release()
-        if not self.is_full:
-            self._kept += content
+    def keep(self, chunks: bytes) -> None:
+        """Whole events have been passed on, each in chunks."""
+        size = len(chunks) + _OBJECT_BYTES
+        if not self.is_full and self._has_room(size) and self.records.bytes + size <= RECORDS_BYTES:
+            self._kept.append(chunks)
+            self._kept_bytes += size
             self.records.bytes += size
+        else:
+            self._give_up()
+
+    def keep_native(self, stream: native.Stream) -> None:
+        """C has passed on whole events; they stay there."""
+        if stream.is_over or not self._has_room(stream.recorded):
+            self._give_up()
+        elif stream.recorded and not self.is_full:
+            self._kept.append(stream)
+            self._native_bytes += stream.recorded
+
+    def _has_room(self, size: int) -> bool:
+        return self._kept_bytes + self._native_bytes + size <= RECORD_BYTES
+
+    def _give_up(self) -> None:
+        self.is_full = True
+        self.release()
 
     def release(self) -> None:
         """Drop the record."""
-        self.records.bytes -= len(self._kept)
+        self.records.bytes -= self._kept_bytes
+        self._kept_bytes = self._native_bytes = 0
         self._kept.clear()
-
-    def keep_chunks(self, data: bytes | None) -> None:
-        """C has passed on these chunks; None: more than it keeps."""
-        if data is None:
-            self.is_full = True
-        elif data:
-            self.keep(content_of(data))
 
     def frame(self, content: bytes) -> bytes:
         """The whole events of a piece and what was left of those before it; the rest of it waits."""
@@ -113,7 +132,7 @@ class Seam(Begun, kw_only=True):
         if not whole:
             return b""
         if self.may_move:
-            self.keep(whole)
+            self.keep(chunk(whole))
         whole = whole if self.rewrite is None else self.rewrite(whole)
         return chunk(whole) if self.is_chunked and whole else whole
 

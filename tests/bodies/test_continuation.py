@@ -89,6 +89,15 @@ def test_not_continued(events: bytes) -> None:
         body_after({}, Answered.read(events, is_chat=False))
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "tool_calls", "function_call"])
+def test_answers_with_more_than_text(name: str) -> None:
+    """A parser of the engine would begin anew."""
+    delta = {"content": None, name: "x"}
+    events = encode_event({**FIRST, "choices": [{"index": 0, "delta": delta, "token_ids": [1]}]})
+    with pytest.raises(NotContinuedError, match=name):
+        Answered.read(events, is_chat=True)
+
+
 def test_what_is_left() -> None:
     """Of `max_tokens` and `min_tokens`; completions without `max_tokens` have 16, chats as many as fit."""
     answered = Answered.read(first_part("a", "b"), is_chat=False)

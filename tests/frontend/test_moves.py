@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from kvrouter.frontend.requests.moves import MOST_BODY_BYTES
+from kvrouter.relay import streams
 from kvrouter.relay.seam import RECORD_BYTES
 from kvrouter.relay.streams import Streams
-from tests.frontend.clients import Response, connected
+from tests.frontend.clients import Response, ask, connected
 from tests.frontend.fleet import Fleet, FleetOf
+from tests.frontend.test_keys import Ring, ring
+from tests.frontend.test_pairs import ALWAYS, HANDED, pair
 from tests.frontend.tiny_engine import dying, engine, save_tokenizer, whole_of
-from tests.frontend.workers import Received, Script, answer, chunk, event, in_turn, says, until
+from tests.frontend.workers import OK, Received, Script, Wire, answer, chunk, event, in_turn, says, until
 
+__all__ = ["ring"]
 ID = "x-request-id: one"
 PROMPT = "Tell me"
 BODY: Any = {"model": "m", "prompt": PROMPT, "max_tokens": 40, "stream": True, "temperature": 0}
@@ -25,6 +31,7 @@ BODIES = {"/v1/completions": BODY, "/v1/chat/completions": CHAT}
 VLLM: Any = {"engine": "vllm", "engine_version": "0.33.0"}
 COMPLETIONS, CHATS = BODIES
 # One prompt is sent again and again to workers that die: without this it would be suspected.
+SYNC = "--router-replica-sync"
 FLAGS = "--migration-limit=1", "--deadly-prompt-ttl-s=0"
 
 
@@ -58,27 +65,23 @@ def parts(got: Response) -> Parts:
     )
 
 
-def sent_by(path: str, **more: Any) -> bytes:
+def sent_by(path: str, *, is_chunked: bool = True, **more: Any) -> bytes:
     """The bytes of an answer of the first worker."""
     body = BODIES[path] | {"return_token_ids": True} | more
-    return whole_of(Received(f"POST {path} HTTP/1.1\r\n{ID}".encode(), json.dumps(body).encode()), 1)
+    received = Received(f"POST {path} HTTP/1.1\r\n{ID}".encode(), json.dumps(body).encode())
+    return whole_of(received, 1, is_chunked=is_chunked)
 
 
-def after(path: str, events: int) -> int:
-    """Where so many events of that answer have ended."""
-    data, at = sent_by(path), 0
-    for _ in range(events):
-        at = data.index(b"\n\n\r\n", at) + 4
-    return at
+def cuts(path: str, *, is_chunked: bool) -> list[int]:
+    """Around each end of an event but the last, and places within events.
 
-
-def cuts(path: str) -> list[int]:
-    """Around each end of an event, and places within events."""
-    data = sent_by(path)
-    ends = [
-        after(path, count) + near for count in range(4, data.count(b"\n\n\r\n")) for near in (-4, -2, 0, 1)
-    ]
-    return sorted({*range(after(path, 4), len(data), 211), *ends})
+    Without chunks only before the last token: an orderly end after it is a good one.
+    """
+    data = sent_by(path, is_chunked=is_chunked)
+    last = len(data) if is_chunked else data.index(b'"finish_reason": "length"')
+    ends = [end.end() for end in re.finditer(rb"\n\n(\r\n)?", data)][3:-1]
+    places = {*range(ends[0], last, 211), *[end + near for end in ends for near in (-4, -2, 0, 1)]}
+    return sorted([at for at in places if at < last])
 
 
 async def whole(fleet: Fleet, path: str, **more: Any) -> Parts:
@@ -88,12 +91,16 @@ async def whole(fleet: Fleet, path: str, **more: Any) -> Parts:
     return parts(await fleet.ask(BODIES[path] | more, ID, path=path))
 
 
-async def moved(fleet: Fleet, path: str, *scripts: Script, **more: Any) -> Response:
+async def moved(
+    fleet: Fleet, path: str, *scripts: Script, version: str = "HTTP/1.1", **more: Any
+) -> Response:
     """The answer of workers that follow these scripts in turn."""
     turns = in_turn(*scripts)
     for worker in fleet.workers:
         worker.script = turns
-    return await fleet.ask(BODIES[path] | more, ID, path=path)
+    async with connected(fleet.url) as client:
+        client.send(BODIES[path] | more, ID, path=path, version=version)
+        return await client.response()
 
 
 @pytest.fixture
@@ -105,13 +112,35 @@ def with_tokenizer(tmp_path: Path) -> str:
 TWO = (engine(1), engine(2))
 
 
+class Way(NamedTuple):
+    """How the first worker's bytes come, and whose version the client speaks."""
+
+    piece: int = 0
+    is_chunked: bool = True
+    version: str = "HTTP/1.1"
+    is_native: bool = False
+    step: int = 1
+
+
+WAYS = {
+    "one read": Way(1 << 20),
+    "parts of events": Way(97),
+    "one event a read, in C": Way(is_native=True),
+    "one event a read, in Python": Way(step=3),  # around each end of an event are four
+    "without chunks": Way(is_chunked=False, step=3),
+    "HTTP/1.0": Way(version="HTTP/1.0", step=3),
+}
+
+
 @pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("piece", [1 << 20, 97, 0], ids=["one read", "parts of events", "one event a read"])
+@pytest.mark.parametrize("name", WAYS)
 async def test_every_cut(
-    fleet_of: FleetOf, with_tokenizer: str, path: str, piece: int, monkeypatch: pytest.MonkeyPatch
+    fleet_of: FleetOf, with_tokenizer: str, path: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever the worker dies, also amid a character; C passes on what comes as one event a read."""
-    records, add = list[int](), Streams.add
+    """Wherever the worker dies, also amid a character, each event is that of an answer without a death."""
+    way, records, add = WAYS[name], list[int](), Streams.add
+    if not way.is_native:
+        monkeypatch.setattr(streams, "native", None)
 
     def counted(self: Streams, worker: Any, client: int, returned: Any, most: int = 0) -> Any:
         records.append(most)
@@ -119,15 +148,20 @@ async def test_every_cut(
 
     monkeypatch.setattr(Streams, "add", counted)
     async with fleet_of(*FLAGS, with_tokenizer, scripts=TWO, **VLLM) as fleet:
-        want = await whole(fleet, path)
+        answer = await moved(fleet, path, engine(1))
+        want = parts(answer)
         assert (want.reasons, want.roles, want.ends) == (["length"], int(path == CHATS), 1)
         assert len(want.ids) == 40
-        for at in cuts(path):
-            got = await moved(fleet, path, dying(1, at, piece=piece), engine(2))
+        at_all = cuts(path, is_chunked=way.is_chunked)[:: way.step]
+        for at in at_all:
+            first = dying(1, at, piece=way.piece, is_chunked=way.is_chunked)
+            got = await moved(fleet, path, first, engine(2), version=way.version)
             assert parts(got) == want, (at, got.body[-900:])
-        assert set(records) == ({RECORD_BYTES} if piece == 0 and Streams().is_native else set())
+            assert got.events == answer.events
+        assert set(records) == ({RECORD_BYTES} if way.is_native and Streams().is_native else set())
         metrics = (await fleet.get("/metrics")).body.decode()
-        assert f'kvrouter_migrations_total{{cause="lost",result="moved"}} {len(cuts(path))}' in metrics
+        cause = "lost" if way.is_chunked else "failed"
+        assert f'kvrouter_migrations_total{{cause="{cause}",result="moved"}} {len(at_all)}' in metrics
 
 
 ENDS = {
@@ -158,17 +192,13 @@ async def test_silent_worker(fleet_of: FleetOf, with_tokenizer: str) -> None:
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_without_chunks(fleet_of: FleetOf, with_tokenizer: str, path: str) -> None:
-    """Workers that end a body by closing, and a client that speaks HTTP/1.0."""
+    """Both workers end a body by closing."""
     async with fleet_of(*FLAGS, with_tokenizer, scripts=TWO, **VLLM) as fleet:
         want = await whole(fleet, path)
-        script = dying(1, 3000, is_chunked=False)
-        assert parts(await moved(fleet, path, script, engine(2, is_chunked=False))) == want
-        turns = in_turn(dying(1, events=9), engine(2))
-        for worker in fleet.workers:
-            worker.script = turns
-        async with connected(fleet.url) as client:
-            client.send(BODIES[path], ID, path=path, version="HTTP/1.0")
-            assert parts(await client.response()) == want._replace(is_whole=True)
+        for version in ("HTTP/1.1", "HTTP/1.0"):
+            script = dying(1, 3000, is_chunked=False)
+            second = engine(2, is_chunked=False)
+            assert parts(await moved(fleet, path, script, second, version=version)) == want
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -217,25 +247,39 @@ REFUSED: dict[str, Any] = {
     "several answers": {"n": 2},
     "beam search": {"use_beam_search": True},
     "echo": {"echo": True},
+    "the best of several answers": {"best_of": 2},
     "logprobs": {"logprobs": 1},
+    "logprobs of the prompt": {"prompt_logprobs": 1},
     "a frequency penalty": {"frequency_penalty": 0.5},
     "a presence penalty": {"presence_penalty": -1},
     "JSON": {"response_format": {"type": "json_object"}},
     "a grammar": {"structured_outputs": {"choice": ["a"]}},
+    "a regular expression": {"guided_regex": "a"},
     "tools": {"tools": [{"type": "function", "function": {"name": "f"}}]},
     "a seed": {"seed": 1, "temperature": 0.5},
     "a field that is not known": {"whatever": 1},
+    "an image": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, *CHAT["messages"]]},
+    "parameters of a hand-over": {"kv_transfer_params": {"prompt_token_ids": [1]}},
+    "a long body": {"user": "u" * (MOST_BODY_BYTES + 1)},
     "a stop string, without a tokenizer": {"stop": ["X"]},
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+OF_COMPLETIONS: dict[str, Any] = {
+    "several prompts": {"prompt": ["a", "b"]},
+    "a suffix": {"suffix": "s"},
+    "prompt embeddings": {"prompt_embeds": "e"},
+}
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *OF_COMPLETIONS])
 async def test_refused(fleet_of: FleetOf, name: str) -> None:
     """What cannot be continued exactly ends with the error event of --migration-limit 0."""
     seen = []
     for limit in (0, 1):
         async with fleet_of(f"--migration-limit={limit}", FLAGS[1], scripts=TWO, **VLLM) as fleet:
-            got = await moved(fleet, CHATS, dying(1, events=8), engine(2), **REFUSED[name])
+            path, more = (CHATS, REFUSED[name]) if name in REFUSED else (COMPLETIONS, OF_COMPLETIONS[name])
+            got = await moved(fleet, path, dying(1, events=8), engine(2), **more)
             seen.append(parts(got))
             assert len(fleet.requests) == 1
     before, now = seen
@@ -245,12 +289,32 @@ async def test_refused(fleet_of: FleetOf, name: str) -> None:
 
 
 async def test_engines_that_show_no_ids(fleet_of: FleetOf) -> None:
-    """The bodies for SGLang's chats and for unknown engines stay as they are."""
-    cases = ("sglang", CHATS, False), ("sglang", COMPLETIONS, True), ("x", CHATS, False)
-    for name, path, shows in cases:
-        async with fleet_of(*FLAGS, scripts=TWO[:1], engine=name, engine_version="0.5.23") as fleet:
+    """The bodies for SGLang's chats, and for old and unknown engines, stay as they are."""
+    for name, version, path, shows in (
+        ("sglang", "0.5.23", CHATS, False),
+        ("sglang", "0.5.23", COMPLETIONS, True),
+        ("sglang", "0.5.22", COMPLETIONS, False),
+        ("vllm", "0.10.2", CHATS, True),
+        ("vllm", "0.10.1", CHATS, False),
+        ("x", "0.5.23", CHATS, False),
+    ):
+        async with fleet_of(*FLAGS, scripts=TWO[:1], engine=name, engine_version=version) as fleet:
             await fleet.ask(BODIES[path], ID, path=path)
             assert ("return_token_ids" in fleet.workers[0].requests[0].json) == shows
+
+
+async def test_answers_that_stay(fleet_of: FleetOf) -> None:
+    """Those of other APIs, and those that are not streamed: their bodies stay as they are."""
+    messages, text = CHAT["messages"], {"input": PROMPT}
+    cases = (
+        ("/v1/messages", {"messages": messages, "stream": True}),
+        ("/v1/responses", text | {"stream": True}),
+        (CHATS, {"messages": messages}),
+    )
+    async with fleet_of(*FLAGS, scripts=(OK,), **VLLM) as fleet:
+        for path, body in cases:
+            assert 200 == (await fleet.ask({"model": "m", "max_tokens": 9} | body, path=path)).status
+            assert b"return_token_ids" not in fleet.workers[0].requests[-1].body
 
 
 async def test_strip(fleet_of: FleetOf, with_tokenizer: str) -> None:
@@ -268,7 +332,7 @@ async def test_strip(fleet_of: FleetOf, with_tokenizer: str) -> None:
 
 async def test_inexact(fleet_of: FleetOf, with_tokenizer: str) -> None:
     """--migration-inexact moves a sampled stream with a seed."""
-    more = {"seed": 1, "temperature": 0.5}
+    more: Any = {"seed": 1, "temperature": 0.5}
     async with fleet_of(*FLAGS, "--migration-inexact", with_tokenizer, scripts=TWO, **VLLM) as fleet:
         want = await whole(fleet, CHATS, **more)
         assert parts(await moved(fleet, CHATS, dying(1, events=9), engine(2), **more)) == want
@@ -288,7 +352,7 @@ async def test_half_a_character_without_a_tokenizer(fleet_of: FleetOf) -> None:
 async def test_what_the_next_worker_is_asked(fleet_of: FleetOf, with_tokenizer: str) -> None:
     """Ids of prompt and answer as the prompt, and what is left of the limits."""
     async with fleet_of(*FLAGS, with_tokenizer, "--access-log=all", scripts=TWO, **VLLM) as fleet:
-        more = {"min_tokens": 12, "top_p": 0.5, "user": "u", "max_completion_tokens": 30}
+        more: Any = {"min_tokens": 12, "top_p": 0.5, "user": "u", "max_completion_tokens": 30}
         await moved(fleet, CHATS, dying(1, events=9), engine(2), **more)
         (second,) = [
             one for worker in fleet.workers for one in worker.requests if b"messages" not in one.body
@@ -320,10 +384,112 @@ async def test_no_tokens_left(fleet_of: FleetOf, with_tokenizer: str) -> None:
             cut = data.rindex(b"\n\n\r\n", 0, start) + 4
             got = parts(await moved(fleet, path, dying(1, cut), engine(2)))
             assert got == want
-            more = {"max_tokens": 39}
+            more: Any = {"max_tokens": 39}
             short = await whole(fleet, path, **more)
             shorter = sent_by(path, **more)
             end = shorter.index(b"\n\n\r\n", shorter.index(b'"finish_reason": "length"')) + 4
             got = parts(await moved(fleet, path, dying(1, end), engine(2), **more))
             assert got == short
             assert len(fleet.requests) >= 2
+
+
+def killed(fleet: Fleet, events: int, *, dies: bool = True) -> Script:
+    """Sends so many events; once the client has them, its process is gone, or only the connection."""
+
+    async def script(received: Received, wire: Wire) -> None:
+        (worker,) = [one for one in fleet.workers if wire in one.wires]
+        data = whole_of(received, 1)
+        ends = [end.end() for end in re.finditer(rb"\n\n\r\n", data)]
+        await wire.send(data[: ends[events - 1]])
+        flying = [one.completions.in_flight.running for one in fleet.frontends]
+        await until(lambda: any(attempt.is_committed for each in flying for attempt in each))
+        end = worker.die if dies else wire.reset
+        end()
+
+    return script
+
+
+async def test_prompt_that_ends_its_workers(fleet_of: FleetOf, with_tokenizer: str) -> None:
+    """What goes on with a stream counts as its prompt: two engines end, not one more with each request."""
+    flags = "--migration-limit=4", with_tokenizer, SYNC
+    async with fleet_of(*flags, scripts=(engine(1),) * 5, replicas=2, **VLLM) as fleet:
+        for worker in fleet.workers:
+            worker.script = killed(fleet, 9)
+        got = parts(await fleet.ask(CHAT, ID, path=CHATS))
+        assert (len(got.errors), len(fleet.requests)) == (1, 2)
+        for frontend in fleet.frontends:
+            refused = await ask(frontend.url, CHAT, ID, path=CHATS)
+            assert refused.json["error"]["code"] == "request_ends_workers"
+        assert len(fleet.requests) == 2
+        for worker in fleet.workers:
+            worker.script = engine(2)
+        assert 200 == (await fleet.ask(CHAT | {"max_tokens": 39}, ID, path=CHATS)).status
+
+
+async def test_suspected_prompt_moves(fleet_of: FleetOf, with_tokenizer: str) -> None:
+    """One engine has ended: the stream goes on once that is known, and its end acquits the prompt."""
+    flags = FLAGS[0], with_tokenizer
+    async with fleet_of(*flags, scripts=TWO, **VLLM) as fleet:
+        want = await whole(fleet, CHATS)
+        assert parts(await moved(fleet, CHATS, killed(fleet, 9), engine(2))) == want
+        assert not fleet.frontend.replica.deadly.suspected
+
+
+async def test_limits_of_its_tenant(fleet_of: FleetOf, ring: Ring, with_tokenizer: str) -> None:
+    """Both parts count as one request, here and at a peer; so does a part with which nobody goes on."""
+    limits = "--requests-per-minute=99", "--tokens-per-minute=9999", "--requests-at-once=9"
+    key = ring.add("a", *limits)
+    flags = *FLAGS, with_tokenizer, "--retries=0", SYNC, *ring.flags
+    async with fleet_of(*flags, scripts=TWO, replicas=2, **VLLM) as fleet:
+
+        def counted(number: int) -> list[tuple[int, int, int]]:
+            uses = [one.replica.tenants._use("a") for one in fleet.frontends]
+            return [(use.requests, use.tokens, use.at_once) for use in uses][:number]
+
+        first = killed(fleet, 9, dies=False)
+        turns = in_turn(first, engine(2), first, FAILING["503"])
+        for worker in fleet.workers:
+            worker.script = turns
+        body = BODY | {"prompt": list(PROMPT.encode())}
+        assert not parts(await fleet.ask(body, ID, key)).errors
+        await until(lambda: counted(2) == [(1, 7 + 40, 0)] * 2, "both replicas count both parts")
+        assert parts(await fleet.ask(body, ID, key)).errors
+        await until(lambda: counted(1) == [(2, 7 + 40 + 7 + 9, 0)], "the part is counted")
+
+
+async def test_decode_worker_of_a_pair(fleet_of: FleetOf, with_tokenizer: str) -> None:
+    """It dies: prompt and answer so far are computed by a prefill worker, and handed to the other one."""
+    flags = *FLAGS, *ALWAYS, with_tokenizer
+    async with pair(fleet_of, *flags, decode=(engine(1), engine(1)), **VLLM) as fleet:
+        first, *decodes = fleet.workers
+        want = parts(await fleet.ask(BODY, ID))
+        turns = in_turn(killed(fleet, 9, dies=False), engine(2))
+        for worker in decodes:
+            worker.script = turns
+        assert parts(await fleet.ask(BODY, ID)) == want
+        assert len(first.requests) == 3
+        assert not any("return_token_ids" in one.json for one in first.requests[:2])
+        assert first.requests[-1].json["prompt"][:7] == list(PROMPT.encode())
+        left, taken = [worker.requests[-1].json for worker in decodes]
+        assert left["kv_transfer_params"] == taken["kv_transfer_params"] == HANDED
+        assert left["return_token_ids"] == taken["return_token_ids"] is True
+
+
+async def test_what_shows_a_move(fleet_of: FleetOf, with_tokenizer: str) -> None:
+    """/decisions/REQUEST_ID has each move, and the decisions of all workers of the stream."""
+    flags = "--migration-limit=2", FLAGS[1], "--router-mode=kv", with_tokenizer
+    async with fleet_of(*flags, scripts=(*TWO, engine(3)), **VLLM) as fleet:
+        failed = FAILING["503"]
+        first, second = killed(fleet, 9, dies=False), dying(2, events=4, last=ENDS["abort"], stalls=True)
+        await moved(fleet, CHATS, first, failed, second, OK)
+        kept = (await fleet.get("/decisions/one")).json
+        winners = [one["winner"] for one in kept["decisions"]]
+        assert kept["moves"] == [
+            {"from": winners[0], "to": winners[2], "cause": "lost", "tokens": 8},
+            {"from": winners[2], "to": winners[3], "cause": "failed", "tokens": 12},
+        ]
+        text = (await fleet.get("/metrics")).body.decode()
+        assert 'kvrouter_first_byte_seconds_count{model="m"} 1' in text
+        other = await fleet.ask(CHAT, "x-request-id: two", path=CHATS)
+        assert other.status == 200
+        assert (await fleet.get("/decisions/two")).json["moves"] == []

@@ -40,9 +40,10 @@ def text_of(ids: list[int]) -> str:
 
 
 def prompt_of(body: Any) -> list[int]:
-    """The ids of a prompt; a chat is its last message."""
+    """The ids of a prompt; a chat is its last message, and of several prompts it is the first."""
     prompt = body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
-    return list(prompt.encode()) if isinstance(prompt, str) else prompt
+    text = prompt if isinstance(prompt, str) else prompt[0]
+    return list(text.encode()) if isinstance(text, str) else prompt
 
 
 def events_of(received: Received, created: int) -> Iterator[bytes]:

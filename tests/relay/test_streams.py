@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+import socket
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -194,3 +195,25 @@ async def test_silent_worker(fleet_of: FleetOf, last: bytes, passes: list[int]) 
         assert 5 <= response.body.count(b'"a"')
         assert response.is_whole == (not last)
         assert (b"no output for 0.5 s" in response.body) == (not last)
+
+
+@pytest.mark.parametrize("most", [1 << 24, 150_000])
+def test_record(most: int) -> None:
+    """Of a stream that may move, whole or, if it becomes too long, only its last bytes."""
+    native = pytest.importorskip("kvrouter.relay.native.streams")
+    (engine, worker), (client, reader) = socket.socketpair(), socket.socketpair()
+    with engine, worker, client, reader:
+        loop = native.StreamLoop(pytest.fail)
+        stream = loop.add(worker.fileno(), client.fileno(), lambda: None, most)
+        rng, sent = random.Random(1), b""
+        for _ in range(300):
+            one = chunk(event("x" * rng.choice((1, 9, 90, 900, 9000))))
+            engine.sendall(one)
+            loop.run()
+            sent += one
+            assert reader.recv(len(one), socket.MSG_WAITALL) == one
+            assert sent.endswith(stream.tail())
+            assert len(stream.tail()) >= min(len(sent), 2048)
+        assert len(sent) > 1 << 18
+        assert (stream.is_over, stream.record()) == ((False, sent) if most > len(sent) else (True, b""))
+        loop.close()

@@ -54,6 +54,14 @@ class Wanted(NamedTuple):
     rank: int | None = None
 
 
+class Moved(Struct, frozen=True, gc=False):
+    """Why a stream goes on at another worker, and how many tokens its client has."""
+
+    left: Target
+    cause: str
+    tokens: int
+
+
 class RouteRequest(Struct, frozen=True, gc=False):
     """One request as routing sees it. `prompts` is empty if the tokens are not known.
 
@@ -93,6 +101,8 @@ class RouteRequest(Struct, frozen=True, gc=False):
     """Whether another worker may compute its prompt, or hand over blocks of it."""
     charge: Charge | None = None
     """What it counts for its tenant; None: that has no limit."""
+    moved: Moved | None = None
+    """Set if it goes on with a stream."""
 
     @property
     def isl(self) -> int:

@@ -128,6 +128,11 @@ class TenantLimits:
         hears = not peers or self._is_connected()
         return self._table.check(key.tenant, limits, charge.tokens, now, peers=peers, hears=hears)
 
+    def count(self, charge: Charge) -> None:
+        """No booking counts what the request has used."""
+        charge.is_booked = False
+        self._table.count(charge, self._now())
+
     def ended(self, charge: Charge) -> None:
         """The request is over."""
         self._table.end(charge, self._now())

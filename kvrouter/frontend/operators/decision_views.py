@@ -55,7 +55,7 @@ class DecisionViews:
         return Answer(200, _encoded(body), {"x-request-id": work.id})
 
     async def one(self, request: Request) -> Answer:
-        """GET /decisions/REQUEST_ID: every attempt, the oldest first. Raises UnknownDecisionError."""
+        """GET /decisions/REQUEST_ID: its attempts and moves, oldest first. Raises UnknownDecisionError."""
         request_id = request.path_after(DECISION_PATH)
         found = self._kept.of(request_id) if self._kept is not None else []
         if not found:
@@ -64,7 +64,8 @@ class DecisionViews:
                 f"{self._kept.capacity if self._kept is not None else 0} (--decisions); "
                 "x-kvrouter-router of its answer names the replica that placed it"
             )
-        return json_answer({"request_id": request_id, "decisions": [self._explained(one) for one in found]})
+        explained = [self._explained(one) for one in found]
+        return json_answer({"request_id": request_id, "moves": _moves(found), "decisions": explained})
 
     async def last(self, request: Request) -> Answer | AnswerLines:
         """GET /decisions: the newest first, without their candidates. Raises BadRequestError.
@@ -134,6 +135,15 @@ class DecisionViews:
         reads_tables = decided.selection.policy.reads_tables
         terms_of = {"terms_of": "now" if reads_tables else "then", "model": decided.eligible[0].card.model}
         return facts | terms_of | _view(decided.explain())
+
+
+def _moves(decided: Sequence[Decided]) -> list[dict[str, Any]]:
+    """How its stream has moved: of the tries of each move the last one counts."""
+    last = {one.request.moved: one.order[0] for one in decided if one.request.moved is not None}
+    return [
+        {"from": str(moved.left), "to": str(target), "cause": moved.cause, "tokens": moved.tokens}
+        for moved, target in last.items()
+    ]
 
 
 def _facts(request: RouteRequest, now: float, selection: Selection) -> dict[str, Any]:

@@ -102,6 +102,8 @@ class Work(Struct, frozen=True):
     """Its token ids, for engines that may get them."""
     movable: bool = False
     """Whether its stream may move to another worker."""
+    origin: Work | None = None
+    """The client's own request, if this one goes on with its stream."""
     limits: str = ""
     """Lines for the head of its answer: how much its key may still use."""
 
@@ -212,7 +214,7 @@ class Record(Struct):
     """None: it was not accepted."""
     attempts: list[AttemptRecord] = []
     """Where it was sent, in turn. Each has a worker, a booking, times and an outcome of its own, as has the
-    prefill half of one. A stream that moves to another worker would be two of them."""
+    prefill half of one, and each part of a stream that has moved."""
     served: Served | None = None
     """None: it is not over, or its client left."""
     error: Exception | None = None
@@ -233,7 +235,7 @@ class Record(Struct):
         """The last attempt with the client's own prompt: others go on with a stream."""
         if not self.moves:
             return self.last
-        return next((one for one in reversed(self.attempts) if one.work is self.work), None)
+        return next((one for one in reversed(self.attempts) if one.work.origin is None), None)
 
     @property
     def output_tokens(self) -> int:

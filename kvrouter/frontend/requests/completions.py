@@ -434,6 +434,8 @@ def _used(charge: Charge, running: AttemptRecord, limits: TenantLimits) -> int:
     outcome, output = running.outcome, running.output_tokens
     if isinstance(outcome, (Lost, Retried)) or (isinstance(outcome, Rejected) and outcome.status >= 429):
         return 0
+    if isinstance(outcome, Done) and outcome.rest is not None:
+        return 0  # the next worker's attempt counts for both
     if isinstance(outcome, (Rejected, Done)) and outcome.status >= 400:
         return 1  # the request is at fault, and counts
     if output and running.is_good:

@@ -160,7 +160,8 @@ class Exchanges:
         if running.prefill is not None:
             self._hand_overs.first_output(running, running.prefill, now)
         running.body = None
-        self._metrics.first_byte.observe(now - work.received_at, running.model)
+        if work.origin is None:  # else its client had it long ago
+            self._metrics.first_byte.observe(now - work.received_at, running.model)
         if ttft_s is not None:
             running.counts.first_byte_s += ttft_s
             running.counts.first_bytes += 1

@@ -102,7 +102,8 @@ class LostRequests:
         self._unjudged: deque[tuple[float, _Loss]] = deque(maxlen=MOST_SUSPECTED)
 
     async def case(self, work: Work) -> Case:
-        """The case of a request: its prompt is hashed."""
+        """The case of a request: its prompt is hashed. Of a stream that has moved, that of its client."""
+        work = work.origin or work
         if not self.prompts.ttl_s:
             return Case(work, None)
         return Case(work, await prompt_hash(work.router.pool.id, work.request.head.route, work.body))

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import structlog
+from msgspec.structs import replace
 
 from kvrouter.bodies.apis import CHAT, COMPLETION, Api
 from kvrouter.bodies.continuation import (
@@ -32,6 +33,7 @@ from kvrouter.bodies.continuation import (
     without_ids,
 )
 from kvrouter.core.fleet.pool import Pool
+from kvrouter.core.routing.policy import Moved
 from kvrouter.core.wire.ids import Target
 from kvrouter.engine_versions import reaches, since
 from kvrouter.errors import KvRouterError
@@ -89,7 +91,7 @@ class Moves:
     def may_leave(self, running: AttemptRecord) -> bool:
         """Whether the engine of this attempt shows the token ids of such a stream."""
         worker = running.work.router.pool.workers.get(running.placement.target.worker_id)
-        if worker is None:
+        if worker is None or running.source is not None:  # that half streams nothing
             return False
         shows = since(worker.card.engine)
         first = shows.shows_ids_of_chats if running.work.api.parse is CHAT.parse else shows.shows_ids
@@ -118,6 +120,16 @@ class Moves:
 
     async def go_on(self, record: Record, work: Work, cut: Done, try_workers: TryWorkers) -> Outcome:
         """Have other workers finish a stream. Its client gets the error event if none does."""
+        charge = work.route.charge
+        prompt_tokens = 0 if charge is None else charge.prompt_tokens
+        try:
+            return await self._go_on(record, work, cut, try_workers)
+        finally:
+            if charge is not None and not charge.used:  # no further attempt counts what the client has
+                charge.used = prompt_tokens + record.output_tokens
+                self._accept.limits.count(charge)
+
+    async def _go_on(self, record: Record, work: Work, cut: Done, try_workers: TryWorkers) -> Outcome:
         seam = work.request.client.begun
         assert isinstance(seam, Seam)
         is_chat, body = work.api.parse is CHAT.parse, _body(work)
@@ -138,13 +150,13 @@ class Moves:
                 if new is None:
                     return self._complete(work, seam, answered, cut, body)
                 following = await self._following(record, work, answered, new, seam, body)
+                moved = Moved(last.placement.target, cause, count)
+                following = _for_the_same(work, following, moved, last.output_tokens)
                 log.info(
                     "stream.moved", request=work.id, worker=str(last.placement.target), reason=cut.failure
                 )
                 record.moves += 1
                 outcome = await try_workers(record, following, failed)
-                if work.route.charge is not None:
-                    work.route.charge.used += record.attempts[-1].output_tokens or 0
             except (NotContinuedError, KvRouterError) as error:
                 log.warning("stream.not_moved", request=work.id, reason=str(error))
                 outcome = None
@@ -195,13 +207,24 @@ class Moves:
         following = await self._accept.work(again, COMPLETION, None)
         seam.rewrite = Continuation(answered, gap, unshown, decode, strips=self._strips(body))
         seam.release()  # from here on the events count as they are rewritten
-        return msgspec.structs.replace(
-            following,
-            shows_worker=work.shows_worker,
-            key=work.key,
-            limits=work.limits,
-            movable=True,
-        )
+        return following
+
+
+def _for_the_same(work: Work, following: Work, moved: Moved, more_tokens: int) -> Work:
+    """The request for what is missing is the same client's, and one for its limits."""
+    charge = work.route.charge
+    if charge is not None:  # its prompt has become longer, and its answer shorter
+        charge.prompt_tokens += more_tokens
+        charge.output_tokens = max(0, charge.output_tokens - more_tokens)
+    return replace(
+        following,
+        route=replace(following.route, charge=charge, moved=moved),
+        shows_worker=work.shows_worker,
+        key=work.key,
+        limits=work.limits,
+        movable=True,
+        origin=work,
+    )
 
 
 def _body(work: Work) -> dict[str, Any]:

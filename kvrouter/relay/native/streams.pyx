@@ -13,7 +13,7 @@ until the stream has returned or was stopped.
 """
 
 from libc.errno cimport EAGAIN, EINTR, errno
-from libc.stdlib cimport free, realloc
+from libc.stdlib cimport free, malloc
 from libc.string cimport memchr, memcmp, memcpy, memmove
 
 cdef extern from "<time.h>" nogil:
@@ -55,6 +55,15 @@ cdef enum:
     # Bytes of `"abort"` and of `"error"`.
     WORD = 7
 
+    # The first block of a record; each further one is twice as long as the one before, up to the last.
+    FIRST_BLOCK = 4096
+    LAST_BLOCK = 65536
+
+# Of a record: it grows without being copied.
+cdef struct Block:
+    Block *before
+    Py_ssize_t used, room
+
 # What the records of all streams take.
 cdef Py_ssize_t _recorded = 0
 # One for the process: a step reads and sends without anything in between.
@@ -80,44 +89,74 @@ cdef class Stream:
     cdef int tail_bytes
     cdef char _tail[2 * TAIL]
     # Of a stream that may move to another worker (seam.py): all that was passed on.
-    cdef char *_record
-    cdef Py_ssize_t most, recorded, room
-    cdef bint is_over
+    cdef Block *_last
+    cdef Py_ssize_t most
+    cdef readonly Py_ssize_t recorded
+    cdef readonly bint is_over
+    """Whether it was more than `most` bytes, or than there is room for: then no record is kept."""
 
     def tail(self):
-        """The last bytes that were passed on."""
-        return self._tail[:self.tail_bytes]
+        """The last bytes that were passed on: of the record, if there is one."""
+        return self.end(TAIL) if self._last != NULL else self._tail[:self.tail_bytes]
 
     def record(self):
-        """All that was passed on, if that was asked for; None: it was more than `most` bytes."""
-        return None if self.is_over else self._record[:self.recorded] if self.recorded else b""
+        """All that was passed on, if that was asked for."""
+        return self.end(self.recorded)
+
+    cdef bytes end(self, Py_ssize_t size):
+        """The last bytes of the record."""
+        cdef Block *block = self._last
+        cdef list parts = []
+        while block != NULL and size > 0:
+            parts.append((<char *>(block + 1))[max(0, block.used - size):block.used])
+            size -= block.used
+            block = block.before
+        parts.reverse()
+        return b"".join(parts)
 
     cdef void note(self, const char *data, Py_ssize_t size) noexcept nogil:
         """Add to the record."""
+        cdef Block *block = self._last
+        if block == NULL or block.used + size > block.room:
+            block = self.grow(size)
+            if block == NULL:
+                self.keep(data, size)
+                return
+        memcpy(<char *>(block + 1) + block.used, data, size)
+        block.used += size
+        self.recorded += size
+
+    cdef Block *grow(self, Py_ssize_t size) noexcept nogil:
+        """A new block for the record; NULL: it is over."""
         global _recorded
-        cdef Py_ssize_t room = self.room
-        cdef char *grown = NULL
-        if self.is_over:
-            return
-        while self.recorded + size > room:
-            room = 2 * room if room else 4096
-        if self.recorded + size <= self.most and _recorded + room - self.room <= RECORDS:
-            grown = <char *>realloc(self._record, room) if room != self.room else self._record
-        if grown == NULL:
+        cdef Block *block = NULL
+        cdef Py_ssize_t room = FIRST_BLOCK
+        if self._last != NULL:
+            room = min(2 * self._last.room, LAST_BLOCK)
+        room = max(room, size)
+        if self.recorded + size <= self.most and _recorded + room <= RECORDS:
+            block = <Block *>malloc(sizeof(Block) + room)
+        if block == NULL:
+            if self._last != NULL:
+                self.keep(<char *>(self._last + 1), self._last.used)
             self.forget()
             self.is_over = True
-            return
-        _recorded += room - self.room
-        self._record, self.room = grown, room
-        memcpy(grown + self.recorded, data, size)
-        self.recorded += size
+            return NULL
+        _recorded += room
+        block.before, block.used, block.room = self._last, 0, room
+        self._last = block
+        return block
 
     cdef void forget(self) noexcept nogil:
         """Drop the record."""
         global _recorded
-        free(self._record)
-        _recorded -= self.room
-        self._record, self.room, self.recorded = NULL, 0, 0
+        cdef Block *block
+        while self._last != NULL:
+            block = self._last
+            self._last = block.before
+            _recorded -= block.room
+            free(block)
+        self.recorded = 0
 
     def __dealloc__(self):
         self.forget()
@@ -127,7 +166,7 @@ cdef class Stream:
         if self.loop is not None:
             self.loop.drop(self)
 
-    cdef void keep(self, const char *data, Py_ssize_t size) noexcept:
+    cdef void keep(self, const char *data, Py_ssize_t size) noexcept nogil:
         if size >= TAIL:
             memcpy(self._tail, data + size - TAIL, TAIL)
             self.tail_bytes = TAIL
@@ -231,9 +270,10 @@ cdef bint _pass(Stream stream, double now):
         stream.events += lines
         stream.active_at = now
     stream.left = left
-    stream.keep(_buffer, got)
-    if stream.most:
+    if stream.most and not stream.is_over:
         stream.note(_buffer, got)
+    else:
+        stream.keep(_buffer, got)
     sent = send(stream.client, _buffer, got, MSG_NOSIGNAL)
     if sent < got:
         stream.unsent = _buffer[max(sent, 0):got]

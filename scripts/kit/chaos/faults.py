@@ -24,9 +24,9 @@ from scripts.kit.chaos.halves import (
     LEASE_S,
     PREFILLS,
     between_halves,
+    end_in_turn,
     end_leases,
     kill_halves,
-    kill_in_turn,
     kill_peer,
     until,
     upgrade,
@@ -363,7 +363,9 @@ ROWS = (
     _split("peer-kill", "whole workers that read blocks from each other: kill -9 one, restart it",
            kill_peer, "p2p"),
     _split("streams-move", "kill -9 each worker mid-stream in turn, restart it; no stream breaks",
-           kill_in_turn, MOVES),
+           partial(end_in_turn, drains=False), MOVES),
+    _split("streams-drain", "a rolling restart of all workers, which end at once; no stream breaks",
+           partial(end_in_turn, drains=True), MOVES),
     Row("leaf-cut", f"a NATS leaf node without its cluster for {CUT_S:g} s", cut_leaf, on_cluster=True),
     *(
         Row(name, what, partial(play, lasting, alerts), on_cluster=True, alerts=alerts)

@@ -60,14 +60,20 @@ async def kill_peer(stage: Stage, load: SteadyLoad) -> Damage:
     return replace(damage, notes=[*damage.notes, f"{pulls} of them after the kill"])
 
 
-async def kill_in_turn(stage: Stage, load: SteadyLoad) -> Damage:
-    """Kill each worker amid its streams, one after the other: all go on elsewhere."""
+async def end_in_turn(stage: Stage, load: SteadyLoad, *, drains: bool) -> Damage:
+    """End each worker amid its streams, one after the other: all go on elsewhere.
+
+    `drains`: in order, with its agent, as Kubernetes ends the containers of a pod.
+    """
     before = await _moved(stage)
     for number in range(len(stage.deployed.engines)):
         await until(lambda: any(load.is_streaming(url) for url in stage.urls))
-        await stage.fleet.processes[f"mocker-{number}"].kill()
+        names = [f"agent-{number}", f"mocker-{number}"] if drains else [f"mocker-{number}"]
+        ending = [stage.fleet.processes[name] for name in names]
+        await asyncio.gather(*[one.stop(_DRAIN_S) if drains else one.kill() for one in ending])
         await asyncio.sleep(_DOWN_S)
-        await stage.start(f"mocker-{number}")
+        for name in reversed(names):
+            await stage.start(name)
         await asyncio.sleep(_DOWN_S)
     moved = await _moved(stage) - before
     problems = [] if moved else ["no stream has moved: the fault proves nothing"]
