@@ -195,7 +195,7 @@ class Bus:
         return self._has_ended or (is_cut and not self._closing)
 
     async def subscribe(self, subject: str, on_message: OnMessage) -> None:
-        """Call `on_message` for each message, also after reconnects."""
+        """Call `on_message` for each message, also after reconnects. `SUBJECT GROUP`: one of a group."""
         is_new = subject not in self._receivers
         self._receivers.setdefault(subject, []).append(on_message)
         if is_new and self._client is not None and not self._client.is_closed:
@@ -498,8 +498,10 @@ class NatsClient(Client):
             on_message(message.subject, message.data, message.reply)
 
         self._plain[deliver] = on_message
+        subject, _, group = subject.partition(" ")  # as in NATS's own SUB
         return await self.subscribe(
             subject,
+            group,
             cb=deliver,
             pending_msgs_limit=pending_msgs_limit,
             pending_bytes_limit=pending_bytes_limit,
