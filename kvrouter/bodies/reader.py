@@ -109,7 +109,7 @@ class LargeBody:
 
         Raises BadRequestError if too much cannot be left out.
         """
-        scan = await _scanned(body)
+        scan = await scanned(body)
         if len(body) <= REST_BYTES and scan.values <= REST_VALUES and not scan.ids:
             return None
         small = _small_holes(body, scan)
@@ -125,7 +125,7 @@ class LargeBody:
     @classmethod
     async def read_fields(cls, body: bytes, kept: Collection[str]) -> LargeBody:
         """A body of which only these fields are read."""
-        scan = await _scanned(body)
+        scan = await scanned(body)
         return cls(body, (), _large_holes(body, scan, 0, kept, ()), scan)
 
     async def parse(self, parse: Parse) -> CompletionRequest:
@@ -165,7 +165,7 @@ class LargeBody:
             return self._at_once(request, parse)
         hole = self._hole_of(request.token_ids)
         if hole is not None:
-            request = replace(request, token_ids=await self._ids(hole))
+            request = replace(request, token_ids=await self.ids(hole))
         counts = self._counts(request)
         most = (longest_context if len(counts) == 1 else 0) or MOST_UNREAD_TOKENS
         prompt = await self._filled(request.prompt) if sum(counts) <= most else None
@@ -207,7 +207,7 @@ class LargeBody:
 
     async def _of_ids(self, prompt: TokenPrompt) -> TokenPrompt:
         holes = [(ids, self._hole_of(ids)) for ids in prompt.token_ids]
-        prompts = [ids if hole is None else await self._ids(hole) for ids, hole in holes]
+        prompts = [ids if hole is None else await self.ids(hole) for ids, hole in holes]
         return TokenPrompt(prompts, prompt.kept_tokens)
 
     async def _of_texts(self, prompt: TextPrompt) -> TextPrompt | None:
@@ -215,7 +215,7 @@ class LargeBody:
         if any(hole is not None and hole.field for _, hole in holes):
             return None  # many prompts
         return replace(
-            prompt, texts=[text if hole is None else await self._text(hole) for text, hole in holes]
+            prompt, texts=[text if hole is None else await self.text(hole) for text, hole in holes]
         )
 
     async def _fill_chat(self, prompt: ChatPrompt) -> bool:
@@ -232,7 +232,7 @@ class LargeBody:
                 holder, key = slot
                 hole = self._hole_of(holder[key])
                 if hole is not None and not hole.field:
-                    holder[key] = list(await self._ids(hole)) if hole.tokens else await self._text(hole)
+                    holder[key] = list(await self.ids(hole)) if hole.tokens else await self.text(hole)
         return True
 
     async def _fill_list(self, items: list[Any]) -> bool:
@@ -293,19 +293,23 @@ class LargeBody:
             at = hole.end
         return b"".join([*parts, self.body[at:end]])
 
-    async def _ids(self, hole: Hole) -> list[int]:
+    async def ids(self, hole: Hole) -> list[int]:
         """The ids of a list, as an array, which all that is done with them takes. Raises BadRequestError."""
         ids = array("I")
-        at, end = hole.start, hole.end
-        while at < end:
-            comma = self.body.rfind(b",", at, at + SLICE_BYTES) if end - at > SLICE_BYTES else end
-            stop = comma if comma > at else end
+        for at, stop in self.slices(hole.start, hole.end):
             ids += read_ids(self.body, at, stop)
-            at = stop + 1
             await asyncio.sleep(0)
         return cast("list[int]", ids)
 
-    async def _text(self, hole: Hole) -> str:
+    def slices(self, at: int, end: int) -> Iterator[tuple[int, int]]:
+        """Start and end of parts of a list of numbers, between two commas."""
+        while at < end:
+            comma = self.body.rfind(b",", at, at + SLICE_BYTES) if end - at > SLICE_BYTES else end
+            stop = comma if comma > at else end
+            yield at, stop
+            at = stop + 1
+
+    async def text(self, hole: Hole) -> str:
         """The text of a string. Raises an error if it is none, as with half of a surrogate pair."""
         parts: list[str] = []
         at, end, left = hole.start + 1, hole.end - 1, _ESCAPED_SLICES
@@ -332,19 +336,19 @@ def _small_holes(body: bytes, scan: Scan) -> list[Hole]:
     for start, end, tokens in sorted(found):
         place = bisect_left(ends, end)
         is_inside = place < len(ends) and scan.members[place][0] < start
-        name = _named(body, scan.members[place])[0] if is_inside else None
+        name = named_field(body, scan.members[place])[0] if is_inside else None
         if name is not None and (name in _FILLED or name not in _READ):
             holes.append(Hole(start, end, _mark(len(holes), tokens), tokens))
     return holes
 
 
-def _named(body: bytes, member: Place) -> tuple[str | None, int]:
+def named_field(body: bytes, member: Place) -> tuple[str | None, int]:
     """The name of a field, None if it is written in an odd way; and where its value begins."""
     found = _NAME.match(body, member[0], member[0] + _NAME_BYTES)
     return (None, 0) if found is None else (found[1].decode(), found.end())
 
 
-async def _scanned(body: bytes) -> Scan:
+async def scanned(body: bytes) -> Scan:
     scan = new_scan(body)
     for _ in iter(partial(scan.step, SLICE_BYTES), False):
         await asyncio.sleep(0)
@@ -361,7 +365,7 @@ def _large_holes(
     """Large fields that are not kept, and the items of those that are `listed`."""
     holes: list[Hole] = []
     for member in scan.members:
-        (name, at), (_, end, values) = _named(body, member), member
+        (name, at), (_, end, values) = named_field(body, member), member
         if name is None:
             continue
         is_list = name in listed and body[at : at + 1] == b"["

@@ -16,6 +16,7 @@ from kvrouter.bus.rights import (
     VERIFY,
     NatsRights,
     agent_rights,
+    caller_rights,
     frontend_rights,
     leaf_rights,
     public_key,
@@ -85,11 +86,19 @@ class AccountsSettings(Settings):
     tool: tuple[str, ...] = setting(
         (), "a user that only reads", metavar="NAME", read=_read_name, is_repeated=True, is_top=True
     )
+    caller: tuple[str, ...] = setting(
+        (),
+        "a user that calls `kvrouter router` over NATS",
+        metavar="NAME",
+        read=_read_name,
+        is_repeated=True,
+        is_top=True,
+    )
     namespace: str = setting("default", "the namespace of frontends and agents", metavar="NAME", is_top=True)
 
     def checked(self) -> Self:
         check_identifier("namespace", self.namespace)
-        names = [*(agent.name for agent in self.agent), *self.tool]
+        names = [*(agent.name for agent in self.agent), *self.tool, *self.caller]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(f"two users are named {twice[0]!r}")
         return self
@@ -116,6 +125,8 @@ def rights_of(settings: AccountsSettings) -> Iterator[tuple[str, NatsRights]]:
         yield agent.name, agent_rights(subjects, agent.worker_ids)
     for tool in settings.tool:
         yield tool, tool_rights(subjects)
+    for caller in settings.caller:
+        yield caller, caller_rights(subjects, caller)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -216,7 +216,7 @@ class Bus:
         return self._has_ended or (is_cut and not self._closing)
 
     async def subscribe(self, subject: str, on_message: OnMessage) -> None:
-        """Call `on_message` for each message, also after reconnects."""
+        """Call `on_message` for each message, also after reconnects. `SUBJECT GROUP`: one of a group."""
         await self.subscribe_all(subject, Each(on_message))
 
     async def subscribe_all(self, subject: str, on_messages: OnMessages) -> None:
@@ -527,8 +527,10 @@ class NatsClient(Client):
             on_messages([(message.subject, message.data, message.reply)])
 
         self._plain[deliver] = on_messages
+        subject, _, group = subject.partition(" ")  # as in NATS's own SUB
         return await self.subscribe(
             subject,
+            group,
             cb=deliver,
             pending_msgs_limit=pending_msgs_limit,
             pending_bytes_limit=pending_bytes_limit,

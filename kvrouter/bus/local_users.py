@@ -27,11 +27,13 @@ import nkeys  # type: ignore[import-untyped]
 
 from kvrouter.bus.rights import (
     AGENT,
+    CALLER,
     FRONTEND,
     TOOL,
     VERIFY,
     NatsRights,
     agent_rights,
+    caller_rights,
     frontend_rights,
     key_of,
     public_key,
@@ -55,6 +57,7 @@ def rights_by_name() -> dict[str, NatsRights]:
         AGENT: agent_rights(subjects, EVERY_WORKER),
         VERIFY: verify_rights(subjects),
         TOOL: tool_rights(subjects),
+        CALLER: caller_rights(subjects, "*"),
     }
 
 

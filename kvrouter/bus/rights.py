@@ -3,9 +3,10 @@
     user       publishes                                          subscribes
     agent W    live.worker.W  live.kv.*.W.*  answer.kv.W.*.*      hello  live.worker.>  kv-replay.W
     frontend   live.router.*  live.sync.>  answer.sync.>  hello   live.>  hello  sync-replay.*  answers
-               kv-replay.>  sync-replay.*
+               kv-replay.>  sync-replay.*  placed.>               place  place.*
     verify     hello  kv-replay.>                                 live.>  answers
     a tool     nothing                                            live.>
+    caller C   place  place.*                                     placed.C.>
     leaf       the whole namespace: a leaf node passes on what its own users may
 
 W may be `GROUP.*`, for all agents of a group. NATS's `*` is one token, and a worker in a group has one token
@@ -31,7 +32,7 @@ from kvrouter.bus.subjects import Subjects
 from kvrouter.core.wire.ids import PoolId, RouterId, WorkerId
 
 ACCOUNT = "KVROUTER"
-FRONTEND, AGENT, VERIFY, TOOL = "frontend", "agent", "verify", "tool"
+FRONTEND, AGENT, VERIFY, TOOL, CALLER = "frontend", "agent", "verify", "tool", "caller"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,18 @@ def frontend_rights(subjects: Subjects) -> NatsRights:
     every_router = RouterId("*")
     requests = (subjects.kv_replay(WorkerId(">")), subjects.sync_replay(every_router))
     own = (subjects.live_router(every_router), subjects.live_sync(PoolId("*"), every_router))
-    answers = subjects.sync_answer(every_router, "*", "*")
+    answers = (subjects.sync_answer(every_router, "*", "*"), subjects.placed("*", ">"))
     received = (subjects.live, subjects.hello, subjects.sync_replay(every_router), *_answers(subjects))
-    return NatsRights((*own, subjects.hello, *requests, answers), received)
+    return NatsRights((*own, subjects.hello, *requests, *answers), (*received, *_calls(subjects)))
+
+
+def caller_rights(subjects: Subjects, name: str) -> NatsRights:
+    """Of a caller of placement. `name`: the same as in the subjects of its answers."""
+    return NatsRights(_calls(subjects), (subjects.placed(name, ">"),))
+
+
+def _calls(subjects: Subjects) -> tuple[str, str]:
+    return subjects.place, subjects.place_at(RouterId("*"))
 
 
 def _answers(subjects: Subjects) -> tuple[str, str]:

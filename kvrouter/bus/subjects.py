@@ -9,6 +9,9 @@
     kvrouter.<ns>.sync-replay.<router_id>             request: replay or snapshot
     kvrouter.<ns>.answer.kv.<worker_id>.<asker>.<token>      agent → asker: the answer
     kvrouter.<ns>.answer.sync.<router_id>.<asker>.<token>    replica → asker: the answer
+    kvrouter.<ns>.place                               request: a call for any router of placement
+    kvrouter.<ns>.place.<router_id>                   request: a call for this one
+    kvrouter.<ns>.placed.<caller>.<…>                 router → caller: the answer
 
 An answer has the name of its sender in its subject, so that NATS's permissions can keep agents from answering
 for another. (`_INBOX` would let each agent answer for all. `allow_responses` lets an agent that publishes to
@@ -31,6 +34,7 @@ from kvrouter.core.wire.senders import Feed, KvSource, RouterSource, Source, Syn
 
 # As NATS's wildcards: without a group, and in one.
 EVERY_WORKER = (WorkerId("*"), WorkerId("*.*"))
+_TOKENS = re.compile(r"[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*")  # no wildcard, and nothing else of NATS's own
 _RANK = re.compile(r"[0-9]{1,4}")  # ranks are below 1,024
 
 
@@ -53,6 +57,7 @@ class Subjects:
         self._root = f"kvrouter.{namespace}"
         self.hello = f"{self._root}.hello"
         self.live = f"{self._root}.live.>"
+        self.place = f"{self._root}.place"
         self.everything = f"{self._root}.>"
         self._live_parts = self.live.count(".")  # the parts in front of the `>`
 
@@ -99,6 +104,22 @@ class Subjects:
     def sync_answer(self, router_id: RouterId, asker: str, token: str) -> str:
         """The subject for a replica's answer to one request."""
         return f"{self._root}.answer.sync.{router_id}.{asker}.{token}"
+
+    def place_at(self, router_id: RouterId) -> str:
+        """The subject of calls for one router of placement."""
+        return f"{self._root}.place.{router_id}"
+
+    def placed(self, caller: str, token: str) -> str:
+        """The subject for the answer to one such call."""
+        return f"{self._root}.placed.{caller}.{token}"
+
+    def caller(self, subject: str) -> str:
+        """Who awaits an answer on this subject; empty: it is none of `placed`."""
+        start = self.placed("", "")[:-1]
+        match subject.removeprefix(start).split("."):
+            case [caller, _, *_] if subject.startswith(start) and _TOKENS.fullmatch(subject):
+                return caller
+        return ""
 
     def answers(self, asker: str) -> str:
         """All answers to one process but those of workers in groups."""

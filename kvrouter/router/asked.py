@@ -183,6 +183,10 @@ def _unsigned(name: str, hashes: list[int]) -> array[int]:
     try:
         return array("Q", hashes)
     except OverflowError:
+        pass
+    try:
+        return array("Q", array("q", hashes).tobytes())
+    except OverflowError:
         if not all(-(1 << 63) <= one <= _MASK for one in hashes):
             raise BadRequestError(f"{name}: a hash is a number of 64 bits", param=name) from None
     return array("Q", [one & _MASK for one in hashes])

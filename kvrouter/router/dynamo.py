@@ -7,9 +7,8 @@ here: /dump (`kvrouter index` lists blocks), and peers, which find each other on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta, Struct
 
 from kvrouter.core.fleet.pool import Pool
@@ -17,23 +16,21 @@ from kvrouter.core.routing.policy import Candidate
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.bookings import MOST_TOKENS
 from kvrouter.core.wire.ids import Target
-from kvrouter.errors import BadRequestError, RequestTooLargeError
+from kvrouter.errors import BadRequestError
 from kvrouter.frontend.operators.views import View, json_answer
 from kvrouter.relay.answer import Answer
 from kvrouter.relay.request import Request
 from kvrouter.router.asked import DEFAULT, PlacementAsk
+from kvrouter.router.bodies import read
 from kvrouter.router.placing import Placing, endpoint_of, place_of, public_id, tier_depths
 from kvrouter.router.workers import RegisteredEngines, Registration
 
-T = TypeVar("T")
 Readiness = Callable[[], tuple[int, dict[str, Any]]]
 
 RESERVATIONS, WORKERS = "/reservations/", "/workers/"
 _OK = {"status": "ok"}
 _NO_SHARED_CACHE = {"enabled": False, "total_hit_blocks": 0, "ranges": [], "error": None}
 _MOST_CALLER = 128
-# A body is read in one step of the event loop.
-MOST_BODY_BYTES = 8 * 1024 * 1024
 
 
 class OutputSoFar(Struct, frozen=True):
@@ -180,21 +177,6 @@ class DynamoCalls:
 
 async def _health(_request: Request) -> Answer:
     return json_answer(_OK)
-
-
-async def read(request: Request, kind: type[T]) -> T:
-    """The body. Raises BadRequestError."""
-    body = await request.read()
-    if len(body) > MOST_BODY_BYTES:
-        raise RequestTooLargeError(f"{len(body)} bytes: a body of this call has {MOST_BODY_BYTES} at most")
-    return decoded(body, kind)
-
-
-def decoded(body: bytes, kind: type[T]) -> T:
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequestError(f"the body is not what this call takes: {error}") from None
 
 
 def caller_of(request: Request) -> str:

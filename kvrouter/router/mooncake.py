@@ -17,7 +17,7 @@ from kvrouter.frontend.operators.views import View, json_answer
 from kvrouter.relay.answer import Answer
 from kvrouter.relay.request import Request
 from kvrouter.router.asked import DEFAULT, PlacementAsk
-from kvrouter.router.dynamo import read
+from kvrouter.router.bodies import read
 from kvrouter.router.placing import Placing, matched, tier_depths
 
 _NAMES = ("GPU", "DP", "CPU", "DISK")

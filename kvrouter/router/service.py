@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import cast
 
 import msgspec
 
+from kvrouter.bus import Subjects
 from kvrouter.core.fleet.router import Router
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.frontend.operators.dry_route import api_of
-from kvrouter.frontend.operators.rights import AdminGate, Rights, check_type, open_gate
+from kvrouter.frontend.operators.rights import AdminGate, AdminKey, Rights, check_type, open_gate
 from kvrouter.frontend.operators.views import View, answering
 from kvrouter.frontend.records.record import Record, clock
 from kvrouter.frontend.server.background import running
@@ -25,8 +26,9 @@ from kvrouter.relay.exchange import ClientSide
 from kvrouter.relay.request import Request, RequestHead
 from kvrouter.relay.routes import Routes
 from kvrouter.router.asked import DEFAULT, PlacementAsk, is_given
-from kvrouter.router.dynamo import DynamoCalls
+from kvrouter.router.dynamo import WORKERS, DynamoCalls
 from kvrouter.router.mooncake import MooncakeCalls
+from kvrouter.router.over_nats import OverNats
 from kvrouter.router.placing import Placing
 from kvrouter.router.ray import RayCalls
 from kvrouter.router.reservations import Reservations
@@ -43,7 +45,9 @@ class PlacementPort:
 
     def __init__(self, site: Site, options: RouterOptions) -> None:
         self._completions = completions = site.completions
-        admin, loop, publishing = site.admin, asyncio.get_running_loop(), completions.publishing
+        self._admin = admin = site.admin
+        self._refused = completions.readers.refused
+        loop, publishing = asyncio.get_running_loop(), completions.publishing
         self._names = (options.host, *options.process.admin_names)
         self.placing = Placing(
             publishing.replica,
@@ -65,14 +69,25 @@ class PlacementPort:
 
     def routes(self, rights: Rights) -> Routes:
         """Who may use the admin listener may use these."""
-        routes, gate = Routes(), AdminGate(rights.key, self._names)
-        for dialect in self._dialects:
-            for method, path, view in dialect.views():
-                checked = view if path in _OPEN else _checked(view, gate)
-                routes.add(
-                    method, path, answering(checked, rights, open_gate, self._completions.readers.refused)
-                )
+        gate, routes = AdminGate(rights.key, self._names), Routes()
+        for method, path, view in self._views():
+            checked = view if path in _OPEN else _checked(view, gate)
+            routes.add(method, path, answering(checked, rights, open_gate, self._refused))
         return routes
+
+    def over_nats(self, options: RouterOptions) -> OverNats:
+        """The same, without what changes workers: a user who may call may not announce any."""
+        rights, routes = Rights(open_gate, AdminKey(None)), Routes(_why_not_over_nats)
+        for method, path, view in self._views():
+            if method == "GET" or not f"{path}/".startswith(WORKERS):
+                routes.add(method, path, answering(view, rights, open_gate, self._refused))
+        return OverNats(
+            self._admin, Subjects(options.namespace), self.placing.replica.router_id, routes, rights
+        )
+
+    def _views(self) -> Iterator[tuple[str, str, View]]:
+        for dialect in self._dialects:
+            yield from dialect.views()
 
     async def _read_body(self, asked: PlacementAsk, request_id: str) -> tuple[Router, RouteRequest]:
         """Find the tokens as a frontend does. Raises the errors that the request itself would raise."""
@@ -101,7 +116,12 @@ async def open_router_site(site: Site, options: RouterOptions) -> AsyncIterator[
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(port.engines.close)
         await stack.enter_async_context(running({"reservations": port.placing.expire_forever()}))
+        await stack.enter_async_context(port.over_nats(options).answering())
         yield site
+
+
+def _why_not_over_nats(path: str) -> str:
+    return "workers change over HTTP only" if path.startswith(WORKERS) else ""
 
 
 def _checked(view: View, gate: AdminGate) -> View:

@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -25,9 +25,10 @@ from msgspec import Meta, Struct
 
 from kvrouter.bus import NatsOptions
 from kvrouter.core.fleet.replica import Replica
+from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import WorkerId, is_worker_id
 from kvrouter.core.wire.values import MOST_RANKS, Amount, BlockSize, Line, Text, url_error
-from kvrouter.errors import BadRequestError, UnknownTargetError, leaves
+from kvrouter.errors import BadRequestError, TakenIdError, UnknownTargetError, leaves
 from kvrouter.router.asked import DEFAULT, FIRST_RANK, RankNumber, WorkerName
 from kvrouter.router.placing import ENDPOINT
 from kvrouter.worker.announce import announce, connect
@@ -47,6 +48,8 @@ SPREAD_S = 0.2
 LOOK_S, PAUSE_S = 0.05, 2.0
 # A registration returns once the worker can be chosen, or after this.
 REGISTER_S = 5.0
+# A label of every worker that was registered: others have agents of their own.
+REGISTERED = "registered"
 # The address of an engine without HTTP: no host has it (RFC 2606), and no two engines share one.
 NO_HTTP = "http://engine-{}.invalid"
 
@@ -99,7 +102,7 @@ class Registration(Struct, frozen=True):
 
     def card(self) -> Mapping[str, Any]:
         """What `announce` takes."""
-        labels = {ENDPOINT: self.endpoint} if url_error(self.endpoint) else {}
+        labels = {REGISTERED: "yes"} | ({ENDPOINT: self.endpoint} if url_error(self.endpoint) else {})
         labels |= {FIRST_RANK: str(self.data_parallel_start_rank)} if self.data_parallel_start_rank else {}
         return {
             "url": NO_HTTP.format(self.name) if ENDPOINT in labels else self.endpoint,
@@ -138,6 +141,8 @@ class RegisteredEngines:
     async def upsert(self, engine: Registration) -> None:
         """Register an engine, or replace what is known of it; waits until it can be chosen."""
         engine.check()
+        if engine.name not in self._engines and self._has_own_agent(engine.name):
+            raise TakenIdError(f"worker {engine.name!r} has an agent of its own: give another `worker_id`")
         if len(self._engines) >= MOST_ENGINES and engine.name not in self._engines:
             raise BadRequestError(f"{MOST_ENGINES} engines are registered here: delete some, or run agents")
         async with self._changing:
@@ -186,9 +191,15 @@ class RegisteredEngines:
 
     def has_agent(self, name: str) -> bool:
         """Whether an agent, here or elsewhere, reports the worker now."""
+        return any(True for _ in self._cards(name))
+
+    def _has_own_agent(self, name: str) -> bool:
+        return any(REGISTERED not in card.labels for card in self._cards(name))
+
+    def _cards(self, name: str) -> Iterator[Card]:
         pools = (router.pool for router in self._replica.routers.values())
         found = (pool.workers.get(WorkerId(name)) for pool in pools)
-        return any(one is not None and not one.silent for one in found)
+        return (one.card for one in found if one is not None and not one.silent)
 
     async def _keep(self, engine: Registration) -> None:
         """Be its agent whenever there is none."""

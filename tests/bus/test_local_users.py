@@ -13,11 +13,11 @@ import pytest
 
 from kvrouter.bus import Bus, NatsOptions, accounts, local_users
 from kvrouter.bus.embedded import embedded_server
-from kvrouter.bus.rights import AGENT, FRONTEND, TOOL, VERIFY
+from kvrouter.bus.rights import AGENT, CALLER, FRONTEND, TOOL, VERIFY
 from kvrouter.errors import ConfigError
 from tests.conftest import NatsServer
 
-EVERY = (FRONTEND, AGENT, VERIFY, TOOL)
+EVERY = (FRONTEND, AGENT, VERIFY, TOOL, CALLER)
 PATIENCE_S = 20.0
 
 

@@ -20,7 +20,7 @@ from nats.aio.client import Client
 from nats.errors import Error, NoServersError
 
 from kvrouter.bus import Subjects, accounts, local_users
-from kvrouter.bus.rights import AGENT, FRONTEND, TOOL, VERIFY
+from kvrouter.bus.rights import AGENT, CALLER, FRONTEND, TOOL, VERIFY
 from kvrouter.core.feeds.sinks import KvSink, SyncSink
 from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.core.tables.bookings import BookingTable
@@ -29,6 +29,7 @@ from kvrouter.core.tables.sessions import SessionTable
 from kvrouter.core.wire import heartbeats, ops
 from kvrouter.core.wire.ids import PoolId, RouterId, Target, WorkerId
 from kvrouter.core.wire.ops import Op
+from kvrouter.router import over_nats
 from tests.conftest import NatsServer
 
 NS = "guarded"
@@ -36,13 +37,13 @@ SUBJECTS = Subjects(NS)
 W1, R1, POOL = WorkerId("w1"), RouterId("r1"), PoolId("tiny-1")
 # In a group of the name of the worker above.
 MEMBER = WorkerId("w1.w1")
-LEAF, OTHER_AGENT, TOOL_USER = "leaf", "w2", "reader"
+LEAF, OTHER_AGENT, TOOL_USER, GATEWAY = "leaf", "w2", "reader", "gateway"
 # All agents of the group w1, those of the group w2, and a process with a worker of each group.
 GROUP, OTHER_GROUP, BOTH = "group", "others", "both"
 MEMBERS = {GROUP, BOTH}
-USERS = {FRONTEND, VERIFY, LEAF, str(W1), OTHER_AGENT, OTHER_GROUP, TOOL_USER} | MEMBERS
+USERS = {FRONTEND, VERIFY, LEAF, str(W1), OTHER_AGENT, OTHER_GROUP, TOOL_USER, GATEWAY} | MEMBERS
 # On an embedded server all agents share a user, see kvrouter/bus/local_users.py; there is no leaf.
-LOCAL_USERS = {FRONTEND, AGENT, VERIFY, TOOL}
+LOCAL_USERS = {FRONTEND, AGENT, VERIFY, TOOL, CALLER}
 
 # Who may publish on each subject of the worker w1 and the replica r1. GROUP_ROWS: of the worker MEMBER.
 ROWS: dict[str, tuple[str, set[str]]] = {
@@ -55,6 +56,9 @@ ROWS: dict[str, tuple[str, set[str]]] = {
     "sync_replay": (SUBJECTS.sync_replay(R1), {FRONTEND, LEAF}),
     "kv_answer": (SUBJECTS.kv_answer(W1, "asker", "1"), {LEAF, str(W1)}),
     "sync_answer": (SUBJECTS.sync_answer(R1, "asker", "1"), {FRONTEND, LEAF}),
+    "place": (SUBJECTS.place, {GATEWAY, LEAF}),
+    "place_at": (SUBJECTS.place_at(R1), {GATEWAY, LEAF}),
+    "placed": (SUBJECTS.placed(GATEWAY, "1"), {FRONTEND, LEAF}),
 }
 GROUP_ROWS: dict[str, tuple[str, set[str]]] = {
     "live_worker": (SUBJECTS.live_worker(MEMBER), {LEAF} | MEMBERS),
@@ -65,7 +69,7 @@ GROUP_ROWS: dict[str, tuple[str, set[str]]] = {
 # Members of Subjects that name no further subject: wildcards to subscribe, and choices among the rows above.
 NO_SUBJECT = {
     "namespace", "of_every_namespace", "parse_live", "live", "everything", "answers", "group_answers",
-    "replay", "answer",
+    "replay", "answer", "caller",
 }  # fmt: skip
 # What is nobody's to publish but the leaf's: outside the namespace not even its.
 OUTSIDE = ["kvrouter.other.live.worker.w1", "_INBOX.any.1", "kvrouter", "$SYS.REQ.SERVER.PING"]
@@ -99,6 +103,8 @@ MESSAGES: dict[type[Struct], tuple[str, ...] | None] = {
     heartbeats.WorkerBeat: ("live_worker",),
     heartbeats.RouterBeat: ("live_router",),
     heartbeats.Hello: ("hello",),
+    over_nats.Call: ("place", "place_at"),
+    over_nats.CallReply: ("placed",),
     ops.Frame: ("live_kv", "live_sync"),
     ops.ReplayRequest: ("kv_replay", "sync_replay"),
     ops.ReplayFrames: ("kv_answer", "sync_answer"),
@@ -156,7 +162,7 @@ def test_every_message_has_a_row() -> None:
     """A new message needs a row in MESSAGES."""
     found = {
         one
-        for module in (heartbeats, ops)
+        for module in (heartbeats, ops, over_nats)
         for name, one in inspect.getmembers(module, inspect.isclass)
         if issubclass(one, Struct) and one.__module__ == module.__name__ and not name.startswith("_")
     }
@@ -273,6 +279,7 @@ def with_control(file: Path, new: Callable[..., NatsServer]) -> NatsServer:
 def server(tmp_path: Path, new_nats_server: Callable[..., NatsServer]) -> NatsServer:
     """With the users of `kvrouter nats accounts`: agents w1 and w2, agents of two groups, and a tool."""
     words = ["--namespace", NS, "--agent", W1, "--agent", OTHER_AGENT, "--tool", TOOL_USER]
+    words += ["--caller", GATEWAY]
     words += [
         "--agent",
         f"{GROUP}={W1}.*",
@@ -316,7 +323,7 @@ async def test_who_may_publish_on_an_embedded_server(local: tuple[NatsServer, Pa
     """The same parts have the same rights, in every namespace; its agents are of any worker."""
     server, directory = local
     messages = published()
-    same = allowed({AGENT: str(W1), TOOL: TOOL_USER}.get(user, user))
+    same = allowed({AGENT: str(W1), TOOL: TOOL_USER, CALLER: GATEWAY}.get(user, user))
     if user == AGENT:
         same |= allowed(GROUP) | {"kvrouter.other.live.worker.w1"}
     async with trial(server, directory / f"{user}.nk") as (made, client):

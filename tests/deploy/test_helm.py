@@ -365,6 +365,26 @@ def test_operators_key() -> None:
     assert "--admin-key-file=/admin/key" not in render(values)
 
 
+@pytest.mark.parametrize(
+    ("args", "at"),
+    [
+        ([], {"port": "http"}),
+        (["--tls-cert=/tls/tls.crt"], {"port": "http", "scheme": "HTTPS"}),
+        (["--tls-cert=/tls/tls.crt", "--tls-client-ca=/ca"], {"port": "admin", "scheme": "HTTPS"}),
+    ],
+)
+def test_probes_show_no_certificate(args: list[str], at: dict[str, str]) -> None:
+    """With TLS they use it, and where clients need certificates they go to the admin listener."""
+    helm()
+    values = values_of("one-host.yaml")
+    rendered = render(values | {"frontend": {**values.get("frontend", {}), "args": args}})
+    found = {one["kind"]: one for one in yaml.safe_load_all(rendered) if one["metadata"]["name"] == FRONTEND}
+
+    (container,) = found["Deployment"]["spec"]["template"]["spec"]["containers"]
+    for name, path in (("startup", "/live"), ("liveness", "/live"), ("readiness", "/ready")):
+        assert {"path": path, **at} == container[f"{name}Probe"]["httpGet"]
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_clients_see_no_metrics(name: str) -> None:
     """They are on a port of their own, whose Service is not the clients'."""

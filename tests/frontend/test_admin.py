@@ -181,7 +181,7 @@ async def test_nats_comes_late(new_nats_server: Callable[[], NatsServer]) -> Non
             assert "not connected to NATS yet" in ready.json["reasons"]
             health = (await get(frontend.url, "/health")).json
             assert (False, os.getpid()) == (health["nats_connected"], health["pid"])
-            await until(lambda: bool(frontend.admin._bus.outage_reason), "an attempt to connect has failed")
+            await until(lambda: bool(frontend.admin.bus.outage_reason), "an attempt to connect has failed")
             reasons = frontend.admin.readiness()["reasons"]
             assert any(reason.startswith("NATS: ") and "kvrouter nats" in reason for reason in reasons)
             server.start()

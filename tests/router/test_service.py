@@ -14,7 +14,7 @@ from kvrouter.core.wire.hashes import block_hashes, sequence_hashes
 from kvrouter.errors import RequestTooLargeError
 from kvrouter.relay.request import Request, RequestHead
 from kvrouter.router.asked import PlacementAsk
-from kvrouter.router.dynamo import MOST_BODY_BYTES, read
+from kvrouter.router.bodies import MOST_BODY_BYTES, read
 from tests.frontend.fleet import Fleet, running_fleet
 from tests.frontend.workers import OK, until
 from tests.router.routers import Router, routers_of
@@ -214,6 +214,13 @@ BAD: list[tuple[str, str, Any, int, str]] = [
     ("POST", "/workers", {"worker_id": "a b", "endpoint": "http://a:1", "block_size": 16}, 400, "worker_id"),
     ("POST", "/workers", {"worker_id": 1, "endpoint": "", "block_size": 16}, 400, "`endpoint`"),
     ("POST", "/workers", {"worker_id": 1, "endpoint": "http://a:1", "block_size": 0}, 400, "block_size"),
+    (
+        "POST",
+        "/workers",
+        {"worker_id": "w0", "endpoint": "http://a:1", "block_size": 16},
+        409,
+        "'w0' has an agent of its own",
+    ),
     ("GET", "/select", None, 405, "use POST"),
     ("GET", "/loads?model_name=gpt", None, 404, "does not exist"),
     ("POST", "/query", {"token_ids": "x"}, 400, "token_ids"),

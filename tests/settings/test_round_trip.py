@@ -54,6 +54,7 @@ SAMPLES = {
     "stages": ["3x20", "46x25!,0x60,3x20"],
     "sync-ms": ["0.5", "2.5"],
     "tool": ["t", "grafana-1"],
+    "caller": ["gateway-1", "gateway-2"],
     "trusted-proxies": ["127.0.0.1", "10.0.0.0/8", "fd00::/8"],
     "tenant": ["t", "team-1.x"],
     "expires": ["2027-01-31", "2027-01-31T12:00:00+02:00"],

@@ -30,7 +30,7 @@ from kvrouter.frontend.server.background import running
 from kvrouter.policies import PolicySettings, new_policy
 from kvrouter.replica.loop import first_turn
 from kvrouter.router.asked import PlacementAsk
-from kvrouter.router.dynamo import decoded
+from kvrouter.router.bodies import decoded
 from kvrouter.router.placing import Placing
 from kvrouter.router.reservations import Reservations
 from kvrouter.router.workers import RegisteredEngines, Registration

@@ -82,11 +82,11 @@ class Admin:
         ready_timeout_s: float,
         wait_for_workers_s: float,
     ) -> None:
-        self._is_draining = False
+        self.is_draining = False
         self._replica = replica
         self._loop = replica_loop
         self._audit = audit
-        self._bus = bus
+        self.bus = bus
         self._registry = registry
         self._tokens = tokens
         self._untokenized = untokenized
@@ -101,7 +101,7 @@ class Admin:
 
     def drain(self) -> None:
         """Make /ready 503 from now on."""
-        self._is_draining = True
+        self.is_draining = True
 
     async def live(self, _request: Request) -> Answer:
         """200 while the event loop runs."""
@@ -128,7 +128,7 @@ class Admin:
 
     def is_connected(self) -> bool:
         """Whether NATS is connected."""
-        return self._bus.connected
+        return self.bus.connected
 
     def may_open(self) -> bool:
         """Whether to accept connections on a port that others accept, too: ready, or waited long enough."""
@@ -146,7 +146,7 @@ class Admin:
         if timed_out:
             self._gave_up_waiting = True
             self._replica.readiness.give_up_waiting()
-        if self._is_draining:
+        if self.is_draining:
             return 503, {"status": "draining"}
         if missing and not timed_out and not self._waits_for_first():
             return 503, {"status": "starting", "reasons": [*self._why_no_worker(), *missing]}
@@ -167,9 +167,9 @@ class Admin:
 
     def _why_no_worker(self) -> Iterator[str]:
         """What is missing for a first worker: NATS, or an agent in the namespace."""
-        if self._bus.outage_reason:
-            yield f"NATS: {self._bus.outage_reason}"
-        elif self._bus.connected and not self._replica.readiness.has_met_worker:
+        if self.bus.outage_reason:
+            yield f"NATS: {self.bus.outage_reason}"
+        elif self.bus.connected and not self._replica.readiness.has_met_worker:
             peers = len(self._replica.peers)
             heard = f"only {peers} other replicas are" if peers else "nobody is"
             yield f"{heard} heard in namespace {self._loop.awaited.namespace!r}: {NO_WORKER}"
@@ -197,7 +197,7 @@ class Admin:
                 router_id=self._replica.router_id,
                 pid=os.getpid(),
                 url=self._listeners.url,
-                nats_connected=self._bus.connected,
+                nats_connected=self.bus.connected,
                 peers=sorted(self._replica.peers) if sees_names else [],
                 workers=sum(len(router.pool.workers) for router in self._replica.routers.values()),
             )
@@ -285,9 +285,9 @@ class Admin:
         return reasons if more <= 0 else [*reasons[:MOST_FEEDS], f"{more} more: see /workers"]
 
     def _nats_away(self) -> list[str]:
-        if self._bus.connected:
+        if self.bus.connected:
             return []
-        reason = f" ({self._bus.outage_reason})" if self._bus.outage_reason else ""
+        reason = f" ({self.bus.outage_reason})" if self.bus.outage_reason else ""
         return [f"NATS is away{reason}: routing with the last known state"]
 
     def _targets(self, pool: Pool, worker: Worker) -> Iterator[dict[str, Any]]:

@@ -22,6 +22,7 @@ import base64
 import hmac
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import TypeAlias
 
@@ -369,6 +370,7 @@ def _plain_host(host: str) -> str:
     return str(address) if address is not None else host.removesuffix(".").lower()
 
 
+@lru_cache(maxsize=256)
 def _address(text: str) -> IPv4Address | IPv6Address | None:
     try:
         address = ip_address(text.partition("%")[0])

@@ -23,6 +23,7 @@ COMMANDS = {
     "request": "cost of a short request and of a streamed event in kvrouter's code, without sockets",
     "relay": "cost of a request and of a streamed event at one frontend",
     "instructions": "the same in instructions, which other work does not change; needs valgrind",
+    "placement": "a router next to Dynamo's selection service: CPU of a decision, p99, how soon peers know",
     "limits": "how many requests of one tenant pass in a burst through several replicas",
     "neighbour": "what a tenant that floods the fleet does to another one's time to first byte",
     "walks": "how many files a chat, a KV event and a booking run through: pictures in docs/concepts",

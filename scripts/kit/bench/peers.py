@@ -7,6 +7,7 @@ system (apt-get install nginx-light). Figures are compared as ratios, as a distu
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,8 @@ async def _side_by_side(stage: Stage, flags: argparse.Namespace) -> Results:
     contenders = await stage.both_modes(workers, flags.against)
     if flags.nginx:
         contenders.append(await stage.nginx(workers, flags.nginx))
+    if haproxy := shutil.which("haproxy"):
+        contenders.append(await stage.haproxy(workers, Path(haproxy)))
     for policy in flags.policies:
         if program := flags.vllm_router:
             router = await routers.start_vllm_router(stage.fleet, program, workers, policy)

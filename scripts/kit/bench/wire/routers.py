@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import shutil
 import sys
 import textwrap
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from scripts.kit.bench.wire.build import binary
 from scripts.kit.bench.wire.load import Load, run_load
+from scripts.kit.bench.wire.targets import HAPROXY
 from scripts.kit.bench.wire.works import MODEL, SHORT_BODIES
 from scripts.kit.fleet import Fleet, FleetError, Process, wait_until_ok
 from scripts.kit.http_client import Client
@@ -156,6 +158,28 @@ def nginx_config(port: int, workers: Sequence[int], directory: Path) -> str:
           }}
         }}
         """)
+
+
+EXAMPLE = Path(__file__).parents[4] / "docs/examples/haproxy"
+
+
+async def start_haproxy(fleet: Fleet, program: Path, flags: Sequence[str]) -> Router:
+    """The example of docs/placement.md, with one thread, and its `kvrouter router`, in one group.
+
+    Nobody frees what a closed loop reserves: a short lease keeps the bound of a caller away.
+    """
+    port, calls, admin = free_ports(3)
+    directory = fleet.directory / f"haproxy-{port}"
+    shutil.copytree(EXAMPLE, directory)
+    config = directory / "haproxy.cfg"
+    text = config.read_text().replace("127.0.0.1:8080", f"127.0.0.1:{port}").replace(":8092", f":{calls}")
+    config.write_text(text.replace("\nglobal\n", "\nglobal\n    nbthread 1\n"))
+    router = [
+        sys.executable, "-m", "kvrouter", "router", f"--port={calls}", f"--admin-port={admin}", "--lease-s=1",
+        "--reservations-per-caller=65536", *flags,
+    ]  # fmt: skip
+    script = f"cd {directory}; {program} -f haproxy.cfg & exec {shlex.join(router)}"
+    return await _start(fleet, HAPROXY, port, ["sh", "-c", script])
 
 
 async def start_vllm_router(fleet: Fleet, program: Path, workers: Workers, policy: str) -> Router:

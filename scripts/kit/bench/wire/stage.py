@@ -75,6 +75,13 @@ class Stage(deployment.Stage):
         """Start an nginx in front of these workers."""
         return contender(await routers.start_nginx(self.fleet, program, workers))
 
+    async def haproxy(self, workers: Workers, program: Path) -> Contender:
+        """Start HAProxy, which relays, and a router in mode kv, which it asks."""
+        flags = [f"--nats={self.nats_url}", f"--namespace={namespace(workers)}"]
+        return contender(
+            await routers.start_haproxy(self.fleet, program, [*flags, f"--model-path={self.model_path}"])
+        )
+
     async def stop_group(self, group: int) -> None:
         """End the process that leads this group."""
         (name,) = [name for name, process in self.fleet.processes.items() if process.pid == group]

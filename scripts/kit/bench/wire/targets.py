@@ -19,6 +19,7 @@ PAIRS = {OURS_PAIR: "example", OURS_ROOM: "sglang"}
 """The connector of each."""
 DIRECT = "direct"  # the generator and the fake workers, without a router
 NGINX, VLLM, SGLANG, DYNAMO = "nginx", "vllm-router round_robin", "sglang-router round_robin", "dynamo kv"
+HAPROXY = "HAProxy, kvrouter router"
 _ADDED_MS = {"latency_p50_ms": 0.1, "latency_p99_ms": 0.3}
 
 
