@@ -285,9 +285,8 @@ class Attempt:
         self._quiet_end = b"\0"  # from _UNFINISHED on, of the last event that was searched; at first none
         self._sent_before: frozenset[str] | None = None  # the openings that the client has from other workers
         self._begun: Begun | None = None  # set where the client has the head from elsewhere
-        self._seam = (
-            seam  # while a stream may move, and while one that has moved is passed on, `_begun` is it
-        )
+        # while a stream may move, and while one that has moved is passed on, `_begun` is it
+        self._seam = seam
         self._trouble: _Trouble | None = None
         self._was_at_boundary = True
         self._is_in_data = False  # whether the last read had a data line, which the next one may continue
@@ -642,10 +641,11 @@ class Attempt:
             text, content, self._content = self._unsent(begun) + rest, self._content, None  # has no chunks
             (self._pass_last if is_whole else self._pass_on)(text)
             self._content = content
+            if self._seam is not None:  # `_pass_on` lets chunks flow, perhaps only later
+                return
             if head.is_chunked and begun.is_chunked and body is not None and body.is_at_boundary and not rest:
                 # From here on the worker's own chunks can follow.
-                if self._seam is None:
-                    self._content = self._begun = None
+                self._content = self._begun = None
                 self._flow(True)
             return
         error: KvRouterError = WorkerDiedError(_NO_STREAM)
@@ -686,6 +686,9 @@ class Attempt:
             self._active_at = self._loop.time()
             self._is_in_data = not data.endswith(_EVENT_ENDS)
         self._was_at_boundary = body is not None and body.is_at_boundary
+        if self._seam is not None and not self._is_flowing and self._was_at_boundary and self._seam.is_plain:
+            head = self._head
+            self._flow(head is not None and head.is_chunked and self._seam.is_chunked)
         if client.is_slow:
             self._hold_up()
 

@@ -120,12 +120,14 @@ class Way(NamedTuple):
     version: str = "HTTP/1.1"
     is_native: bool = False
     step: int = 1
+    first: int = 0
 
 
 WAYS = {
     "one read": Way(1 << 20),
     "parts of events": Way(97),
     "one event a read, in C": Way(is_native=True),
+    "amid an event at first, in C": Way(is_native=True, step=3, first=700),
     "one event a read, in Python": Way(step=3),  # around each end of an event are four
     "without chunks": Way(is_chunked=False, step=3),
     "HTTP/1.0": Way(version="HTTP/1.0", step=3),
@@ -154,7 +156,7 @@ async def test_every_cut(
         assert len(want.ids) == 40
         at_all = cuts(path, is_chunked=way.is_chunked)[:: way.step]
         for at in at_all:
-            first = dying(1, at, piece=way.piece, is_chunked=way.is_chunked)
+            first = dying(1, at, piece=way.piece, first=way.first, is_chunked=way.is_chunked)
             got = await moved(fleet, path, first, engine(2), version=way.version)
             assert parts(got) == want, (at, got.body[-900:])
             assert got.events == answer.events

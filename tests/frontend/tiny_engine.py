@@ -105,13 +105,14 @@ def dying(
     *,
     events: int = 0,
     piece: int = 1 << 20,
+    first: int = 0,
     last: bytes = b"",
     is_chunked: bool = True,
     stalls: bool = False,
 ) -> Script:
     """Sends the first `at` bytes or `events` in pieces, then `last`; then it is killed, or hangs.
 
-    `piece`: bytes of one; 0: one chunk of the answer each.
+    `piece`: bytes of one; 0: one chunk of the answer each, behind `first` bytes.
     """
 
     async def script(received: Received, wire: Wire) -> None:
@@ -120,8 +121,8 @@ def dying(
         data = data[: ends[events - 1] if events else at]
         pieces = [data[start : start + piece] for start in range(0, len(data), piece or 1)]
         if not piece:
-            pieces = [one + b"\n\n\r\n" for one in data.split(b"\n\n\r\n")]
-            pieces[-1] = pieces[-1].removesuffix(b"\n\n\r\n")
+            pieces = [one + b"\n\n\r\n" for one in data[first:].split(b"\n\n\r\n")]
+            pieces = [data[:first], *pieces[:-1], pieces[-1].removesuffix(b"\n\n\r\n")]
         await wire.send(*pieces, *([last] if last else []))
         if stalls:
             await wire.until_left()
