@@ -687,8 +687,7 @@ class Attempt:
             self._is_in_data = not data.endswith(_EVENT_ENDS)
         self._was_at_boundary = body is not None and body.is_at_boundary
         if self._seam is not None and not self._is_flowing and self._was_at_boundary and self._seam.is_plain:
-            head = self._head
-            self._flow(head is not None and head.is_chunked and self._seam.is_chunked)
+            self._flow(self._head is not None and self._head.is_chunked and self._seam.is_chunked)
         if client.is_slow:
             self._hold_up()
 
