@@ -24,6 +24,8 @@ FLAGS = "-fsanitize=address,undefined"
 COMPILED = f"{FLAGS} -fno-sanitize-recover=undefined -fno-wrapv -fno-omit-frame-pointer -g"
 TESTS = [
     "tests/bodies/test_reader.py",
+    "tests/bus/test_nats_client.py",
+    "tests/core/feeds/test_taken.py",
     "tests/core/native",
     "tests/core/wire/test_hashes.py",
     "tests/core/tables/test_approx.py",
