@@ -210,7 +210,7 @@ async def test_refused(fleet_of: FleetOf, lines: str, status: int) -> None:
 async def test_bug(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bug in a view is a 500 in OpenAI's form and a line in the log, on both listeners."""
     async with fleet_of() as fleet:
-        monkeypatch.delattr(fleet.frontend.admin, "_bus")
+        monkeypatch.delattr(fleet.frontend.admin, "bus")
         answers = [await fleet.get("/health")]
         async with connected(fleet.frontend.admin_url) as client:
             answers.append(await client.get("/health"))

@@ -18,7 +18,7 @@ def test_pure_wheel() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     before, after = tomllib.loads(text), tomllib.loads(without_extensions(text))
 
-    assert 5 == len(before["tool"]["setuptools"].pop("ext-modules"))
+    assert 6 == len(before["tool"]["setuptools"].pop("ext-modules"))
     before["build-system"]["requires"].remove("Cython>=3.1")
     assert before == after
 
