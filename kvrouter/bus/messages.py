@@ -87,10 +87,12 @@ class PlainMessages(Parser):
         self._rest = b""
 
     async def parse(self, data: bytes = b"") -> None:
-        if self.buf and self.state == AWAITING_MSG_PAYLOAD:  # nats-py is amid a message: to its end
+        if self.state == AWAITING_MSG_PAYLOAD:  # nats-py is amid a message: its payload is no protocol
             most = self.needed + len(_LINE_END) - len(self.buf)
             await super().parse(data[:most])
             data = data[most:]
+            if self.state == AWAITING_MSG_PAYLOAD or not data:
+                return
         if self._rest or self.buf:
             data, self._rest = b"".join((self._rest, self.buf, data)), b""
             self.buf.clear()

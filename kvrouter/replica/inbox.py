@@ -45,7 +45,7 @@ SLICE_S, LONGEST_SLICE_S = 0.001, 0.003
 BEHIND_S, LONGEST_SLICE_BEHIND_S = 0.2, 0.05
 # A worker has a few subjects and each is parsed once. When the cache is full, it is emptied and fills again.
 SUBJECTS_KEPT = 16_384
-# Messages that C applies in one call: some 50 µs.
+# Messages that C applies in one call, if they are short (RUN_BYTES): some 50 µs.
 RUN_MESSAGES = 64
 _NO_SUBJECT = Receipt(FrameVerdict.UNKNOWN, "not a subject of this version")
 

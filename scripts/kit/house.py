@@ -27,7 +27,7 @@ CLASS_LINES = 300
 # that move. FeedReader and BlockIndex show C where the next frame goes, and count what it took; Bus reports
 # all messages of a read at once.
 LARGER = {
-    "Attempt": 600, "Replica": 481, "FeedReader": 460, "BlockIndex": 420, "Pool": 398, "Agent": 379,
+    "Attempt": 600, "Replica": 482, "FeedReader": 464, "BlockIndex": 420, "Pool": 398, "Agent": 379,
     "BookingTable": 366, "Completions": 353, "Bus": 341, "EngineBlocks": 330, "Examination": 316,
     "ReferenceEngine": 351,  # with both halves of a request, and blocks of a peer
     "Router": 250, "OwnBookings": 250, "SyncFeed": 250,  # one router in three
@@ -51,7 +51,7 @@ FILES = 25
 # shows a move and what both parts count together. 390 for frames that C hears: 120 the messages of a read,
 # 80 the reader's position, 190 the inbox, reader and index. 320 for placement over NATS (190, 40 of these who
 # may) and its bodies that are read in steps (90).
-LINES = 78_265
+LINES = 78_270
 COMMENTS = 30
 # Of docs/, as `wc -w` counts them, without docs/changes; 1,920 of them for pairs, 400 of these SGLang's; 170
 # for the figures of large bodies; 1,050 for when pairs pay, in tables, and flags to find that out; 390 for

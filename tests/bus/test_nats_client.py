@@ -51,9 +51,15 @@ class _Recorded:
         self.calls.append(("ping",))
 
 
+FORGED = b"MSG a.b 1 4\r\nEVIL\r\n"
+payloads = st.binary(max_size=40) | st.sampled_from(
+    [FORGED, 3 * FORGED, FORGED[:9], b"\r\n" + FORGED, b"PING\r\n"]
+)
+
+
 @pytest.mark.usefixtures("core")
 @examples(200)
-@given(st.lists(st.tuples(st.integers(0, 6), st.binary(max_size=40)), max_size=12), st.data())
+@given(st.lists(st.tuples(st.integers(0, 6), payloads), max_size=12), st.data())
 async def test_any_cut(parts: list[tuple[int, bytes]], data: st.DataObject) -> None:
     """However the bytes are cut into reads, all is reported as by nats-py's own parser."""
     heads = (b"a.b 1 ", b"a.c 1 answer.to ", b"a.d 2 ", b"a.\xff 1 ")
@@ -75,6 +81,24 @@ async def test_any_cut(parts: list[tuple[int, bytes]], data: st.DataObject) -> N
         size = data.draw(st.integers(1, len(sent)))
         await parser.parse(sent[:size])
         sent = sent[size:]
+
+    assert theirs.calls == ours.calls
+
+
+@pytest.mark.usefixtures("core")
+@pytest.mark.parametrize("head", [b"MSG a.d 2 ", b"MSG a.b 1 ", b"HMSG a.b 1 25 "])
+@pytest.mark.parametrize("cuts", [(0,), (30, 60)])
+async def test_forged_payload(head: bytes, cuts: tuple[int, ...]) -> None:
+    """A payload that looks like messages is one, whoever may send it and wherever a read ends."""
+    text = FORGED + bytes(100)
+    sent = b"%b%d\r\n%b\r\nPING\r\n" % (head, len(text), text)
+    begin, theirs, ours = sent.index(b"\r\n") + 2, _Recorded(), _Recorded()
+    parser, at = PlainMessages(ours), 0
+    parser.MOST_BYTES = 20
+    await Parser(theirs).parse(sent)
+    for end in (*(begin + cut for cut in cuts), len(sent)):
+        await parser.parse(sent[at:end])
+        at = end
 
     assert theirs.calls == ours.calls
 

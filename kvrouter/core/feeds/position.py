@@ -14,6 +14,9 @@ from kvrouter.core.native import versions
 from kvrouter.core.tables.table import SlotSet
 from kvrouter.core.wire.senders import Message
 
+# Of frames that are applied in one call: up to 1 ms.
+RUN_BYTES = 32 * 1024
+
 
 class Position:
     """Of one feed."""
@@ -71,10 +74,12 @@ def take_run(
     native = versions.chosen.table
     if native is not None:
         return int(native.take_run(messages, at, stop, positions, now))
-    while at < stop:
+    left = RUN_BYTES
+    while at < stop and left > 0:
         subject, data, _ = messages[at]
         position = positions.get(subject)
         if position is None or not position.take(data, now):
             break
+        left -= len(data)
         at += 1
     return at

@@ -173,11 +173,14 @@ class FeedReader:
             self._meet_other_version(decoded.version, now)
             return OTHER_VERSION
         receipt = self._see(decoded, len(data), now)
-        self._open()
+        self.look_again()
         return receipt
 
-    def _open(self) -> None:
-        """Let frames with nothing odd in them go to the sink's slot at once, while all is well."""
+    def look_again(self) -> None:
+        """Let frames with nothing odd in them go to the sink's slot at once, while all is well.
+
+        After anything that arrives, and when the worker's card has changed.
+        """
         plain = self._sink.plain() if self.state is FeedState.LIVE and self._backoff.is_reset else None
         self.position.into, self.position.most = plain or (None, 0)
 
@@ -199,7 +202,7 @@ class FeedReader:
         self.counters.unsent += self._held.drop_unsent(seq, self._questions + 1)
         if incarnation == self.incarnation and self.state in _FOLLOWED:
             self._compare_seq(seq, now)
-        self._open()
+        self.look_again()
         return True
 
     def _compare_seq(self, seq: int, now: float) -> None:
@@ -245,6 +248,7 @@ class FeedReader:
         self.unanswered += 1
         self.counters.failures += 1
         self._backoff.begin(now)
+        self.look_again()
 
     def break_down(self, now: float) -> None:
         """Processing the source's data has raised: stop this feed alone, and restart it after a pause."""

@@ -212,6 +212,11 @@ class Following:
         """End the feeds of all its ranks."""
         self._end_all(self._ranks.get(worker_id, ()))
 
+    def look_again(self, worker_id: WorkerId) -> None:
+        """The worker's card may have changed."""
+        for source in self._ranks.get(worker_id, ()):
+            self.readers[source].look_again()
+
     def end_ranks(self, pool_id: PoolId, worker_id: WorkerId, ranks: int) -> None:
         """End the feeds of the ranks that a worker no longer has."""
         sources = self._ranks.get(worker_id, ())

@@ -492,6 +492,7 @@ class Replica:
         worker = self.routers[pool_id].pool.workers[worker_id]
         if beat.card is not None:
             self.feeds.end_ranks(pool_id, worker_id, worker.card.ranks)
+            self.feeds.look_again(worker_id)
         if not (worker.card.publishes_events and self.settings.pool.use_kv_events):
             return
         for rank in beat.ranks:

@@ -8,7 +8,10 @@ cdef enum:
     REMOVED = 2
     LAST_TIER = 2
     MOST_OPS = 16
+    RUN_BYTES = 32 * 1024  # of frames that are applied in one call: up to 1 ms
     PART = 512  # hashes that are copied at a time, since they are not aligned in a frame
+
+cdef int64_t MOST_NUMBER = <int64_t> 1 << 62  # core/wire/values.py
 
 cdef struct Step:
     bint stores
@@ -104,7 +107,7 @@ cdef int steps_of(bytes frame, int64_t incarnation, int64_t seq, Step *steps) no
         return -1
     if version != FRAME_VERSION or not number_at(&cursor, &found) or found != <uint64_t> incarnation:
         return -1
-    if not (number_at(&cursor, &number) and number == <uint64_t> seq and array_at(&cursor, &ops) and ops <= MOST_OPS):
+    if seq > MOST_NUMBER or not (number_at(&cursor, &number) and number == <uint64_t> seq and array_at(&cursor, &ops) and ops <= MOST_OPS):
         return -1
     for i in range(ops):
         if not op_at(&cursor, &steps[i]):

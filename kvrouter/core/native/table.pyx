@@ -645,10 +645,18 @@ cdef class Position:
 def take_run(list messages not None, Py_ssize_t at, Py_ssize_t stop, dict positions not None, now):
     cdef tuple message
     cdef object position
-    while at < stop:
+    cdef Py_ssize_t left = RUN_BYTES
+    while at < stop and left > 0:
         message = messages[at]
         position = positions.get(message[0])
-        if position is None or not (<Position?> position).take_frame(message[1], now):
+        if position is None:
             break
+        try:
+            if not (<Position?> position).take_frame(message[1], now):
+                break
+        except MemoryError:
+            (<Position> position).into = None  # its reader takes the frame, and breaks down if it cannot, either
+            break
+        left -= len(message[1])
         at += 1
     return at

@@ -12,8 +12,14 @@ from hypothesis import strategies as st
 from kvrouter.core.feeds.trust import FeedState
 from kvrouter.core.native import versions
 from kvrouter.core.wire.hashes import pack_hashes
+from kvrouter.core.wire.heartbeats import RankBeat
+from kvrouter.core.wire.heartbeats import encode as encode_beat
+from kvrouter.core.wire.ids import WorkerId
 from kvrouter.core.wire.ops import VERSION, Check, Cleared, Frame, Op, Removed, Stored, encode
+from kvrouter.core.wire.senders import KvSource
 from tests.core.links import TARGET, Link
+from tests.core.replicas import new_replica
+from tests.core.worlds import POOL, card, worker_beat
 from tests.long import examples
 
 INCARNATION = 1000
@@ -91,6 +97,41 @@ def test_what_is_taken() -> None:
 
     assert (2, 2) == (link.reader.position.taken, link.reader.seq)
     assert (3, 7) == link.index.digest(TARGET)
+
+
+@pytest.mark.parametrize("ranks", [[], [RankBeat(0, 99, 1)]], ids=["no rank", "an older rank"])
+def test_smaller_card(ranks: list[RankBeat]) -> None:
+    """A card with less room counts from its heartbeat on, whatever that says of the rank."""
+    replica, source = new_replica(), KvSource(POOL, WorkerId("w1"), 0)
+
+    def beat(room: int, ranks: list[RankBeat], version: int) -> None:
+        about = worker_beat(card("w1", tiers={"device": room}), ranks=ranks, card_version=version)
+        replica.worker_heartbeat(WorkerId("w1"), encode_beat(about), 0.0)
+
+    def frame(seq: int, *listed: int) -> None:
+        op = Stored(0, None, pack_hashes(listed))
+        replica.feeds.kv_frame(source, encode(Frame(VERSION, 100, seq, [op])), 0.0)
+
+    beat(100, [RankBeat(0, 100, 0)], 1)
+    frame(1, 1, 2)
+    beat(5, ranks, 2)
+    frame(2, *range(3, 30))
+
+    assert 1 == replica.feeds.readers[source].counters.contradictions
+
+
+def test_late_failure() -> None:
+    """A question that fails after the source has started again delays no later one."""
+    link = Link()
+    for frame in ((1000, 1), (1000, 3)):
+        link.reader.frame(encode(Frame(VERSION, *frame, [])), link.now)
+        link.reader.heartbeat(1000, frame[1], link.now)
+    assert link.reader.due(link.now)
+    link.reader.heartbeat(1001, 0, link.now)
+    link.reader.failed(link.now)
+    link.reader.frame(encode(Frame(VERSION, 1001, 1, [])), link.now)
+
+    assert link.reader._backoff.is_reset
 
 
 @pytest.mark.parametrize(
