@@ -227,8 +227,9 @@ async def kill_worker(stage: Stage, load: SteadyLoad) -> Damage:
     mocker = stage.fleet.processes["mocker-0"]
     await make_known(stage, load, worker_id_of(engine.url), KILLED)
     with mocker.paused():
-        begun = frozenset(outcome.number for outcome in load.in_flight if outcome.ttft_s is not None)
         waiting = await waiting_at(stage, load, worker_id_of(engine.url), KILLED)
+        # only now: what the worker sent before it was stopped takes its time
+        begun = frozenset(outcome.number for outcome in load.in_flight if outcome.ttft_s is not None)
         at_s = time.perf_counter()
         await mocker.kill()
     await asyncio.sleep(DOWN_S)
