@@ -1,9 +1,9 @@
 """How far a reader has come: kept where C finds it, which applies runs of frames without a step in Python.
 
-    messages ──take_run──> a frame that is the next one, with nothing odd in it ──> SlotSet.take
+    messages ──take_run──> a frame that is the next one, with nothing odd in it ──> SlotSet
                   └──any other message: it stops there, and the reader takes that one
 
-This is the specification; native/table.pyx has the same in C.
+What a frame means is said by reader.py and sinks.py; without C they take all of them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ from collections.abc import Mapping, Sequence
 from kvrouter.core.native import versions
 from kvrouter.core.tables.table import SlotSet
 from kvrouter.core.wire.senders import Message
-
-# Of frames that are applied in one call: up to 1 ms.
-RUN_BYTES = 32 * 1024
 
 
 class Position:
@@ -43,19 +40,8 @@ class Position:
         """Frames that were applied so, and that the reader has not counted yet."""
 
     def take(self, frame: bytes, now: float) -> bool:
-        """Apply a frame if it is the next one and the reader need not see it. False: nothing has changed."""
-        into = self.into
-        if (
-            into is None
-            or not into.is_plain
-            or not into.take(frame, self.incarnation, self.seq + 1, self.most)
-        ):
-            return False
-        self.seq += 1
-        self.source_seq, self.live_seq = max(self.source_seq, self.seq), max(self.live_seq, self.seq)
-        self.received_at = now
-        self.taken += 1
-        return True
+        """Apply a frame, if it is the next one and the reader need not see it. False: nothing has changed."""
+        return False
 
 
 def new_position() -> Position:
@@ -72,14 +58,4 @@ def take_run(
     `positions`: by subject. `stop`: where to end in any case.
     """
     native = versions.chosen.table
-    if native is not None:
-        return int(native.take_run(messages, at, stop, positions, now))
-    left = RUN_BYTES
-    while at < stop and left > 0:
-        subject, data, _ = messages[at]
-        position = positions.get(subject)
-        if position is None or not position.take(data, now):
-            break
-        left -= len(data)
-        at += 1
-    return at
+    return at if native is None else int(native.take_run(messages, at, stop, positions, now))

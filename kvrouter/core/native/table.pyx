@@ -566,9 +566,6 @@ cdef class SlotSet:
         self.digest -= total
         return removed
 
-    def take(self, bytes frame not None, int64_t incarnation, int64_t seq, Py_ssize_t most):
-        return self.take_frame(frame, incarnation, seq, most)
-
     cdef bint take_frame(self, bytes frame, int64_t incarnation, int64_t seq, Py_ssize_t most) except -1:
         cdef Step steps[MOST_OPS]
         cdef Py_ssize_t stored = 0

@@ -62,7 +62,7 @@ class FlatTable:
         # Masks used last. A mask of 1,000 slots takes 160 bytes, so rows with equal masks share one object.
         self._masks: dict[int, int] = {}
         self.stored = self.removed = 0
-        """Hashes that `SlotSet.take` has added, and discarded."""
+        """Hashes that C has added, and discarded, for frames that it took (core/feeds/position.py)."""
 
     def __len__(self) -> int:
         """Distinct hashes held by any slot, including dead slots that are not yet swept."""
@@ -310,14 +310,6 @@ class SlotSet:
         self.count -= removed
         self.digest = (self.digest - total) & _MASK64
         return removed
-
-    def take(self, frame: bytes, incarnation: int, seq: int, most: int) -> bool:
-        """Apply a frame of a KV feed, if it is this one and nothing in it is odd (core/feeds/reader.py).
-
-        False: nothing has changed, and the reader decodes it; in Python always. `most`: hashes that it may
-        hold; 0: any number. What it changes is counted in the table's `stored` and `removed`.
-        """
-        return False
 
 
 class CountedSet:

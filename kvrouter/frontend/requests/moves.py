@@ -104,7 +104,7 @@ class Moves:
             return begun
         if not self.may_leave(running):
             return None
-        strips = without_ids if self._strips(_body(running.work)) else None
+        strips = without_ids if self._strips(running.work) else None
         return Seam(
             records=self._records,
             is_chunked=True,
@@ -114,9 +114,9 @@ class Moves:
             rewrite=strips,
         )
 
-    def _strips(self, body: Mapping[str, Any]) -> bool:
+    def _strips(self, work: Work) -> bool:
         """Whether its client gets no token ids."""
-        return self._options.strip and not body.get("return_token_ids")
+        return self._options.strip and not _body(work).get("return_token_ids")
 
     async def go_on(self, record: Record, work: Work, cut: Done, try_workers: TryWorkers) -> Outcome:
         """Have other workers finish a stream. Its client gets the error event if none does."""
@@ -205,7 +205,7 @@ class Moves:
         request.trace = work.request.trace
         again = Record(request, record.id, work.received_at, clock(), record.limits)
         following = await self._accept.work(again, COMPLETION, None)
-        seam.rewrite = Continuation(answered, gap, unshown, decode, strips=self._strips(body))
+        seam.rewrite = Continuation(answered, gap, unshown, decode, strips=self._strips(work))
         seam.release()  # from here on the events count as they are rewritten
         return following
 

@@ -35,7 +35,7 @@ from scripts.kit.script import ScriptError, table_of
 
 BLOCK, TOKENS, PREFIXES, HOLDERS = 16, 4000, 32, 4
 CONNECTIONS, BODIES, GONE, LEASE_S = 64, 512, 500, 2.0
-LISTENS_S = 30.0
+LISTENS_S, SEEN_S = 30.0, 120.0
 
 
 class Http:
@@ -157,8 +157,9 @@ async def run(flags: argparse.Namespace) -> int:
         for turn in range(flags.runs + 1):
             for side in sides:
                 await _measure(side, bodies, flags, counts=turn > 0)
-        seen = await _seen(ours, other, bodies)
-        gone_s = await _gone(ours, other, bodies)
+        async with asyncio.timeout(SEEN_S):
+            seen = await _seen(ours, other, bodies)
+            gone_s = await _gone(ours, other, bodies)
     rows = [_row(side) for side in sides]
     columns = ["", "CPU per decision, ms", "p50, ms", "p99, ms", "decisions/s", "tokens found"]
     tables = [table_of("a choice with its booking, and its end", columns, rows), _others(seen, gone_s)]
