@@ -41,7 +41,22 @@ def pytest_asyncio_loop_factories(
     item: pytest.Item,
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Async tests run on the loop that the processes run on."""
-    return {"uvloop": uvloop.new_event_loop}
+    marker = item.get_closest_marker("timeout")
+    timeout_s = marker.args[0] if marker else config.getoption("timeout") or config.getini("timeout")
+    return {"uvloop": partial(_watched_loop, 0.8 * float(timeout_s))}
+
+
+def _watched_loop(seconds: float) -> asyncio.AbstractEventLoop:
+    """A loop that ends a test that hangs and prints what it waits for; `timeout` would do so in silence."""
+    loop = uvloop.new_event_loop()
+    loop.call_later(seconds, _end_hanging_test, loop)
+    return loop
+
+
+def _end_hanging_test(loop: asyncio.AbstractEventLoop) -> None:
+    for task in asyncio.all_tasks(loop):
+        task.print_stack()
+        task.cancel()
 
 
 def pytest_terminal_summary(
