@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 Version: TypeAlias = tuple[int, ...]
@@ -69,6 +70,7 @@ def reaches(version: str, first: Version | None) -> bool | None:
     return numbers >= first if numbers else None
 
 
+@lru_cache(maxsize=256)
 def numbers_of(version: str) -> Version:
     """Major, minor and patch number; empty if they cannot be read."""
     found = re.match(r"v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?", version)

@@ -67,15 +67,25 @@ def why_not(body: Mapping[str, Any], *, is_chat: bool, is_inexact: bool = False)
     for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
         if not isinstance(body.get(name), int | None):
             return f"`{name}` that is no number"
-    for feature, is_used in _REFUSED.items():
-        if is_used(body):
-            return feature
+    feature = _refused(body)
+    if feature:
+        return feature
     if not is_inexact and body.get("seed") is not None and body.get("temperature", 1.0) != 0:
         return "a seed with a temperature"
     if not is_chat:
         return "" if _is_one_prompt(body.get("prompt")) else "several prompts, or none"
     unknown = sorted(name for name in body.keys() - _KNOWN if body[name] is not None)
     return f"the field `{unknown[0][:80]}`" if unknown else ""
+
+
+def _refused(body: Mapping[str, Any]) -> str:
+    for name in sorted(_REFUSED.keys() & body.keys()):
+        feature, harmless = _REFUSED[name]
+        if body[name] not in (None, harmless):
+            return feature
+    if _is_formatted(body):
+        return "guided decoding"
+    return "" if _are_text(body.get("messages")) else "images or other media"
 
 
 def _is_one_prompt(prompt: object) -> bool:
@@ -93,29 +103,25 @@ def _are_text(messages: object) -> bool:
     return messages is None or (isinstance(messages, list) and all(map(_is_text, messages)))
 
 
-def _sets(*names: str, but: Sequence[object] = (None,)) -> Callable[[Mapping[str, Any]], bool]:
-    return lambda body: any(body.get(name) not in but for name in names)
-
-
 def _is_formatted(body: Mapping[str, Any]) -> bool:
     form = body.get("response_format")
     return form is not None and not (isinstance(form, dict) and form.get("type") == "text")
 
 
-_REFUSED: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
-    "several answers": _sets("n", "best_of", but=(None, 1)),
-    "beam search": _sets("use_beam_search", but=(None, False)),
-    "echo": _sets("echo", but=(None, False)),
-    "a suffix": _sets("suffix"),
-    "logprobs": _sets("logprobs", "top_logprobs", "prompt_logprobs", but=(None, False)),
-    "a frequency or presence penalty": _sets("frequency_penalty", "presence_penalty", but=(None, 0)),
-    "guided decoding": lambda body: _is_formatted(body) or _sets(*_GUIDED)(body),
-    "tools": _sets("tools", "functions", but=(None, [])),
-    "parameters of a hand-over": _sets("kv_transfer_params"),
-    "prompt embeddings": _sets("prompt_embeds"),
-    "images or other media": lambda body: not _are_text(body.get("messages")),
+_REFUSED: Mapping[str, tuple[str, object]] = {
+    **dict.fromkeys(("n", "best_of"), ("several answers", 1)),
+    "use_beam_search": ("beam search", False),
+    "echo": ("echo", False),
+    "suffix": ("a suffix", None),
+    **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), ("logprobs", False)),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), ("a frequency or presence penalty", 0)),
+    **dict.fromkeys(_GUIDED, ("guided decoding", None)),
+    **dict.fromkeys(("tools", "functions"), ("tools", [])),
+    "kv_transfer_params": ("parameters of a hand-over", None),
+    "prompt_embeds": ("prompt embeddings", None),
 }
-"""What keeps a stream at its worker: the sampler's state is not restored, or it shows more than text."""
+"""What keeps a stream at its worker: the sampler's state is not restored, or it shows more than text. By the
+field that asks for it, with a value that does not, as null does not."""
 
 
 class Answered(Struct):

@@ -295,6 +295,9 @@ class ChunkContent:
         self._is_over = False
 
     def feed(self, data: bytes) -> bytes:
+        is_amid = self._left or self._line or self._is_over
+        if not is_amid and chunk_bytes(data[:CHUNK_START_BYTES]) == len(data):
+            return data[data.find(b"\n") + 1 : -len(b"\r\n")]  # as a stream's first event is
         parts, position = [], 0
         while position < len(data) and not self._is_over:
             if self._left == 0:
@@ -321,8 +324,6 @@ class ChunkContent:
 
 def content_of(data: bytes) -> bytes:
     """The content of a chunked body, or of its beginning. A ChunkedBody has checked the data."""
-    if chunk_bytes(data[:CHUNK_START_BYTES]) == len(data):  # one chunk, as a stream's first event is
-        return data[data.find(b"\n") + 1 : -len(b"\r\n")]
     return ChunkContent().feed(data)
 
 

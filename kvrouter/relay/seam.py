@@ -118,15 +118,9 @@ class Seam(Begun, kw_only=True):
 
     def frame(self, content: bytes) -> bytes:
         """The whole events of a piece and what was left of those before it; the rest of it waits."""
-        searched = max(0, len(self.rest) - _MOST_END)
-        self.rest += content
-        end = max(at + len(one) if (at := self.rest.rfind(one, searched)) >= 0 else 0 for one in _ENDS)
-        if not end and len(self.rest) > _MOST_REST:
-            end, self.is_full = len(self.rest), True
-        if not end:
-            return b""
-        whole = bytes(self.rest[:end])
-        del self.rest[:end]
+        whole = content
+        if self.rest or not content.endswith(_ENDS[0]):
+            whole = self._whole(content)
         if names_failure(whole):
             whole = self._before_failure(whole)
         if not whole:
@@ -135,6 +129,17 @@ class Seam(Begun, kw_only=True):
             self.keep(chunk(whole))
         whole = whole if self.rewrite is None else self.rewrite(whole)
         return chunk(whole) if self.is_chunked and whole else whole
+
+    def _whole(self, content: bytes) -> bytes:
+        """The events that this piece ends; what is left of it is now `rest`."""
+        searched = max(0, len(self.rest) - _MOST_END)
+        self.rest += content
+        end = max(at + len(one) if (at := self.rest.rfind(one, searched)) >= 0 else 0 for one in _ENDS)
+        if not end and len(self.rest) > _MOST_REST:
+            end, self.is_full = len(self.rest), True
+        whole = bytes(self.rest[:end])
+        del self.rest[:end]
+        return whole
 
     def _before_failure(self, whole: bytes) -> bytes:
         """The events before one by which a worker gives up. If it stays, its client is told."""

@@ -105,14 +105,7 @@ class Moves:
         if not self.may_leave(running):
             return None
         strips = without_ids if self._strips(running.work) else None
-        return Seam(
-            records=self._records,
-            is_chunked=True,
-            keeps_alive=True,
-            openings=set(),
-            moves=self._options.limit,
-            rewrite=strips,
-        )
+        return Seam(True, True, set(), records=self._records, moves=self._options.limit, rewrite=strips)
 
     def _strips(self, work: Work) -> bool:
         """Whether its client gets no token ids."""
@@ -187,13 +180,7 @@ class Moves:
         return Done(200, cut.keeps_alive)
 
     async def _following(  # noqa: PLR0917
-        self,
-        record: Record,
-        work: Work,
-        answered: Answered,
-        new: bytes,
-        seam: Seam,
-        body: Mapping[str, Any],
+        self, record: Record, work: Work, answered: Answered, new: bytes, seam: Seam, body: Mapping[str, Any]
     ) -> Work:
         """The request for what is missing. Raises NotContinuedError or KvRouterError."""
         tokens = len(answered.prompt_ids) + len(answered.output_ids)

@@ -41,6 +41,8 @@ IDLE_S = 15.0
 WARM_RUNS = 2
 SETTLE_S = 5.0
 LAST_LINES_S = 0.5
+# A version of vLLM whose streams can move.
+SHOWS_IDS = "0.33.0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,9 @@ async def run(flags: argparse.Namespace) -> int:
     ours: dict[str, dict[str, Cost]] = {}
     others: dict[str, dict[str, Cost]] = {}
     async with open_stage() as stage:
-        whole = await stage.workers(STREAM_PACE_MS)
+        whole = await stage.workers(STREAM_PACE_MS, vllm=SHOWS_IDS if flags.moves else "")
+        if flags.moves:
+            flags.flag.append("--migration-limit=1")
         headers: tuple[str, ...] = ()
         if flags.keys:
             (key, *_), more = keyring(stage.directory, flags.keys, FREE if flags.limits else {})
@@ -200,6 +204,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--keys", type=int, default=0, metavar="N",
         help="this checkout's frontends ask for one of N keys; see --against .")  # fmt: skip
     add("--limits", action="store_true", help="these keys have limits")
+    add("--moves", action="store_true", help="this checkout's streams may move; see --against .")
     add("--works", nargs="+", default=list(REQUESTS), choices=list(REQUESTS), metavar="WORK",
         help="what is sent (all)")  # fmt: skip
     add("--share", type=float, default=1.0, metavar="X", help="share of the usual requests (%(default)g)")

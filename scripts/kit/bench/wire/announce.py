@@ -29,6 +29,7 @@ def main() -> int:
     parser.add_argument("--model", required=True)
     parser.add_argument("--url", action="append", required=True)
     parser.add_argument("--connector", default="", help="every other one computes prompts only")
+    parser.add_argument("--engine-version", default="", help="of vLLM; without one, no engine is named")
     uvloop.run(_announce(parser.parse_args()))
     return 0
 
@@ -44,6 +45,7 @@ async def _announce(flags: argparse.Namespace) -> None:
             worker = announce(
                 nats, [blocks], url=url, model=flags.model, namespace=flags.namespace,
                 tiers={"device": DEVICE_BLOCKS}, role=role, kv_connector=flags.connector,
+                engine="vllm" if flags.engine_version else "", engine_version=flags.engine_version,
             )  # fmt: skip
             await stack.enter_async_context(worker)
         await stopped.wait()

@@ -60,14 +60,14 @@ async def start_workers(fleet: Fleet, client: Client, *, pace_ms: float, count: 
 
 
 async def start_announcer(
-    fleet: Fleet, workers: Workers, nats_url: str, namespace: str, *, connector: str = ""
+    fleet: Fleet, workers: Workers, nats_url: str, namespace: str, *, connector: str, vllm: str
 ) -> None:
-    """Announce the workers to the frontends in `namespace`; `connector`: of pairs of two."""
+    """Announce the workers in `namespace`. `connector`: of pairs of two; `vllm`: its version."""
     words = [word for url in workers.urls for word in ("--url", url)]
     command = [
         sys.executable, "-m", "scripts.kit.bench.wire.announce", f"--nats={nats_url}",
         f"--namespace={namespace}", f"--model={MODEL}", *words,
-        *([f"--connector={connector}"] if connector else []),
+        f"--connector={connector}", f"--engine-version={vllm}",
     ]  # fmt: skip
     await fleet.start(f"announcer-{namespace}", command)
 

@@ -24,11 +24,13 @@ WORKERS = 4
 class Stage(deployment.Stage):
     """The processes of a measurement, and how to start more."""
 
-    async def workers(self, pace_ms: float, count: int = WORKERS, *, connector: str = "") -> Workers:
-        """Start fake workers with this pace, announced in their own namespace."""
+    async def workers(
+        self, pace_ms: float, count: int = WORKERS, *, connector: str = "", vllm: str = ""
+    ) -> Workers:
+        """Start fake workers with this pace, announced in their own namespace, as of a version of `vllm`."""
         workers = await routers.start_workers(self.fleet, self.client, pace_ms=pace_ms, count=count)
         names = workers, self.nats_url, namespace(workers)
-        await routers.start_announcer(self.fleet, *names, connector=connector)
+        await routers.start_announcer(self.fleet, *names, connector=connector, vllm=vllm)
         return workers
 
     async def ours(
