@@ -118,9 +118,7 @@ class Seam(Begun, kw_only=True):
 
     def frame(self, content: bytes) -> bytes:
         """The whole events of a piece and what was left of those before it; the rest of it waits."""
-        whole = content
-        if self.rest or not content.endswith(_ENDS[0]):
-            whole = self._whole(content)
+        whole = self._whole(content) if self.rest or not content.endswith(_ENDS[0]) else content
         if names_failure(whole):
             whole = self._before_failure(whole)
         if not whole:
