@@ -19,6 +19,7 @@ COMMANDS = {
     "simulator": "the same requests through real frontends and mockers, and simulated",
     "lag": "delay of the event loop while a large fleet publishes KV events",
     "tokens": "cost of tokenizing: the reference library, the prefix cache, fastokens, and in a frontend",
+    "steps": "longest step of the event loop, in instructions, for requests up to the limits; needs valgrind",
     "bodies": "time to read a large body, and its longest step",
     "request": "cost of a short request and of a streamed event in kvrouter's code, without sockets",
     "relay": "cost of a request and of a streamed event at one frontend",

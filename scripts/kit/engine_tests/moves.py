@@ -1,8 +1,9 @@
 """Streams of real vLLM engines that are cut and go on at the other one: token ids and text as without a cut.
 
-    scripts/test-vllm DIR --moves [--cuts N] [--kills N]
+    scripts/test-vllm DIR --moves [--cuts N] [--kills N] [--connector nixl]
 
-A proxy before each engine resets the connection after some bytes of a stream; --kills: by kill -9.
+A proxy before each engine resets the connection after some bytes of a stream; --kills: by kill -9. With a
+connector, a third engine computes the prompts, and those that are cut have their blocks from it.
 An answer that differs counts unless the same request, repeated without a cut, differs as well.
 """
 
@@ -19,11 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from scripts.kit.deployment import Stage as Common
 from scripts.kit.deployment import open_stage
 from scripts.kit.engine_tests.adapters import write_weights
-from scripts.kit.engine_tests.engines import EngineTest, find_program, start_engine, wait_until_up
+from scripts.kit.engine_tests.engines import Engine, EngineTest, find_program, start_engine, wait_until_up
+from scripts.kit.engine_tests.pairs import start_half
 from scripts.kit.engine_tests.stage import Stage, serve_engines
 from scripts.kit.http_client import Client
+from scripts.kit.ports import free_ports
 from scripts.kit.script import ScriptError, new_console, run, table_of
 
 NUM_BLOCKS, OUTPUT_TOKENS = 640, 40
@@ -136,6 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("--cuts", type=int, default=45, metavar="N", help="streams to cut (%(default)s)")
     parser.add_argument("--kills", type=int, default=5, metavar="N", help="engines to kill (%(default)s)")
+    parser.add_argument("--connector", choices=("nixl", "example"), help="of pairs")
     return run("test-vllm", _run(parser.parse_args(arguments)))
 
 
@@ -145,23 +150,40 @@ async def _run(options: argparse.Namespace) -> int:
     async with open_stage("test-vllm", starts_nats=False) as common, contextlib.AsyncExitStack() as stack:
         write_weights(common.model_path, 3)
         test = EngineTest("vllm", program, common.model_path, {}, NUM_BLOCKS, load_format="auto")
-        engines = [await start_engine(common.fleet, test, number) for number in range(2)]
+        engines, flags = await _start(common, test, options)
         for engine in engines:
             await wait_until_up(common.client, common.fleet.processes[engine.name], engine)
         cuts = Cuts()
-        cutters = [await stack.enter_async_context(Cutter(engine.url, cuts).serving()) for engine in engines]
-        named = [
-            f"{cutter.url},kv={engine.events},replay={engine.replay}"
-            for cutter, engine in zip(cutters, engines, strict=True)
-        ]
+        named = []
+        for number, engine in enumerate(engines):
+            cutter = await stack.enter_async_context(Cutter(engine.url, cuts).serving())
+            is_prefill = options.connector and not number
+            pair = f",role={'prefill' if is_prefill else 'decode'},connector={options.connector}"
+            url = engine.url if is_prefill else cutter.url
+            named.append(
+                f"{url},kv={engine.events},replay={engine.replay}" + (pair if options.connector else "")
+            )
         # The same few prompts lose their workers again and again here.
-        flags = ["--router-mode=round-robin", "--migration-limit=1", "--deadly-prompt-ttl-s=0"]
+        flags += ["--migration-limit=1", "--deadly-prompt-ttl-s=0"]
         flags.append(f"--model-path={common.model_path}")  # with its tokenizer a character may be cut in two
         served = await serve_engines(common.fleet, common.client, engines, named, flags)
         for name, count, kills in (("cut", options.cuts, False), ("kill -9", options.kills, True)):
             rows.append((name, *await _check(served, cuts, count, kills=kills)))
-    console.print(table_of("streams of two vLLM engines", ("end of the first", "streams", "seen"), rows))
+    console.print(table_of("streams of vLLM engines", ("end of the first", "streams", "seen"), rows))
     return 0 if all(row[2].startswith("all equal") for row in rows) else 1
+
+
+async def _start(
+    common: Common, test: EngineTest, options: argparse.Namespace
+) -> tuple[list[Engine], list[str]]:
+    """The engines, and the flags of frontends for them."""
+    if not options.connector:
+        engines = [await start_engine(common.fleet, test, number) for number in range(2)]
+        return engines, ["--router-mode=round-robin"]
+    (port,) = free_ports(1)
+    roles = ("producer", "consumer", "consumer")
+    engines = [await start_half(common, test, options, n, role, port) for n, role in enumerate(roles)]
+    return engines, ["--router-mode=kv", "--router-replica-sync", "--pd-min-uncached-tokens=0"]
 
 
 async def _kill(stage: Stage, cuts: Cuts) -> None:

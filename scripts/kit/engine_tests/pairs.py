@@ -120,7 +120,8 @@ async def _run(options: argparse.Namespace) -> int:
         write_weights(common.model_path, 3)
         test = EngineTest("vllm", program, common.model_path, {}, NUM_BLOCKS, load_format="auto")
         (port,) = free_ports(1)
-        engines = [await _start(common, test, options, role, port) for role in ("producer", "consumer")]
+        roles = ("producer", "consumer")
+        engines = [await start_half(common, test, options, n, roles[n], port) for n in range(2)]
         for engine in engines:
             await wait_until_up(common.client, common.fleet.processes[engine.name], engine)
         proxy = await stack.enter_async_context(between(engines[0].url))
@@ -168,9 +169,10 @@ def _names(program: Path) -> Row:
     return "names in the engine's files", "", seen
 
 
-async def _start(
-    common: Common, test: EngineTest, options: argparse.Namespace, role: str, bootstrap_port: int
+async def start_half(  # noqa: PLR0917
+    common: Common, test: EngineTest, options: argparse.Namespace, number: int, role: str, bootstrap_port: int
 ) -> Engine:
+    """Start an engine that hands blocks over by the connector of `options`: a producer or a consumer."""
     store, site = common.directory / "kv", common.directory / "site"
     for made in (store, site):
         made.mkdir(exist_ok=True)
@@ -195,7 +197,6 @@ async def _start(
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_ports(1)[0]),
     }
-    number = ("producer", "consumer").index(role)
     flags = ["--kv-transfer-config", json.dumps(config)]
     return await start_engine(common.fleet, test, number, flags, environment)
 
