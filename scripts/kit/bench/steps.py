@@ -155,8 +155,8 @@ async def _longest(stage: Stage, mode: str, flags: argparse.Namespace) -> Any:
     workers = await stage.workers(PACE_MS)
     steps = Steps(stage.directory / f"steps-{mode.replace(' ', '-')}")
     more = ["--router-replica-sync"]
-    counted = await stage.ours(mode, workers, more=more, under=steps.command, timeout_s=START_S)
-    peer = await stage.ours(mode, workers, more=more, timeout_s=START_S)
+    counted = await stage.ours(mode, workers, more=more, under=steps.command, timeout_s=3 * START_S)
+    peer = await stage.ours(mode, workers, more=more, timeout_s=3 * START_S)
     ways = (("its own", counted.port), ("a peer's", peer.port))
     for case in cases(random.Random(1)):
         if flags.only and flags.only not in case.name:
