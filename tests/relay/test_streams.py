@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import re
 import socket
@@ -216,4 +217,37 @@ def test_record(most: int) -> None:
             assert len(stream.tail()) >= min(len(sent), 2048)
         assert len(sent) > 1 << 18
         assert (stream.is_over, stream.record()) == ((False, sent) if most > len(sent) else (True, b""))
+        loop.close()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_reads_cut_anywhere(seed: int) -> None:
+    """Of a stream that may move, C passes on whole events, and keeps the beginning of the next one."""
+    native = pytest.importorskip("kvrouter.relay.native.streams")
+    rng, back = random.Random(seed), list[bool]()
+    (engine, worker), (client, reader) = socket.socketpair(), socket.socketpair()
+    with engine, worker, client, reader:
+        reader.setblocking(False)
+        loop = native.StreamLoop(pytest.fail)
+        stream = loop.add(worker.fileno(), client.fileno(), lambda: back.append(True), 1 << 24)
+        texts = [event("x" * rng.choice((1, 9, 90, 900, 9000))) for _ in range(60)]
+        data = b"".join([chunk(text[: len(text) // 2]) + chunk(text[len(text) // 2 :]) for text in texts])
+        ends = [0, *[found.end() for found in re.finditer(rb"\n\n\r\n", data)]]
+        cuts = sorted(rng.sample(range(1, len(data)), 50))
+        got = b""
+        for begin, end in pairwise([0, *cuts, len(data)]):
+            engine.sendall(data[begin:end])
+            loop.run()
+            with contextlib.suppress(BlockingIOError):
+                got += reader.recv(len(data))
+            assert len(got) == max(one for one in ends if one <= end)
+        assert not back
+        assert data == got == stream.record()
+        assert len(texts) == stream.events
+        engine.sendall(data[:20])
+        engine.shutdown(socket.SHUT_WR)
+        loop.run()
+        loop.run()
+        assert back == [True]
+        assert data[:20] == stream.received
         loop.close()

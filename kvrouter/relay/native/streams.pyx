@@ -84,6 +84,8 @@ cdef class Stream:
     """When an event was passed on last, in seconds of the monotonic clock, as the loop's."""
     cdef readonly bytes received, unsent
     """What has arrived and was not passed on, and what was passed on and the client did not take."""
+    cdef bytes held
+    """Of a stream that may move: the beginning of an event, until its end has arrived."""
     cdef readonly int error
     """The errno of the worker's socket; 0: none."""
     cdef int tail_bytes
@@ -185,13 +187,27 @@ cdef bint _is_ping(const char *content, Py_ssize_t size) noexcept nogil:
     )
 
 
-cdef Py_ssize_t _past_chunks(const char *data, Py_ssize_t size, Py_ssize_t left) noexcept nogil:
-    """How much is left of the last chunk behind these bytes, which begin with `left` of one; -1: not plain."""
+cdef bint _ends_event(const char *data, Py_ssize_t size) noexcept nogil:
+    """Whether the last chunk ends an event."""
+    return (size > 4 and memcmp(data + size - 4, b"\n\n\r\n", 4) == 0) or (
+        size > 5 and memcmp(data + size - 5, b"\n\r\n\r\n", 5) == 0
+    )
+
+
+cdef Py_ssize_t _past_chunks(
+    const char *data, Py_ssize_t size, Py_ssize_t left, Py_ssize_t *whole
+) noexcept nogil:
+    """How much is left of the last chunk behind these bytes, which begin with `left` of one; -1: not plain.
+
+    `whole`, if it is not NULL: where the last chunk ends that ends an event. Then the bytes may end anywhere.
+    """
     cdef Py_ssize_t at = left, chunk
     cdef int digit
     while at < size:
         chunk = 0
         while True:
+            if at >= size and whole != NULL:
+                return 1
             if at >= size or chunk > MOST_CHUNK:
                 return -1
             digit = data[at]
@@ -204,12 +220,16 @@ cdef Py_ssize_t _past_chunks(const char *data, Py_ssize_t size, Py_ssize_t left)
                 chunk = chunk * 16 + digit - 55
             else:
                 break
+        if chunk and digit == 13 and at == size and whole != NULL:
+            return 1
         if chunk == 0 or digit != 13 or at >= size or data[at] != 10:
             return -1
         at += 1
         if _is_ping(data + at, size - at):
             return -1
         at += chunk + 2
+        if whole != NULL and at <= size and _ends_event(data, at):
+            whole[0] = at
     return at - size
 
 
@@ -244,40 +264,40 @@ cdef bint _names_failure(const char *data, Py_ssize_t size) noexcept nogil:
     return _has(data, size, b'"abort"', 2) or _has(data, size, b'"error"', 2)
 
 
-cdef bint _ends_event(const char *data, Py_ssize_t size) noexcept nogil:
-    """Whether the last chunk ends an event."""
-    return (size > 4 and memcmp(data + size - 4, b"\n\n\r\n", 4) == 0) or (
-        size > 5 and memcmp(data + size - 5, b"\n\r\n\r\n", 5) == 0
-    )
-
-
 cdef bint _pass(Stream stream, double now):
     """One read of a stream. False: it goes back."""
-    cdef Py_ssize_t sent, left = -1, got = recv(stream.worker, _buffer, BUFFER, 0)
+    cdef Py_ssize_t sent, whole = 0, left = -1, size = len(stream.held)
+    cdef Py_ssize_t got = recv(stream.worker, _buffer + size, BUFFER - size, 0)
     cdef long lines
     if got < 0 and (errno == EAGAIN or errno == EINTR):
         return True
-    if got > 0 and not _names_failure(_buffer, got):
-        left = _past_chunks(_buffer, got, stream.left)
-    if stream.most and (left or not _ends_event(_buffer, got)):
-        left = -1  # a part of an event must not reach the client: its worker may not send the rest
-    if left < 0:
-        stream.error = errno if got < 0 else 0
-        stream.received = _buffer[:got] if got > 0 else b""
+    stream.error = errno if got < 0 else 0
+    memcpy(_buffer, <const char *>stream.held, size)
+    size += max(got, 0)
+    if got > 0 and not _names_failure(_buffer, size):
+        left = _past_chunks(_buffer, size, stream.left, &whole if stream.most else NULL)
+    if left < 0 or (stream.most and whole == 0 and size > BUFFER // 2):
+        stream.received = _buffer[:size]
         return False
-    lines = _data_lines(_buffer, got)
+    if stream.most:  # a part of an event must not reach the client: its worker may not send the rest
+        stream.held = _buffer[whole:size]
+        size, left = whole, 0
+        if size == 0:
+            stream.active_at = now
+            return True
+    lines = _data_lines(_buffer, size)
     if lines or stream.left:  # else a comment, which is no output
         stream.events += lines
         stream.active_at = now
     stream.left = left
     if stream.most and not stream.is_over:
-        stream.note(_buffer, got)
+        stream.note(_buffer, size)
     else:
-        stream.keep(_buffer, got)
-    sent = send(stream.client, _buffer, got, MSG_NOSIGNAL)
-    if sent < got:
-        stream.unsent = _buffer[max(sent, 0):got]
-    return sent == got
+        stream.keep(_buffer, size)
+    sent = send(stream.client, _buffer, size, MSG_NOSIGNAL)
+    if sent < size:
+        stream.unsent, stream.received = _buffer[max(sent, 0):size], stream.held
+    return sent == size
 
 
 cdef class StreamLoop:
@@ -306,7 +326,7 @@ cdef class StreamLoop:
         cdef Stream stream = Stream.__new__(Stream)
         stream.worker, stream.client, stream.returned, stream.loop = worker, client, returned, self
         stream.most = most
-        stream.received = stream.unsent = b""
+        stream.held = stream.received = stream.unsent = b""
         event.events = EPOLLIN
         event.data.ptr = <void *>stream
         if epoll_ctl(self.epoll, EPOLL_CTL_ADD, worker, &event):

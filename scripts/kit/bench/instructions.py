@@ -26,7 +26,14 @@ from scripts.kit.bench.wire.rounds import send, warm
 from scripts.kit.bench.wire.routers import Workers
 from scripts.kit.bench.wire.stage import FLAGS, Stage, open_stage
 from scripts.kit.bench.wire.targets import PAIRS
-from scripts.kit.bench.wire.works import Work, after_models, raise_descriptor_limit, standard_works
+from scripts.kit.bench.wire.works import (
+    STREAM_EVENTS,
+    Work,
+    after_models,
+    raise_descriptor_limit,
+    standard_works,
+    stream_bodies,
+)
 from scripts.kit.figures import MachineTime
 from scripts.kit.fleet import FleetError
 from scripts.kit.script import table_of
@@ -107,7 +114,8 @@ async def run(flags: argparse.Namespace) -> int:
     ours: dict[str, dict[str, Cost]] = {}
     others: dict[str, dict[str, Cost]] = {}
     async with open_stage() as stage:
-        whole = await stage.workers(STREAM_PACE_MS, vllm=SHOWS_IDS if flags.moves else "")
+        pace_ms = STREAM_PACE_MS * STREAM_EVENTS / flags.events
+        whole = await stage.workers(pace_ms, vllm=SHOWS_IDS if flags.moves else "")
         if flags.moves:
             flags.flag.append("--migration-limit=1")
         headers: tuple[str, ...] = ()
@@ -128,16 +136,17 @@ async def run(flags: argparse.Namespace) -> int:
     return 0
 
 
-def works(share: float) -> list[Work]:
-    """The works of `relay`, with fewer requests."""
+def works(share: float, events: int) -> list[Work]:
+    """The works of `relay`, with fewer requests. Streams have so many events."""
     short, *more = standard_works()
-    return [
-        replace(
-            work,
-            requests=max(8, round(REQUESTS[work.name] * share)),
-            concurrency=max(8, round(REQUESTS["paced"] * share)) if work.is_stream else work.concurrency,
-        )
+    shares = {"paced": share * STREAM_EVENTS / events}
+    scaled = [
+        replace(work, requests=max(8, round(REQUESTS[work.name] * shares.get(work.name, share))))
         for work in (short, after_models(short), *more)
+    ]
+    return [
+        replace(work, concurrency=work.requests, bodies=stream_bodies(events)) if work.is_stream else work
+        for work in scaled
     ]
 
 
@@ -153,7 +162,11 @@ async def _measure(  # noqa: PLR0917
     which = "other" if other else "this"
     callgrind = Callgrind(stage.directory / f"callgrind-{mode.replace(' ', '-')}-{which}")
     one = await stage.ours(mode, workers, other, flags.flag, under=callgrind.command, timeout_s=START_S)
-    todo = [replace(work, headers=headers) for work in works(flags.share) if work.name in flags.works]
+    todo = [
+        replace(work, headers=headers)
+        for work in works(flags.share, flags.events)
+        if work.name in flags.works
+    ]
     for _ in range(WARM_RUNS):
         await warm([one], todo, stage.directory)
     await asyncio.sleep(SETTLE_S)
@@ -204,6 +217,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--keys", type=int, default=0, metavar="N",
         help="this checkout's frontends ask for one of N keys; see --against .")  # fmt: skip
     add("--limits", action="store_true", help="these keys have limits")
+    add("--events", type=int, default=STREAM_EVENTS, metavar="N", help="of a stream (%(default)s)")
     add("--moves", action="store_true", help="this checkout's streams may move; see --against .")
     add("--works", nargs="+", default=list(REQUESTS), choices=list(REQUESTS), metavar="WORK",
         help="what is sent (all)")  # fmt: skip

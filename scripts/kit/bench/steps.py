@@ -12,6 +12,7 @@ import asyncio
 import base64
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts.kit.bench.instructions import START_S, total
+from scripts.kit.bench.instructions import START_S
 from scripts.kit.bench.meter import conclude, machine
 from scripts.kit.bench.wire.stage import Stage, open_stage
 from scripts.kit.bench.wire.targets import OURS, OURS_KV
@@ -34,7 +35,7 @@ _TOKENS, _MOST_BYTES = 128_000, 15_900_000
 _LIBRARY = """
 #include <valgrind/callgrind.h>
 void zero(void) { CALLGRIND_ZERO_STATS; }
-void dump(void) { CALLGRIND_DUMP_STATS; }
+void dump(const char *name) { CALLGRIND_DUMP_STATS_AT(name); }
 """
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -52,6 +53,16 @@ class Step(NamedTuple):
 
     instructions: int
     name: str
+    profile: Path | None
+    """Of callgrind."""
+
+    @classmethod
+    def read(cls, profile: Path) -> Step:
+        """From callgrind's dump after it; one that is not complete has nothing."""
+        text = profile.read_text(errors="replace")
+        found = re.search(r"^summary: (\d+)$", text, re.MULTILINE)
+        name = re.search(r"^desc: Trigger: Client Request: (.*)$", text, re.MULTILINE)
+        return cls(int(found[1]) if found else 0, name[1] if name else "", profile)
 
 
 def cases(rng: random.Random) -> Iterator[Case]:
@@ -110,7 +121,6 @@ class Steps:
         source = directory / "callgrind.c"
         source.write_text(_LIBRARY)
         subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
-        self._seen = 0
         # --separate-threads: other threads do not hold the loop
         self.command = (
             "env", "PYTHONHASHSEED=0", "valgrind", "--tool=callgrind", "--separate-threads=yes",
@@ -120,18 +130,15 @@ class Steps:
 
     def begin(self) -> None:
         """Count from now on."""
+        for path in self._directory.glob("out.*"):
+            path.unlink()
         (self._directory / "on").touch()
 
     def end(self) -> Step:
         """The longest one since `begin`."""
         (self._directory / "on").unlink()
-        names = (self._directory / "names").read_text().splitlines()
-        new, self._seen = names[self._seen :], len(names)
-        dumps = sorted(self._directory.glob("out.*-01"), key=lambda path: int(path.suffix[1:-3]))
-        counted = [total(path.read_text(errors="replace")) for path in dumps]
-        for path in self._directory.glob("out.*"):
-            path.unlink()
-        return max(map(Step, counted, new), default=Step(0, ""))
+        found = [Step.read(path) for path in self._directory.glob("out.*-01")]
+        return max(found, key=lambda step: step.instructions, default=Step(0, "", None))
 
 
 async def run(flags: argparse.Namespace) -> int:
@@ -144,7 +151,9 @@ async def run(flags: argparse.Namespace) -> int:
             async for case, way, step in _longest(stage, mode, flags):
                 rows.append((mode, case, way, f"{step.instructions:,}", step.name))
                 print(*rows[-1], flush=True)
-                figures.append({"mode": mode, "case": case, "way": way, **step._asdict()})
+                figures.append({"mode": mode, "case": case, "way": way, "instructions": step.instructions})
+                if step.profile is not None and flags.profiles is not None:
+                    shutil.move(step.profile, flags.profiles / f"{mode} {case} {way}".replace(" ", "-"))
     columns = ("", "request", "", "instructions", "the longest step")
     conclude(flags, [table_of("longest steps", columns, rows)], machine(before), steps=figures)
     return int(any(one["instructions"] > MOST for one in figures))
@@ -172,4 +181,6 @@ async def _longest(stage: Stage, mode: str, flags: argparse.Namespace) -> Any:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", default="", metavar="TEXT", help="requests whose names have this text")
+    add = parser.add_argument
+    add("--only", default="", metavar="TEXT", help="requests whose names have this text")
+    add("--profiles", type=Path, metavar="DIR", help="keep callgrind's profile of each longest step there")

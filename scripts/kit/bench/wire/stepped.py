@@ -1,7 +1,7 @@
 """`valgrind … python -m scripts.kit.bench.wire.stepped LIBRARY DIRECTORY … kvrouter.frontend FLAGS`.
 
 The frontend of steps.py: while DIRECTORY/on exists, each callback of its event loop is counted apart. Long
-ones are dumped by callgrind, and named in DIRECTORY/names. The loop is asyncio's: its callbacks are Python's.
+ones are dumped by callgrind with their names. The loop is asyncio's: its callbacks are Python's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ LONG_S = 0.02
 def count_steps(library: str, directory: Path) -> None:
     """Have each callback of asyncio's loops counted. `library`: functions `zero` and `dump`."""
     callgrind, switch = ctypes.CDLL(library), str(directory / "on")
-    names = (directory / "names").open("w", buffering=1)
     run = asyncio.events.Handle._run  # there is no other place
 
     def counted(handle: asyncio.Handle) -> None:
@@ -32,8 +31,7 @@ def count_steps(library: str, directory: Path) -> None:
         began = time.thread_time()
         run(handle)
         if time.thread_time() - began > LONG_S:
-            callgrind.dump()
-            names.write(f"{_name_of(handle)}\n")
+            callgrind.dump(_name_of(handle).encode())
         return None
 
     asyncio.events.Handle._run = counted  # type: ignore[assignment,method-assign]

@@ -83,6 +83,11 @@ class Work:
         )  # fmt: skip
 
 
+def stream_bodies(events: int) -> list[bytes]:
+    """Streams of so many events."""
+    return _bodies(_HELLO, stream=True, max_tokens=events)
+
+
 def after_models(short: Work) -> Work:
     """The same from clients that list the models first: each connection begins with a GET."""
     title = f"{short.title}, after a GET of the models"
@@ -95,7 +100,7 @@ def standard_works(share: float = 1.0) -> list[Work]:
     def count(requests: int) -> int:
         return max(8, round(requests * share))
 
-    streams = _bodies(_HELLO, stream=True, max_tokens=STREAM_EVENTS)
+    streams = stream_bodies(STREAM_EVENTS)
     return [
         Work("short", "short requests, 32 at a time", SHORT_BODIES, 32, count(12_000)),
         Work("long", "the same with 36 KB prompts", LONG_BODIES, 32, count(6_000)),
