@@ -243,7 +243,8 @@ class ClientConnection(asyncio.Protocol):
             read = self._connections.heads.read(data[:body_at]) if end > 0 else None
             if read is not None:
                 head, length = read
-                serve = self._connections.routes.get(head.method, head.route)
+                routes = self._connections.routes
+                serve = routes.exact.get((head.method, head.route)) or routes.get(head.method, head.route)
                 if serve is not None and length <= self._connections.max_body_bytes:
                     body_end = body_at + length
                     self._unread = data[body_end:]

@@ -15,6 +15,8 @@ class Routes:
         """`why_closed`: why a path is no route; empty if there is no particular reason."""
         self._why_closed = why_closed
         self._by_path: dict[str, dict[str, Serve]] = {}
+        self.exact: dict[tuple[str, str], Serve] = {}
+        """By method and path, those that are no beginning of a path."""
 
     def listed(self) -> list[tuple[str, str]]:
         """Method and path of each."""
@@ -22,6 +24,8 @@ class Routes:
 
     def add(self, method: str, path: str, serve: Serve) -> None:
         self._by_path.setdefault(path, {})[method] = serve
+        if path == "/" or not path.endswith("/"):
+            self.exact[method, path] = serve
 
     def get(self, method: str, path: str) -> Serve | None:
         """What serves this method and path, without a query; None: `find` says why nothing does."""

@@ -34,7 +34,8 @@ def test_found(routes: Routes) -> None:
     for path in ("/models/m", "/models/a/b", "/models/a/"):
         assert below is routes.find("GET", path)
         assert below is routes.get("GET", path)
-    assert one is routes.get("POST", "/chat")
+    assert one is routes.get("POST", "/chat") is routes.exact["POST", "/chat"]
+    assert ("GET", "/models/") not in routes.exact
     for method, path in (("GET", "/chat"), ("GET", "/chat/x"), ("GET", "*"), ("POST", "/models/m")):
         assert routes.get(method, path) is None
 
