@@ -34,6 +34,8 @@ _IDS = re.compile(rb"[\d \t\r\n,]*+")
 _SPACE = re.compile(rb"[ \t\r\n]*+")
 _DIGIT = re.compile(rb"\d")
 _decode_ids = msgspec.json.Decoder(list[TokenId]).decode
+_decode_hashes = msgspec.json.Decoder(list[int]).decode
+_MOST_HASH = (1 << 64) - 1
 
 Place: TypeAlias = tuple[int, int, int]
 
@@ -157,6 +159,18 @@ class PythonScan:
 def new_scan(body: bytes) -> Scan:
     native = versions.chosen.bodies
     return PythonScan(body, LIMITS) if native is None else cast("Scan", native.Scan(body, LIMITS))
+
+
+def read_hashes(body: bytes, start: int, end: int) -> array[int]:
+    """Numbers of 64 bits, signed or not, of a part of a list. Raises ValueError, of msgspec, too."""
+    native = versions.chosen.bodies
+    found = None if native is None else native.read_hashes(body, start, end)
+    if found is not None:
+        return cast("array[int]", found)
+    hashes = _decode_hashes(b"[%b]" % body[start:end])
+    if not all(-(1 << 63) <= one <= _MOST_HASH for one in hashes):
+        raise ValueError("a hash is a number of 64 bits")
+    return array("Q", [one & _MOST_HASH for one in hashes])
 
 
 def read_ids(body: bytes, start: int, end: int) -> array[int]:

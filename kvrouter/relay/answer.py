@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator, Mapping
+from functools import lru_cache
 from http import HTTPStatus
 from typing import NamedTuple
 
@@ -45,11 +46,13 @@ class Answer(Struct, frozen=True):
         return {"content-type": "application/json", **self.headers}
 
     def encode(self, *, keeps_alive: bool) -> bytes:
-        fields = self.fields
-        fields["content-length"] = str(len(self.body))
-        fields["connection"] = "keep-alive" if keeps_alive else "close"
-        lines = [f"HTTP/1.1 {self.status} {_reason(self.status)}", *map(": ".join, fields.items()), "\r\n"]
-        return "\r\n".join(lines).encode("utf-8", "surrogateescape") + self.body
+        fields = "".join([f"{name}: {value}\r\n" for name, value in self.fields.items()])
+        connection = "keep-alive" if keeps_alive else "close"
+        head = (
+            f"HTTP/1.1 {self.status} {_reason(self.status)}\r\n{fields}"
+            f"content-length: {len(self.body)}\r\nconnection: {connection}\r\n\r\n"
+        )
+        return head.encode("utf-8", "surrogateescape") + self.body
 
 
 class AnswerLines(NamedTuple):
@@ -64,6 +67,7 @@ class Events(NamedTuple):
     events: AsyncGenerator[bytes, None]
 
 
+@lru_cache(maxsize=64)
 def _reason(status: int) -> str:
     try:
         return HTTPStatus(status).phrase

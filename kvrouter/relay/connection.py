@@ -6,8 +6,8 @@
     HeadReader ──complete──> serving           v
        └──invalid, or refused────────────> lingering ──> closed
 
-A plain request is a POST with a length (`PlainHeads` in request.py), as nearly all are. Other methods,
-HTTP/1.0, chunked and packed bodies and `Expect` take a few more steps.
+Nearly all requests are plain (`PlainHeads` in request.py). HTTP/1.0, chunked and packed bodies and `Expect`
+take a few more steps.
 
 A client that shuts down its sending side after its request counts as gone: the two look the same. So does one
 that sends more than PIPELINED_BYTES behind a request and leaves.
@@ -92,7 +92,6 @@ class Connections:
         root_path: str = "",
     ) -> None:
         self.routes = routes
-        self.posts = routes.posts
         self.error_answer = error_answer
         self.arriving = arriving
         self.max_body_bytes = max_body_bytes
@@ -244,7 +243,8 @@ class ClientConnection(asyncio.Protocol):
             read = self._connections.heads.read(data[:body_at]) if end > 0 else None
             if read is not None:
                 head, length = read
-                serve = self._connections.posts.get(head.route)
+                routes = self._connections.routes
+                serve = routes.exact.get((head.method, head.route)) or routes.get(head.method, head.route)
                 if serve is not None and length <= self._connections.max_body_bytes:
                     body_end = body_at + length
                     self._unread = data[body_end:]

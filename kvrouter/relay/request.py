@@ -44,14 +44,14 @@ _MOST_FORWARDED = 8
 
 _MOST_ID_CHARACTERS = 128
 
-START = b"POST /"
+_START = b"POST /"
 END = b"\r\n\r\n"
 # A client that ends its head like this waits for an answer, while the head never ends for us.
 _LF_END = b"\n\n"
 # The limit for one line, and so for the heads of plain requests.
 MAX_LINE_BYTES = 8190
 
-# Clients with more different heads than this are rare; 256 heads are 2 MiB at most.
+# Clients with more different heads than this are rare; 256 heads, and their fields, are 4 MiB at most.
 MOST_HEADS = 256
 _LENGTH = b"\r\ncontent-length:"
 _MOST_DIGITS = 15
@@ -60,6 +60,8 @@ _CHANGES_BODY = frozenset({"transfer-encoding", "content-encoding", "expect", "u
 
 # llhttp (9.3) accepts more: several blanks, empty lines before it, no version at all.
 REQUEST_LINE = re.compile(rb"[A-Z-]+ [!-~]+ HTTP/([0-9])\.[0-9]\r\n")
+# One that needs no parser to be read.
+_SIMPLE_LINE = re.compile(rb"(GET|POST|PUT|PATCH|DELETE) (/[\w./~-]*) HTTP/1\.1\r\n")
 # RFC 3986: uri-host [ ":" port ], which may be empty.
 HOST = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[\w.~!$&'()*+,;=%-]*)(?::[0-9]*)?", re.ASCII)
 
@@ -103,8 +105,14 @@ class RequestHead:
         """What the server has found out of it and keeps for the next request with it; None: nothing."""
         self._forwarded: dict[tuple[str, bool, bool], bytes] = {}
 
-    def with_path(self, path: str) -> RequestHead:
-        return RequestHead(self.method, path, self.fields, wants_keep_alive=self.wants_keep_alive)
+    def at(self, method: str, path: str) -> RequestHead:
+        """The same fields with another method and path."""
+        other = RequestHead.__new__(RequestHead)  # __init__ would read the fields again
+        other.method, other.path, other.route = method, path, path.partition("?")[0]
+        other.fields, other.headers, other.hops = self.fields, self.headers, self.hops
+        other.wants_keep_alive, other.has_overrides = self.wants_keep_alive, self.has_overrides
+        other.known, other._forwarded = None, self._forwarded
+        return other
 
     def without(self, *names: str, more: Sequence[Field] = ()) -> RequestHead:
         """Without the fields of these names, and with `more`."""
@@ -201,36 +209,47 @@ class CollectedHead:
 class PlainHeads:
     """Reads the heads of plain requests; all others are left to HeadReader.
 
-    A plain request is a POST with HTTP/1.1, a host, a length, and nothing that changes how its body is read.
+    A plain request has HTTP/1.1, a path, a host, and nothing that changes how its body is read.
 
-    Heads are remembered: those of one client differ only in the length of the body.
+    Heads are remembered: those of one client differ only in the length of the body, or in the path.
 
-    A head that equals a remembered one in all but the digits of its first `content-length` is plain as well.
-    After `MOST_HEADS` all are forgotten.
+    A head that equals a remembered one in all but the digits of its first `content-length` is plain as well,
+    and so is one with a simple line before such fields. After `MOST_HEADS` all are forgotten.
     """
 
     def __init__(self, root_path: str = "") -> None:
         self._root_path = root_path
         # By the head without those digits and the blanks before them.
         self._known: dict[bytes, RequestHead] = {}
+        self._alike: dict[bytes, RequestHead] = {}  # one of them by what follows its line
 
     def read(self, head: bytes) -> tuple[RequestHead, int] | None:
         """`parse_plain`, from memory if possible."""
-        at = head.lower().find(_LENGTH) + len(_LENGTH)
-        end = head.find(b"\r\n", at)
-        digits = head[at:end].lstrip(b" ")
-        if at < len(_LENGTH) or not digits.isdigit() or len(digits) > _MOST_DIGITS:
-            return parse_plain(head, self._root_path)
-        name = head[:at] + head[end:]
-        known = self._known.get(name)
-        if known is not None:
-            return known, int(digits)
-        read = parse_plain(head, self._root_path)
-        if read is not None:
-            if len(self._known) >= MOST_HEADS:
-                self._known.clear()
-            self._known[name] = read[0]
-        return read
+        name, length, at = head, 0, head.lower().find(_LENGTH) + len(_LENGTH)
+        if at >= len(_LENGTH):
+            end = head.find(b"\r\n", at)
+            digits = head[at:end].lstrip(b" ")
+            if not digits.isdigit() or len(digits) > _MOST_DIGITS:
+                return parse_plain(head, self._root_path)
+            name, length = head[:at] + head[end:], int(digits)
+        known = self._known.get(name) or self._read_new(head, name)
+        return None if known is None else (known, length)
+
+    def _read_new(self, head: bytes, name: bytes) -> RequestHead | None:
+        line = _SIMPLE_LINE.match(name)
+        rest = name[line.end() :] if line is not None else name
+        alike = self._alike.get(rest)
+        if line is not None and alike is not None:
+            new = alike.at(line[1].decode(), without_root(line[2].decode(), self._root_path))
+        elif (read := parse_plain(head, self._root_path)) is not None:
+            new = read[0]
+        else:
+            return None
+        if len(self._known) >= MOST_HEADS:
+            self._known.clear()
+            self._alike.clear()
+        self._known[name] = self._alike[rest] = new
+        return new
 
 
 def without_root(target: str, root_path: str) -> str:
@@ -247,19 +266,17 @@ def parse_plain(head: bytes, root_path: str = "") -> tuple[RequestHead, int] | N
         parser.feed_data(head)
     except (httptools.HttpParserError, httptools.HttpParserUpgrade):
         return None
-    is_post = collected.is_complete and head.startswith(START) and parser.get_http_version() == "1.1"
+    is_whole = collected.is_complete and parser.get_http_version() == "1.1" and collected.url[:1] == b"/"
     names = dict(collected.fields)  # llhttp rejects a second length; of the others only the presence matters
-    if not is_post or not REQUEST_LINE.match(head) or not _CHANGES_BODY.isdisjoint(names):
+    if not is_whole or not REQUEST_LINE.match(head) or not _CHANGES_BODY.isdisjoint(names):
         return None
-    length = names.get("content-length", "")
     hosts = [value for name, value in collected.fields if name == "host"]
-    if not length or b"#" in collected.url or host_error(hosts, is_http_10=False):
+    if b"#" in collected.url or host_error(hosts, is_http_10=False):
         return None
     fields = [field for field in collected.fields if field[0] != "content-length"]
-    path = without_root(collected.url.decode("ascii"), root_path)
-    return RequestHead("POST", path, fields, wants_keep_alive="close" not in connection_words(fields)), int(
-        length
-    )
+    method, path = parser.get_method().decode("ascii"), without_root(collected.url.decode("ascii"), root_path)
+    read = RequestHead(method, path, fields, wants_keep_alive="close" not in connection_words(fields))
+    return read, int(names.get("content-length", 0))
 
 
 def connection_words(fields: list[Field]) -> set[str]:
@@ -278,7 +295,7 @@ def content_encoding(fields: Sequence[Field]) -> str:
 
 def may_be_plain(data: bytes) -> bool:
     """Whether the beginning of a head may become a plain one."""
-    is_post = data.startswith(START) or START.startswith(data)
+    is_post = data.startswith(_START) or _START.startswith(data)  # others are read piece by piece
     return is_post and len(data) <= MAX_LINE_BYTES and _LF_END not in data
 
 

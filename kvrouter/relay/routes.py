@@ -15,12 +15,8 @@ class Routes:
         """`why_closed`: why a path is no route; empty if there is no particular reason."""
         self._why_closed = why_closed
         self._by_path: dict[str, dict[str, Serve]] = {}
-        self._posts: dict[str, Serve] = {}
-
-    @property
-    def posts(self) -> Mapping[str, Serve]:
-        """What serves a POST, by path."""
-        return self._posts
+        self.exact: dict[tuple[str, str], Serve] = {}
+        """By method and path, those that are no beginning of a path."""
 
     def listed(self) -> list[tuple[str, str]]:
         """Method and path of each."""
@@ -28,8 +24,12 @@ class Routes:
 
     def add(self, method: str, path: str, serve: Serve) -> None:
         self._by_path.setdefault(path, {})[method] = serve
-        if method == "POST":
-            self._posts[path] = serve
+        if path == "/" or not path.endswith("/"):
+            self.exact[method, path] = serve
+
+    def get(self, method: str, path: str) -> Serve | None:
+        """What serves this method and path, without a query; None: `find` says why nothing does."""
+        return self._at(path).get(method)
 
     def find(self, method: str, target: str) -> Serve:
         """What serves this method and path. Its query does not matter.
@@ -37,8 +37,7 @@ class Routes:
         Raises NoRouteError, TrailingSlashError or WrongMethodError.
         """
         path, _, query = target.partition("?")
-        exact = None if path.endswith("/") and path != "/" else self._by_path.get(path)
-        methods = exact or self._below(path)
+        methods = self._at(path)
         if not methods:
             raise self._missing(method, path, query)
         if method not in methods:
@@ -56,6 +55,14 @@ class Routes:
         reason = self._why_closed(meant or path)
         return NoRouteError(f"{method} {path}: Not Found{reason and f' ({reason})'}")
 
+    def _at(self, path: str) -> Mapping[str, Serve]:
+        exact = None if path.endswith("/") and path != "/" else self._by_path.get(path)
+        return exact or self._below(path)
+
     def _below(self, path: str) -> Mapping[str, Serve]:
-        ends = (at for at, character in enumerate(path[1:-1], 2) if character == "/")
-        return next((found for end in ends if (found := self._by_path.get(path[:end]))), {})
+        at = path.find("/", 1)
+        while 0 < at < len(path) - 1:
+            if found := self._by_path.get(path[: at + 1]):
+                return found
+            at = path.find("/", at + 1)
+        return {}

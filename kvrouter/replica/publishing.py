@@ -20,6 +20,8 @@ from kvrouter.replica.feed_log import FeedLog
 # All replicas and agents answer a joiner's hello, and the joiner is ready when they have. Hellos that arrive
 # within this time get one answer: it names every worker, so one answer for each of a flood would cost much.
 HELLO_DELAY_S = 0.03
+# To send a frame, and to get it back, takes as long as ten of the calls that it tells of.
+SPACED_S = 0.002
 
 
 class Publishing:
@@ -52,6 +54,7 @@ class Publishing:
         self._traffic = traffic
         self._loop = asyncio.get_running_loop()
         self._is_flush_due = self._is_hello_due = False
+        self._flushed_at = float("-inf")
         self._answers = PerSecond(ANSWERS_A_SECOND)
         # Every booking needs the subject several times; it never changes for a pool.
         self._sync_subject = lru_cache(POOLS_MOST)(self._new_sync_subject)
@@ -64,9 +67,18 @@ class Publishing:
             self._is_flush_due = True
             self._loop.call_soon(self.flush)
 
+    def flush_spaced(self) -> None:
+        """`flush_soon`, but not within SPACED_S of the last time."""
+        left_s = self._flushed_at + SPACED_S - self._loop.time()
+        if left_s <= 0:
+            self.flush_soon()
+        elif not self._is_flush_due:
+            self._is_flush_due = True
+            self._loop.call_later(left_s, self.flush)
+
     def flush(self) -> None:
         """Publish what happened to own bookings: afterwards each pool is at its feed's seq."""
-        self._is_flush_due = False
+        self._is_flush_due, self._flushed_at = False, self._loop.time()
         for pool_id, router in self.replica.routers.items():
             self._publish(pool_id, router.feed.frames())
         if self._on_change is not None:

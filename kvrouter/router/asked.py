@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from array import array
-from typing import Annotated, cast
+from typing import Annotated
 
 from msgspec import Meta, Raw, Struct
 
+from kvrouter.bodies.scan import read_hashes
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.routing.policy import Prompt, RouteRequest, Wanted
 from kvrouter.core.tables.bookings import MOST_TOKENS
-from kvrouter.core.wire.hashes import sequence_hashes
+from kvrouter.core.wire.hashes import chain_of
 from kvrouter.core.wire.heartbeats import Card
-from kvrouter.core.wire.ids import BlockHash, Target, WorkerId
+from kvrouter.core.wire.ids import Target, WorkerId
 from kvrouter.core.wire.values import MOST_AMOUNT, MOST_FINITE, MOST_ID_CHARACTERS, Line
 from kvrouter.errors import BadRequestError, UnknownTargetError
 from kvrouter.prompts.ways import Naming, named
@@ -23,7 +24,6 @@ from kvrouter.tokens.prefix_tokens import Encoded
 DEFAULT = "default"
 # A label of a worker that a caller registered: the number of its first rank, as its callers count.
 FIRST_RANK = "first-rank"
-_MASK = (1 << 64) - 1
 _NOTHING = Raw()
 
 # Control characters would forge a line of a log; peers could not decode more characters.
@@ -61,8 +61,8 @@ class PlacementAsk(Struct, frozen=True):
     selection_id: Id | None = None
     reservation_id: Id | None = None
     token_ids: list[int] | None = None
-    block_hashes: list[int] | None = None
-    sequence_hashes: list[int] | None = None
+    block_hashes: Raw = _NOTHING
+    sequence_hashes: Raw = _NOTHING
     isl_tokens: Annotated[int, Meta(ge=0, le=MOST_TOKENS)] | None = None
     block_size: Annotated[int, Meta(ge=0, le=MOST_AMOUNT)] | None = None
     router_config_override: Override | None = None
@@ -134,8 +134,8 @@ class PlacementAsk(Struct, frozen=True):
         return frozenset(target for target in pool.targets if target.worker_id not in allowed)
 
 
-def is_given(raw: Raw) -> bool:
-    return bytes(raw) not in {b"", b"null"}
+def is_given(raw: Raw | array[int]) -> bool:
+    return isinstance(raw, array) or bytes(raw) not in {b"", b"null"}
 
 
 def first_rank(card: Card) -> int:
@@ -162,31 +162,37 @@ def _prompts(asked: PlacementAsk, pool: Pool, lora_name: str | None) -> tuple[Pr
 
 def _chain(asked: PlacementAsk) -> array[int]:
     """The sequence hashes that are given, or made of the block hashes. Raises BadRequestError."""
-    chain = made = _unsigned("sequence_hashes", asked.sequence_hashes or [])
-    if asked.block_hashes is not None:
-        blocks = cast("list[BlockHash]", _unsigned("block_hashes", asked.block_hashes))
-        made = array("Q", sequence_hashes(blocks))
-        chain = made if asked.sequence_hashes is None else chain
-    if made != chain:
-        raise BadRequestError(
-            "sequence_hashes are not the chain of block_hashes: XXH3-64 with seed 1337 over the hash before "
-            "and the block's own; give one of the two lists",
-            param="sequence_hashes",
-        )
-    if len({*chain}) < len(chain):
-        raise BadRequestError("sequence_hashes: no block may be named twice", param="sequence_hashes")
+    chain = given_hashes("sequence_hashes", asked.sequence_hashes)
+    if is_given(asked.block_hashes):
+        made = chain_of(given_hashes("block_hashes", asked.block_hashes))
+        if chain != made and is_given(asked.sequence_hashes):
+            raise BadRequestError(
+                "sequence_hashes are not the chain of block_hashes: XXH3-64 with seed 1337 over the hash "
+                "before and the block's own; give one of the two lists",
+                param="sequence_hashes",
+            )
+        return made
+    if isinstance(asked.sequence_hashes, Raw):  # else it was read in steps, with this
+        check_distinct("sequence_hashes", chain, {*chain})
     return chain
 
 
-def _unsigned(name: str, hashes: list[int]) -> array[int]:
+def check_distinct(name: str, chain: array[int], blocks: set[int]) -> None:
+    """Raise BadRequestError if the chain has more than these blocks."""
+    if len(blocks) < len(chain):
+        raise BadRequestError(f"{name}: no block may be named twice", param=name)
+
+
+def given_hashes(name: str, given: Raw | array[int]) -> array[int]:
     """Hashes as unsigned numbers; services that know signed ones only send those."""
+    if isinstance(given, array):  # of a large body
+        return given
+    if not is_given(given):
+        return array("Q")
+    listed = bytes(given)
+    if not listed.startswith(b"["):
+        raise BadRequestError(f"{name}: a list of numbers is expected", param=name)
     try:
-        return array("Q", hashes)
-    except OverflowError:
-        pass
-    try:
-        return array("Q", array("q", hashes).tobytes())
-    except OverflowError:
-        if not all(-(1 << 63) <= one <= _MASK for one in hashes):
-            raise BadRequestError(f"{name}: a hash is a number of 64 bits", param=name) from None
-    return array("Q", [one & _MASK for one in hashes])
+        return read_hashes(listed, 1, len(listed) - 1)
+    except ValueError as error:  # of msgspec, too
+        raise BadRequestError(f"{name}: {error}", param=name) from None

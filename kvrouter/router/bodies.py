@@ -7,6 +7,7 @@ body ──scanned──> long lists, text ──read a slice at a time───
 from __future__ import annotations
 
 import asyncio
+from array import array
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,19 +15,21 @@ from msgspec import Raw
 from msgspec.structs import replace
 
 from kvrouter.bodies.reader import LARGE_BYTES, MOST_REST_BYTES, Hole, LargeBody, named_field, scanned
+from kvrouter.bodies.scan import read_hashes
 from kvrouter.errors import BadRequestError, RequestTooLargeError
 from kvrouter.relay.request import Request
+from kvrouter.router.asked import check_distinct
 
 T = TypeVar("T")
+Numbers = TypeVar("Numbers", "list[int]", "array[int]")
 
 MOST_BODY_BYTES = 8 * 1024 * 1024
-# All that is done with a prompt once it is read is one step of the loop: some 10 ms with so many tokens.
+# What is done with a prompt once it is read takes steps of some ms with so many tokens.
 MOST_TOKENS = 1 << 20
 MOST_HASHES = 1 << 16
 _HASHES = frozenset({"block_hashes", "sequence_hashes", "seq_hashes"})
 # What reads these cuts them into slices itself (frontend/requests/accept.py).
 _RAW = frozenset({"messages", "request"})
-_decode_hashes = msgspec.json.Decoder(list[int]).decode
 
 
 async def read(request: Request, kind: type[T]) -> T:
@@ -72,7 +75,7 @@ async def _read_field(large: LargeBody, name: str | None, start: int, end: int) 
         if name == "token_ids" and first == b"[":
             return _bounded(await large.ids(Hole(start + 1, body.rindex(b"]", start, end), b"")), MOST_TOKENS)
         if name in _HASHES and first == b"[":
-            return await _read_hashes(large, start + 1, body.rindex(b"]", start, end))
+            return await _read_hashes(large, name, start + 1, body.rindex(b"]", start, end))
     except RequestTooLargeError as error:
         raise RequestTooLargeError(f"{name}: {error}", param=name) from None
     except (BadRequestError, ValueError) as error:  # of msgspec, too
@@ -80,16 +83,19 @@ async def _read_field(large: LargeBody, name: str | None, start: int, end: int) 
     return Raw(body[start:end]) if name in _RAW else None
 
 
-async def _read_hashes(large: LargeBody, start: int, end: int) -> list[int]:
-    found: list[int] = []
+async def _read_hashes(large: LargeBody, name: str, start: int, end: int) -> array[int]:
+    found, blocks = array("Q"), set[int]()
     for at, stop in large.slices(start, end):
-        found += _decode_hashes(b"[%b]" % large.body[at:stop])
+        found += (part := read_hashes(large.body, at, stop))
         _bounded(found, MOST_HASHES)
+        blocks.update(part)
         await asyncio.sleep(0)
+    if name != "block_hashes":  # equal blocks may follow each other
+        check_distinct(name, found, blocks)
     return found
 
 
-def _bounded(found: list[int], most: int) -> list[int]:
+def _bounded(found: Numbers, most: int) -> Numbers:
     if len(found) > most:
         raise RequestTooLargeError(f"{len(found)} of them are more than {most}, the most of one prompt")
     return found

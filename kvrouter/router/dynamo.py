@@ -22,7 +22,7 @@ from kvrouter.relay.answer import Answer
 from kvrouter.relay.request import Request
 from kvrouter.router.asked import DEFAULT, PlacementAsk
 from kvrouter.router.bodies import read
-from kvrouter.router.placing import Placing, endpoint_of, place_of, public_id, tier_depths
+from kvrouter.router.placing import Placing, endpoint_of, pause_after, place_of, public_id, tier_depths
 from kvrouter.router.workers import RegisteredEngines, Registration
 
 Readiness = Callable[[], tuple[int, dict[str, Any]]]
@@ -63,11 +63,11 @@ class DynamoCalls:
         yield "GET", "/ready", self._ready
 
     async def _select(self, request: Request) -> Answer:
-        return self._dated(await self._placing.select(await read(request, PlacementAsk)))
+        return await self._placed(await self._placing.select(await read(request, PlacementAsk)))
 
     async def _select_and_reserve(self, request: Request) -> Answer:
         asked = await read(request, PlacementAsk)
-        return self._dated(await self._placing.reserve(asked, caller_of(request)))
+        return await self._placed(await self._placing.reserve(asked, caller_of(request)))
 
     async def _reserve(self, request: Request) -> Answer:
         asked, caller = await read(request, PlacementAsk), caller_of(request)
@@ -76,8 +76,8 @@ class DynamoCalls:
                 "`selection_id` is missing: that of /select, or a new one", param="selection_id"
             )
         if asked.worker_id is None and asked.pinned_worker is None:
-            return self._dated(self._placing.reserve_kept(asked, caller), 201)
-        return self._dated(await self._placing.reserve(asked, caller), 201)
+            return await self._placed(self._placing.reserve_kept(asked, caller), 201)
+        return await self._placed(await self._placing.reserve(asked, caller), 201)
 
     async def _report(self, request: Request) -> Answer:
         reservation_id, _, what = request.path_after(RESERVATIONS).rpartition("/")
@@ -139,6 +139,10 @@ class DynamoCalls:
         status = status if count else 503
         # without the workers that Dynamo lists: anyone may ask this
         return json_answer({"ready": status == 200, "schedulable_workers": count} | facts, status)
+
+    async def _placed(self, placed: dict[str, Any], status: int = 200) -> Answer:
+        await pause_after(placed["isl_tokens"])
+        return self._dated(placed, status)
 
     def _dated(self, answer: object, status: int = 200) -> Answer:
         """Without NATS the last known state answers, and the header says so."""

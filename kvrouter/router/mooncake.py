@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from kvrouter.core.routing.policy import Candidate
 from kvrouter.core.wire.values import Line
@@ -27,7 +27,7 @@ class Query(Struct, frozen=True):
     model: Line = DEFAULT
     lora_name: Line | None = None
     token_ids: list[int] | None = None
-    seq_hashes: list[int] | None = None
+    seq_hashes: Raw = Raw()
     tenant_id: Line | None = None
     instance_id: Line | None = None
     block_size: int | None = None

@@ -38,11 +38,18 @@ EXPIRE_S = 0.1
 ENDPOINT = "endpoint"
 # Where no first byte is ever reported, prefill is taken to be this fast.
 UNMEASURED_TOKENS_PER_S = 5000
+LONG_TOKENS = 1 << 16
 _MOST_WORKER = (1 << 64) - 1
 _TIERS = ("gpu", "dp", "cpu", "disk")
 
 ReadBody = Callable[[PlacementAsk, str], Awaitable[tuple[Router, RouteRequest]]]
 """Finds the router and the tokens of a text, of messages or of a whole request, as a frontend does."""
+
+
+async def pause_after(isl: int) -> None:
+    """Let others run: reading a long prompt, booking it and writing the answer take some ms each."""
+    if isl > LONG_TOKENS:
+        await asyncio.sleep(0)
 
 
 async def no_texts(_asked: PlacementAsk, _request_id: str) -> tuple[Router, RouteRequest]:
@@ -76,6 +83,7 @@ class Placing:
     async def select(self, asked: PlacementAsk) -> dict[str, Any]:
         """The best target; nothing is booked. With an id, it is kept for `reserve_kept`."""
         router, request = await self._wanted(asked, asked.id or new_request_id())
+        await pause_after(request.isl)
         now = self._now()
         decision = router.decide(request, now, exclude=asked.excluded(router.pool))
         chosen = [one.candidate for one in decision.verdicts if one.target == decision.target]
@@ -88,6 +96,7 @@ class Placing:
     async def reserve(self, asked: PlacementAsk, caller: str) -> dict[str, Any]:
         """The best target, or the one that is named, booked."""
         router, request = await self._wanted(asked, asked.id or new_request_id())
+        await pause_after(request.isl)
         return self.book(router, request, caller, asked)
 
     def reserve_kept(self, asked: PlacementAsk, caller: str) -> dict[str, Any]:
@@ -203,6 +212,8 @@ class Placing:
             "mode": DIRECT if wanted else None,
         }
         given = {name: value for name, value in changes.items() if value is not None}
+        if not (given or asked.has_text):
+            return router, request
         # a caller gets one target, so no two share the request
         return router, replace(request, request_id=request_id, may_split=False, **given)
 

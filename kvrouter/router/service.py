@@ -52,7 +52,7 @@ class PlacementPort:
         self.placing = Placing(
             publishing.replica,
             Reservations(options.per_caller),
-            publishing.flush_soon,
+            publishing.flush_spaced,
             loop.time,
             lease_s=options.lease_s,
             aliases=lambda: completions.accept.aliases,

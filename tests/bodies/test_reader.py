@@ -24,7 +24,7 @@ from kvrouter.bodies.reader import (
     REST_VALUES,
     LargeBody,
 )
-from kvrouter.bodies.scan import LIMITS, PythonScan, read_ids
+from kvrouter.bodies.scan import LIMITS, PythonScan, read_hashes, read_ids
 from kvrouter.core.native import versions
 from kvrouter.errors import BadRequestError
 from kvrouter.tokens.prompt import ChatPrompt, TokenPrompt
@@ -198,6 +198,37 @@ def test_odd_id(odd: str) -> None:
     """Both versions reject it with msgspec's reason."""
     with pytest.raises(BadRequestError, match=r"Expected `int`|valid JSON"):
         read_ids(f"1,{odd},2".encode(), 0, len(odd) + 4)
+
+
+def test_hashes() -> None:
+    """Numbers of 64 bits, signed or not, with any space between them."""
+    text = b"0, 18446744073709551615,-1\t,-9223372036854775808 ,\n7,-0"
+
+    read = read_hashes(b"x" + text + b"x", 1, 1 + len(text))
+
+    assert [0, (1 << 64) - 1, (1 << 64) - 1, 1 << 63, 7, 0] == [*read]
+    assert [] == [*read_hashes(b"[ ]", 1, 2)]
+
+
+ODD_HASHES = [
+    "18446744073709551616",
+    "-9223372036854775809",
+    "1" * 30,
+    "- 1",
+    "--1",
+    "01",
+    "-01",
+    "1.0",
+    "",
+    "null",
+]
+
+
+@pytest.mark.parametrize("odd", ODD_HASHES)
+def test_odd_hash(odd: str) -> None:
+    """Both versions reject it."""
+    with pytest.raises(ValueError, match=r"64 bits|Expected `int`|malformed|out of range"):
+        read_hashes(f"1,{odd},2".encode(), 0, len(odd) + 4)
 
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps({"text": TEXT})}}

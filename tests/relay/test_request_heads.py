@@ -44,13 +44,13 @@ def test_connection_close() -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        head(start=b"GET /v1/completions HTTP/1.1"),
         head(start=b"POST /v1/completions HTTP/1.0"),
+        head(start=b"OPTIONS * HTTP/1.1"),
+        head(start=b"CONNECT t:1 HTTP/1.1"),
         head(start=b"POST /v1/completions HTTP/1.2"),
         head(start=b"POST http://t/v1/completions HTTP/1.1"),
         head(start=b"POST /a\xff HTTP/1.1"),
         head(start=b"POST /a b HTTP/1.1"),
-        head(length=b""),
         head(length=b"-7"),
         head(length=b"+7"),
         head(length=b"7, 7"),
@@ -99,6 +99,25 @@ def test_beginnings() -> None:
     assert not may_be_plain(b"POST /" + b"a" * MAX_LINE_BYTES)
 
 
+def test_other_methods() -> None:
+    """Without a length there is no body."""
+    for method in (b"GET", b"DELETE", b"POST"):
+        parsed = parse_plain(head(start=method + b" /a?b HTTP/1.1", length=b""))
+
+        assert parsed is not None
+        assert (method.decode(), "/a", 0) == (parsed[0].method, parsed[0].route, parsed[1])
+
+
+LINES = [
+    b"POST /v1/completions HTTP/1.1",
+    b"POST /reservations/a HTTP/1.1",
+    b"DELETE /reservations/b HTTP/1.1",
+    *[b"GET " + path + b" HTTP/1.1" for path in (b"/root/a", b"/root", b"/a%20b", b"/a?b", b"/a#b", b" /a")],
+    b"GET /a HTTP/1.0",
+    b"PUT //a HTTP/1.1",
+    b"CONNECT /a HTTP/1.1",
+    b"get /a HTTP/1.1",
+]
 FIELDS = [
     (b"host: t", b"content-length: LENGTH"),
     (b"Content-Length:LENGTH", b"host: t"),
@@ -108,26 +127,32 @@ FIELDS = [
     (b"host: t", b"content-length: +LENGTH"),
     (b"host: t", b"content-length: LENGTH ", b"transfer-encoding: chunked"),
     (b"host: t", b"x-length: LENGTH"),
+    (b"host: t",),
+    (b"host: t", b"x: y"),
+    (b"host: t", b"connection: upgrade", b"upgrade: websocket"),
 ]
 """Heads that begin alike."""
 
 
-@given(st.lists(st.tuples(st.sampled_from(FIELDS), st.integers(0, 10**16)), max_size=8))
-def test_remembered_heads_equal_parsed_ones(heads: list[tuple[tuple[bytes, ...], int]]) -> None:
+@given(
+    st.lists(st.tuples(st.sampled_from(LINES), st.sampled_from(FIELDS), st.integers(0, 10**16)), max_size=12)
+)
+def test_remembered_heads_equal_parsed_ones(heads: list[tuple[bytes, tuple[bytes, ...], int]]) -> None:
     """Heads that were read before do not change how a head is read."""
-    remembering = PlainHeads()
-    for fields, length in heads:
+    remembering = PlainHeads("/root")
+    for line, fields, length in heads:
         for _ in range(2):
-            data = b"\r\n".join([b"POST /v1/completions HTTP/1.1", *fields, b"", b""])
+            data = b"\r\n".join([line, *fields, b"", b""])
             data = data.replace(b"LENGTH", b"%d" % length)
-            assert _facts(parse_plain(data)) == _facts(remembering.read(data))
+            assert _facts(parse_plain(data, "/root")) == _facts(remembering.read(data))
 
 
 def _facts(read: tuple[RequestHead, int] | None) -> tuple[object, ...] | None:
     if read is None:
         return None
     head, length = read
-    return head.method, head.path, head.fields, head.wants_keep_alive, length
+    facts = [getattr(head, name) for name in RequestHead.__slots__]
+    return (*facts, length)
 
 
 def test_remembered_heads_are_bounded() -> None:
@@ -136,7 +161,9 @@ def test_remembered_heads_are_bounded() -> None:
     for number in range(3 * MOST_HEADS):
         assert heads.read(head(b"x-request-id: %d" % number)) is not None
 
-    assert MOST_HEADS >= len(heads._known)
+        assert heads.read(head(start=b"GET /%d HTTP/1.1" % number)) is not None
+
+    assert MOST_HEADS >= max(len(heads._known), len(heads._alike))
 
 
 def test_end_with_bare_line_feeds() -> None:

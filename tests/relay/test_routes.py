@@ -33,7 +33,11 @@ def test_found(routes: Routes) -> None:
     assert one is routes.find("GET", "/models") is routes.find("GET", "/models?a=/b/")
     for path in ("/models/m", "/models/a/b", "/models/a/"):
         assert below is routes.find("GET", path)
-    assert {"/models": one, "/chat": one} == routes.posts
+        assert below is routes.get("GET", path)
+    assert one is routes.get("POST", "/chat") is routes.exact["POST", "/chat"]
+    assert ("GET", "/models/") not in routes.exact
+    for method, path in (("GET", "/chat"), ("GET", "/chat/x"), ("GET", "*"), ("POST", "/models/m")):
+        assert routes.get(method, path) is None
 
 
 @pytest.mark.parametrize(

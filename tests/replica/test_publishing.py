@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import AsyncExitStack
+
+import pytest
 
 from kvrouter.core.wire.heartbeats import RouterBeat, decode_router_beat
 from kvrouter.core.wire.ids import RouterId
+from kvrouter.replica.publishing import SPACED_S
 from tests.frontend.fleet import STREAM, FleetOf
 from tests.frontend.workers import (
     SSE_HEAD,
@@ -68,6 +72,22 @@ async def test_peers_see_bookings(fleet_of: FleetOf) -> None:
             client.send(STREAM)
             await until(lambda: fleet.bookings() == 2, "both count it")
         await fleet.until_free()
+
+
+async def test_spaced_frames(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What happens within SPACED_S of a frame is told in one more, after that time."""
+    async with fleet_of(*SYNCED) as fleet:
+        publishing, loop = fleet.frontend.replica_loop.publishing, asyncio.get_running_loop()
+        flushed: list[float] = []
+        monkeypatch.setattr(publishing, "_on_change", lambda: flushed.append(loop.time()))
+        publishing.flush_spaced()
+        await until(lambda: flushed, "the first is published at once")
+        for _ in range(3):
+            publishing.flush_spaced()
+        await until(lambda: 2 <= len(flushed), "the others are published together")
+
+        assert SPACED_S / 2 < flushed[1] - flushed[0]
+        assert 2 == len(flushed)
 
 
 async def test_without_sync(fleet_of: FleetOf) -> None:

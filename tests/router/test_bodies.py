@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvrouter.errors import BadRequestError, RequestTooLargeError
-from kvrouter.router.asked import PlacementAsk
+from kvrouter.router.asked import PlacementAsk, given_hashes
 from kvrouter.router.bodies import MOST_BODY_BYTES, MOST_HASHES, MOST_TOKENS, decoded, read_body
 from kvrouter.router.mooncake import Query
 from kvrouter.router.workers import Registration
@@ -21,6 +21,7 @@ LONG = 'a \\ "q" \u00e9\U0001f600\n' * 5_000
 BODIES: list[dict[str, Any]] = [
     {"token_ids": MANY, "selection_id": "a", "lease_s": 3},
     {"sequence_hashes": SIGNED, "isl_tokens": 320_000, "block_hashes": SIGNED},
+    {"block_hashes": [7] * 20_000},
     {"text": LONG, "model_name": "m"},
     {"messages": [{"role": "user", "content": LONG}]},
     {"request": {"model": "m", "prompt": MANY}},
@@ -41,7 +42,9 @@ async def test_slices_equal_the_whole(body: dict[str, Any], indent: int | None) 
 
     for name in PlacementAsk.__struct_fields__:
         one, other = getattr(whole, name), getattr(asked, name)
-        if isinstance(one, msgspec.Raw):
+        if name.endswith("_hashes"):
+            assert given_hashes(name, one) == given_hashes(name, other)
+        elif isinstance(one, msgspec.Raw):
             assert bytes(one).strip() == bytes(other).strip()
         else:
             assert one == (list(other) if isinstance(one, list) else other), name
@@ -49,7 +52,8 @@ async def test_slices_equal_the_whole(body: dict[str, Any], indent: int | None) 
 
 async def test_of_other_calls() -> None:
     """Mooncake's hashes; a registration has no prompt, and a change is no struct."""
-    assert MANY == (await read_body(json.dumps({"seq_hashes": MANY}).encode(), Query)).seq_hashes
+    query = await read_body(json.dumps({"seq_hashes": MANY}).encode(), Query)
+    assert MANY == [*given_hashes("seq_hashes", query.seq_hashes)]
     engine = {"worker_id": 1, "endpoint": "http://a:1", "block_size": 16, "token_ids": MANY}
     assert "1" == (await read_body(json.dumps(engine).encode(), Registration)).name
     assert engine == await read_body(json.dumps(engine).encode(), dict[str, Any])
@@ -62,6 +66,7 @@ WRONG: list[tuple[bytes, type[BadRequestError], str]] = [
     (json.dumps({"token_ids": [[*MANY]]}).encode(), BadRequestError, "token_ids"),
     (json.dumps({"token_ids": LONG}).encode(), BadRequestError, "Expected `array"),
     (json.dumps({"sequence_hashes": [*MANY, 1.5]}).encode(), BadRequestError, "sequence_hashes"),
+    (json.dumps({"sequence_hashes": [*MANY, 0]}).encode(), BadRequestError, "named twice"),
     (json.dumps({"text": [LONG]}).encode(), BadRequestError, "Expected `str"),
     (b'{"text": "' + b"\\ud83d" * 10_000 + b'"}', BadRequestError, "text"),
     (b'{"text": "' + b"a" * 40_000, BadRequestError, "the body is not"),

@@ -9,6 +9,8 @@ from libc.string cimport memchr
 import array
 
 cdef array.array _TOKENS = array.array("I")
+cdef array.array _HASHES = array.array("Q")
+cdef uint64_t _LEAST = <uint64_t> 1 << 63  # of a signed number, without its sign
 
 cdef enum:
     OUTSIDE, STRING, AFTER_STRING, IDS
@@ -154,25 +156,42 @@ cdef class Scan:
 
 def read_ids(bytes body not None, Py_ssize_t start, Py_ssize_t end):
     """The token ids of a part of a list of ids, as an array('I'); None if it is no such part."""
+    return numbers(body, start, end, _TOKENS, 0xFFFFFFFF, False)
+
+
+def read_hashes(bytes body not None, Py_ssize_t start, Py_ssize_t end):
+    """The hashes of a part of a list, as an array('Q'): those below 0 are signed. None if it is no such part."""
+    return numbers(body, start, end, _HASHES, 0xFFFFFFFFFFFFFFFF, True)
+
+
+cdef array.array numbers(
+    bytes body, Py_ssize_t start, Py_ssize_t end, array.array kind, uint64_t most, bint may_be_signed
+):
     cdef const unsigned char *text = <const unsigned char *> PyBytes_AS_STRING(body)
-    cdef Py_ssize_t at = start, most = (end - start + 1) // 2, count = 0, first
-    cdef array.array ids = array.clone(_TOKENS, max(most, 1), zero=False)
-    cdef uint32_t *out = <uint32_t *> ids.data.as_uints
-    cdef uint64_t value
+    cdef Py_ssize_t at = start, count = 0, first
+    cdef uint64_t value, digit
+    cdef bint is_below, is_short = kind.itemsize == 4
     if not 0 <= start < end <= PyBytes_GET_SIZE(body):
         return None
+    cdef array.array found = array.clone(kind, (end - start + 1) // 2, zero=False)
     while True:
         while at < end and is_space(text[at]):
             at += 1
+        is_below = may_be_signed and at < end and text[at] == 45
+        at += is_below
         first, value = at, 0
         while at < end and 48 <= text[at] <= 57:
-            value = value * 10 + (text[at] - 48)
-            if value >> 32:
+            digit = text[at] - 48
+            if value > (most - digit) // 10:
                 return None
+            value = value * 10 + digit
             at += 1
-        if at == first or (text[first] == 48 and at - first > 1):
+        if at == first or (text[first] == 48 and at - first > 1) or (is_below and value > _LEAST):
             return None
-        out[count] = <uint32_t> value
+        if is_short:
+            found.data.as_uints[count] = <unsigned int> value
+        else:
+            found.data.as_ulonglongs[count] = 0 - value if is_below else value
         count += 1
         while at < end and is_space(text[at]):
             at += 1
@@ -181,5 +200,5 @@ def read_ids(bytes body not None, Py_ssize_t start, Py_ssize_t end):
         if text[at] != 44:
             return None
         at += 1
-    array.resize(ids, count)
-    return ids
+    array.resize(found, count)
+    return found

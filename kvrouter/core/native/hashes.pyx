@@ -66,6 +66,20 @@ def sequence_hashes(hashes, parent):
     return chain
 
 
+def chain_of(array.array blocks not None):
+    """`sequence_hashes` at a root, of an array('Q') in another one."""
+    if type(blocks) is not array.array or blocks.typecode != "Q":
+        raise ValueError("blocks must be an array('Q')")
+    cdef Py_ssize_t count = len(blocks), i
+    cdef array.array chain = array.copy(blocks)
+    cdef uint64_t *at = <uint64_t *> chain.data.as_ulonglongs
+    cdef uint64_t[2] pair
+    for i in range(1, count):
+        pair[0], pair[1] = at[i - 1], at[i]
+        at[i] = XXH3_64bits_withSeed(pair, 16, CHAIN_SEED)
+    return chain
+
+
 def prompt_hashes(tokens, Py_ssize_t block_size, uint64_t seed, array.array known not None):
     """The sequence hashes of a prompt, as an array('Q'). `known`: those of its first blocks."""
     cdef array.array held = _tokens(tokens, block_size)

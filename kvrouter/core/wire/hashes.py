@@ -167,6 +167,12 @@ def sequence_hashes(hashes: Sequence[BlockHash], parent: SequenceHash | None = N
     return cast("list[SequenceHash]", chain(blocks, above))
 
 
+def chain_of(blocks: array[int]) -> array[int]:
+    """`sequence_hashes` of an array('Q'), without a Python object for each."""
+    native = versions.chosen.hashes
+    return array("Q", _chain(blocks, None)) if native is None else cast("array[int]", native.chain_of(blocks))
+
+
 def _chain(hashes: Sequence[int], parent: int | None) -> list[int]:
     chain: list[int] = []
     append, digest = chain.append, xxh3_64_intdigest

@@ -357,6 +357,7 @@ def check_type(request: Request, *, has_body: bool) -> None:
     )
 
 
+@lru_cache(maxsize=256)
 def is_loopback(host: str) -> bool:
     """Whether this is an address of this machine alone. Names are not resolved."""
     address = _address(host)
@@ -365,6 +366,8 @@ def is_loopback(host: str) -> bool:
 
 def _plain_host(host: str) -> str:
     """A name in lower case without its last dot, or an address in its shortest form; empty: neither."""
+    if not host:
+        return ""
     host = host.removeprefix("[").removesuffix("]")
     address = _address(host.removesuffix("."))
     return str(address) if address is not None else host.removesuffix(".").lower()
@@ -380,6 +383,7 @@ def _address(text: str) -> IPv4Address | IPv6Address | None:
     return mapped or address
 
 
+@lru_cache(maxsize=256)
 def _split(authority: str) -> tuple[str, int]:
     """Host, in its plain form, and port of `HOST`, `HOST:PORT` or `[HOST]:PORT`; without one it is 0.
 

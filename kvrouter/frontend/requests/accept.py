@@ -409,7 +409,7 @@ def _without_alias(request: Request, asked: Asked, alias: str, model: str) -> tu
     """The request by its model's own name, and the edit that its body needs. Its query is changed at once."""
     target = renamed_target(request.head.path, alias, model)
     if target != request.head.path:
-        request.head = request.head.with_path(target)  # a new one: requests share heads
+        request.head = request.head.at(request.head.method, target)  # a new one: requests share heads
     content_type = request.headers.get("content-type", "")
     edit = partial(renamed, content_type=content_type, alias=alias, model=model)
     return replace(asked, model=model), edit

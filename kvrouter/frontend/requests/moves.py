@@ -188,7 +188,7 @@ class Moves:
             raise NotContinuedError(f"{tokens:,} tokens are more than --migration-max-tokens")
         decode = self._decoder(work.router.pool)
         gap, unshown = answered.seam(stops_of(body), decode)
-        request = Request(work.request.head.with_path(PATH), work.request.client, new)
+        request = Request(work.request.head.at("POST", PATH), work.request.client, new)
         request.trace = work.request.trace
         again = Record(request, record.id, work.received_at, clock(), record.limits)
         following = await self._accept.work(again, COMPLETION, None)

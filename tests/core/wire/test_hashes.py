@@ -15,6 +15,7 @@ from xxhash import xxh3_64_digest, xxh3_64_intdigest
 from kvrouter.core.wire.hashes import (
     block_hashes,
     block_seed,
+    chain_of,
     media_prompt_hashes,
     multimodal_id,
     pack_hashes,
@@ -101,6 +102,7 @@ def test_block_hashes_follow_the_design(
 def test_chain_follows_the_design(blocks: list[int]) -> None:
     """Each sequence hash is made of the one before and the block's hash."""
     assert expected_chain(blocks) == sequence_hashes([BlockHash(block) for block in blocks])
+    assert array("Q", expected_chain(blocks)) == chain_of(array("Q", blocks))
 
 
 @given(hashes, st.integers(0, 20))
