@@ -618,7 +618,11 @@ cdef class SlotSet:
         cdef Step steps[MOST_OPS]
         cdef Py_ssize_t stored = 0
         cdef int count = steps_of(frame, incarnation, seq, steps), i
+        if count == 1 and steps[0].checks:
+            return steps[0].count == self.count and steps[0].parent == self.digest
         for i in range(count):
+            if steps[i].checks:
+                return False
             if steps[i].stores:
                 stored += steps[i].count
                 if steps[i].has_parent and not self.will_hold(steps, i, steps[i].parent):
@@ -674,6 +678,13 @@ cdef class Position:
 
     def take(self, bytes frame not None, now):
         return self.take_frame(frame, now)
+
+    def is_told(self, int64_t incarnation, int64_t seq, now):
+        if self.into is None or incarnation != self.incarnation or seq != self.seq:
+            return False
+        self.received_at = now
+        self.source_seq, self.live_seq = seq, max(self.live_seq, seq)
+        return True
 
     cdef bint take_frame(self, bytes frame, now) except -1:
         if self.into is None or not self.into.is_plain:
