@@ -35,6 +35,16 @@ def test_unknown_command(word: str, answer: str, capsys: pytest.CaptureFixture[s
     assert 1 == said.count("\n")
 
 
+def test_what_is_loaded_late() -> None:
+    """A frontend starts without what only few of them need."""
+    load = "from kvrouter.cli import _loaded; _loaded('kvrouter.frontend.__main__')"
+    command = [sys.executable, "-c", f"import sys; {load}; print(*sys.modules)"]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    assert {"structlog", "nats"} <= {*loaded.split()}
+    assert {"rich", "nkeys", "yaml"}.isdisjoint(loaded.split())
+
+
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     """`help COMMAND` is `COMMAND --help`; alone it lists the commands."""
     assert [0, 0] == [main(["help", "nats"]), main(["nats", "--help"])]

@@ -22,8 +22,7 @@ import ipaddress
 import os
 import secrets
 from pathlib import Path
-
-import nkeys  # type: ignore[import-untyped]
+from typing import Any
 
 from kvrouter.bus.rights import (
     AGENT,
@@ -113,7 +112,7 @@ class LocalUser:
         self.trouble = ""
         """Why the server before this client has no user for it, and what to do; empty if it has."""
 
-    def pair(self, port: int, server_name: str) -> nkeys.KeyPair | None:
+    def pair(self, port: int, server_name: str) -> Any:
         """The key for the server of this name on this port of this machine; None if there is none."""
         try:
             found = self._read(directory_of(port), server_name)
@@ -126,8 +125,10 @@ class LocalUser:
             return found
         return None
 
-    def _read(self, directory: Path, server_name: str) -> nkeys.KeyPair:
+    def _read(self, directory: Path, server_name: str) -> Any:
         """The key. Raises OSError, and ValueError if the directory is not that of this server."""
+        import nkeys  # type: ignore[import-untyped]
+
         if server_name != key_of((directory / f"{FRONTEND}.nk").read_bytes()):
             raise ValueError(f"{directory} has the users of another server")
         seed = (directory / f"{self._name}.nk").read_bytes().strip()
@@ -151,7 +152,7 @@ def _remedy(reason: str) -> str:
     )
 
 
-def signature(pair: nkeys.KeyPair, nonce: str) -> bytes:
+def signature(pair: Any, nonce: str) -> bytes:
     """What proves to the server that the client has the seed."""
     signed: bytes = pair.sign(nonce.encode())
     return base64.b64encode(signed)

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import SplitResult, urlsplit
 
-import nkeys  # type: ignore[import-untyped]
-
 from kvrouter.errors import ConfigError
 from kvrouter.settings.declare import Settings, setting, without_password
 from kvrouter.tls import CertificateFiles
@@ -35,6 +33,8 @@ class CredsFile:
 
     def sign(self, nonce: str) -> bytes:
         """The signed nonce, which proves the identity in the JWT. nats-py calls this before `jwt`."""
+        import nkeys  # type: ignore[import-untyped]
+
         with contextlib.suppress(ConfigError):
             self._jwt, self._seed = self._read()
         signature: bytes = nkeys.from_seed(bytearray(self._seed)).sign(nonce.encode())
@@ -68,6 +68,8 @@ def check_seed_file(path: Path) -> None:
 
 
 def _is_seed(text: bytes) -> bool:
+    import nkeys
+
     try:
         nkeys.from_seed(bytearray(text))
     except Exception:  # nkeys raises many kinds

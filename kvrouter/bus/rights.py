@@ -26,8 +26,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import nkeys  # type: ignore[import-untyped]
-
 from kvrouter.bus.subjects import Subjects
 from kvrouter.core.wire.ids import PoolId, RouterId, WorkerId
 
@@ -125,6 +123,8 @@ def public_key(file: Path) -> str:
 
 def key_of(seed: bytes) -> str:
     """The public half, as nats-server's file has it. Raises ValueError if it is not a seed."""
+    import nkeys  # type: ignore[import-untyped]  # late: most deployments have no seeds
+
     try:
         pair = nkeys.from_seed(bytearray(seed.strip()))
         return str(pair.public_key.decode()).rstrip("=")
@@ -133,6 +133,8 @@ def key_of(seed: bytes) -> str:
 
 
 def _make_seed(file: Path) -> None:
+    import nkeys
+
     seed: bytes = nkeys.encode_seed(secrets.token_bytes(32), nkeys.PREFIX_BYTE_USER)
     whole = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
     try:

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
-import yaml
 from msgspec import Struct, field
 
 from kvrouter.errors import ConfigError
@@ -203,6 +202,8 @@ _HANDLER = "single-profile-handler"
 
 def load_endpoint_picker(text: str) -> EndpointPicker:
     """Read a file's text. Raises ConfigError."""
+    import yaml
+
     try:
         document = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an impossible date

@@ -232,23 +232,26 @@ class PlainHeads:
             if not digits.isdigit() or len(digits) > _MOST_DIGITS:
                 return parse_plain(head, self._root_path)
             name, length = head[:at] + head[end:], int(digits)
-        known = self._known.get(name) or self._read_new(head, name)
+        known = self._known.get(name) or self._read_new(head, name, length)
         return None if known is None else (known, length)
 
-    def _read_new(self, head: bytes, name: bytes) -> RequestHead | None:
+    def _read_new(self, head: bytes, name: bytes, length: int) -> RequestHead | None:
         line = _SIMPLE_LINE.match(name)
-        rest = name[line.end() :] if line is not None else name
+        rest = b"" if line is None else name[line.end() :]
         alike = self._alike.get(rest)
         if line is not None and alike is not None:
             new = alike.at(line[1].decode(), without_root(line[2].decode(), self._root_path))
-        elif (read := parse_plain(head, self._root_path)) is not None:
-            new = read[0]
         else:
-            return None
+            read = parse_plain(head, self._root_path)
+            if read is None or read[1] != length:
+                return None
+            new = read[0]
         if len(self._known) >= MOST_HEADS:
             self._known.clear()
             self._alike.clear()
-        self._known[name] = self._alike[rest] = new
+        self._known[name] = new
+        if line is not None:
+            self._alike[rest] = new
         return new
 
 

@@ -5,7 +5,7 @@ Nothing else reports a loss: with one of two workers gone, requests still succee
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import structlog
 
@@ -20,8 +20,7 @@ log = structlog.get_logger()
 MOST_LINES = 50
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
+class _Seen(NamedTuple):
     pool: PoolId
     incarnation: int
     silent: bool
@@ -54,7 +53,7 @@ class Members:
         if seen is not None and 0 < now.capacity_blocks < seen.capacity_blocks:
             before, blocks = seen.capacity_blocks, now.capacity_blocks
             self._warn("worker.capacity_fell", worker=worker_id, pool=pool_id, before=before, now=blocks)
-        if seen is None or replace(seen, capacity_blocks=now.capacity_blocks) != now:
+        if seen is None or seen._replace(capacity_blocks=now.capacity_blocks) != now:
             facts = {"worker": worker_id, "pool": pool_id, "url": worker.card.url, **worker.card.part()}
             self._log("worker.joined", **facts, reason=_why_joined(seen, now))
 
@@ -117,7 +116,7 @@ class Members:
             reason = "silent for longer than its lease: it gets no requests, its blocks are dropped"
             self._warn("worker.lost", worker=worker_id, pool=seen.pool, reason=reason)
         elif found[1].silent and not seen.silent:
-            self._workers[worker_id] = replace(seen, silent=True)
+            self._workers[worker_id] = seen._replace(silent=True)
             reason = (
                 "silent for longer than its lease; its pool has no other, so it stays while its port answers"
             )

@@ -43,7 +43,7 @@ def set_up_logs(level: str = "info", form: str = "console") -> None:
     renderers: list[structlog.types.Processor] = (
         [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
         if form == "json"
-        else [structlog.dev.ConsoleRenderer(colors=stderr.isatty(), sort_keys=False)]
+        else [_console(colors=stderr.isatty())]
     )
     structlog.configure(
         processors=[
@@ -62,6 +62,12 @@ def set_up_logs(level: str = "info", form: str = "console") -> None:
         logging.basicConfig(level=logging.WARNING, handlers=[_AsEvents()], force=True)
         sys.excepthook = lambda *crash: log.critical("process.crashed", exc_info=crash)
     logging.getLogger("nats").setLevel(logging.CRITICAL)  # the bus logs the same events, once and shorter
+
+
+def _console(*, colors: bool) -> structlog.dev.ConsoleRenderer:
+    # not with rich, which prints the values of all variables
+    plain = structlog.dev.plain_traceback
+    return structlog.dev.ConsoleRenderer(colors=colors, sort_keys=False, exception_formatter=plain)
 
 
 def set_log_level(level: str) -> None:

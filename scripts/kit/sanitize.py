@@ -60,11 +60,6 @@ def build(copy: Path) -> None:
             shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("*.so", "*.c", "__pycache__"))
         else:
             shutil.copy(source, copy / name)
-    rows = copy / TABLES / "rows.pxi"
-    text = rows.read_text()
-    assert "MAPPED = 64" in text
-    # malloc instead of mmap for all sizes: only malloc's blocks have guards around them
-    rows.write_text(text.replace("MAPPED = 64", "MAPPED = 1 << 30"))
     environment = {**os.environ, "CFLAGS": COMPILED, "LDFLAGS": FLAGS}
     install = ["-m", "pip", "install", "--quiet", "--quiet", "--no-deps", "--target", str(copy / "built")]
     subprocess.run([sys.executable, *install, str(copy)], env=environment, check=True)

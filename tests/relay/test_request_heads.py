@@ -172,3 +172,11 @@ def test_end_with_bare_line_feeds() -> None:
 
     assert may_be_plain(data[:-1])
     assert not may_be_plain(data)
+
+
+def test_head_within_another() -> None:
+    """What stands below a line is remembered only if that line needs no parser."""
+    heads, first = PlainHeads(), head(start=b"POST /v1/completions?a=b HTTP/1.1")
+
+    assert heads.read(first) is not None
+    assert heads.read(b"GET /health HTTP/1.1\r\n" + first) is None

@@ -36,11 +36,10 @@ class Leases(Generic[SourceT]):
         self._silent[source] = 0
         if interval_ms is None:
             return
-        interval_s = min(interval_ms, MAX_INTERVAL_MS) / 1000
-        rounds = math.ceil(DEFAULT_ROUNDS * interval_s / self._interval_s)
+        rounds = DEFAULT_ROUNDS * min(interval_ms, MAX_INTERVAL_MS) / 1000 / self._interval_s
         if rounds > self.rounds:
-            self._longer[source] = rounds
-        else:
+            self._longer[source] = math.ceil(rounds)
+        elif self._longer:
             self._longer.pop(source, None)
 
     def silent_rounds(self, source: SourceT) -> int:

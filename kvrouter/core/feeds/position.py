@@ -43,6 +43,14 @@ class Position:
         """Apply a frame, if it is the next one and the reader need not see it. False: nothing has changed."""
         return False
 
+    def is_told(self, incarnation: int, seq: int, now: float) -> bool:
+        """Whether a heartbeat says what is known: it is noted then, and the reader need not see it."""
+        if self.into is None or incarnation != self.incarnation or seq != self.seq:
+            return False
+        self.received_at = now
+        self.source_seq, self.live_seq = seq, max(self.live_seq, seq)
+        return True
+
 
 def new_position() -> Position:
     """Of the version in use."""

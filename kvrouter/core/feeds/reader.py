@@ -181,7 +181,8 @@ class FeedReader:
 
         After anything that arrives, and when the worker's card has changed.
         """
-        plain = self._sink.plain() if self.state is FeedState.LIVE and self._backoff.is_reset else None
+        is_well = self.state is FeedState.LIVE and self._backoff.is_reset and self._doubts.is_clear
+        plain = self._sink.plain() if is_well and not (self.flag or self._held) else None
         self.position.into, self.position.most = plain or (None, 0)
 
     def heartbeat(self, incarnation: int, seq: int, now: float) -> bool:
@@ -191,6 +192,8 @@ class FeedReader:
         order only within one subscription. `now` is when the heartbeat arrived, which may be long
         ago if the inbox is long.
         """
+        if self.position.is_told(incarnation, seq, now):
+            return True
         if incarnation < self._newest:
             return False
         if incarnation > self._newest:

@@ -117,6 +117,11 @@ class Doubts:
         self._no_fill_up_before = 0.0
 
     @property
+    def is_clear(self) -> bool:
+        """Whether nothing speaks against the copy."""
+        return not (self._count or self._low_beats)
+
+    @property
     def is_repeated(self) -> bool:
         """Whether the last snapshot did not help."""
         return self._count > 1

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from kvrouter.core.fleet.block_size import PoolBlockSize, others_note
 from kvrouter.core.fleet.places import OWN, place_of
+from kvrouter.core.fleet.refusals import card_bytes
 from kvrouter.core.fleet.split import Split, refusal, split_of
 from kvrouter.core.routing.candidates import Candidates, Roster, form_candidates, unnamed_blocks
 from kvrouter.core.routing.policy import Prompt, RouteRequest
@@ -187,6 +188,7 @@ class Pool:
                 self.reuse_one_less(worker_id, beat.card.speculates)
             is_engine = worker is not None and worker.is_engine and worker.card.url == beat.card.url
             worker = self.workers[worker_id] = Worker(beat.card, is_engine=is_engine)
+            worker.card_bytes = card_bytes(beat.card)
             self.ranks += beat.card.ranks - len(before)
             self._forget_assumed(before, worker.targets())
             self.model = beat.card.model

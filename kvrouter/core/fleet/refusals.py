@@ -65,6 +65,9 @@ class Refusals:
         self._reasons: dict[str, str] = {}
         self._rounds: dict[str, int] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._reasons)
+
     def refuse(self, sender: str, reason: str) -> None:
         """A message of the sender was refused. Only the first NAMED_MOST senders are named."""
         if sender in self._reasons or len(self._reasons) < NAMED_MOST:
@@ -100,6 +103,8 @@ def card_bytes(card: Card) -> int:
 
 def rank_bytes(rank: RankBeat) -> int:
     """About what the load of a rank takes here."""
+    if not (rank.waiting_loras or rank.running_loras or rank.metrics):
+        return _STRUCT_BYTES
     loras = _strings(rank.waiting_loras) + _strings(rank.running_loras or ())
     return _STRUCT_BYTES + loras + _ENTRY_BYTES * len(rank.metrics) + sum(map(len, rank.metrics))
 

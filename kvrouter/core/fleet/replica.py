@@ -183,24 +183,46 @@ class Replica:
         if beat.state == "leave":
             self._meet_awaited(worker_id)
             return TAKEN
-        if beat.card is None and (known is None or not known.knows_card_of(beat)):
-            self._hellos.lacks_card = True
-        if self.readiness.is_waiting_for(worker_id):
-            self._leases.renew(AwaitedSource(worker_id), beat.interval_ms)  # `hello` asks for its card
-        # Without a card neither its URL nor its block size is known.
-        has_card = beat.card is not None or self.worker(worker_id) is not None
-        if not (has_card and self._may_begin(pool_id, served=True) and self._may_add(worker_id, beat)):
+        # nearly all heartbeats: thousands a second
+        is_load = known is not None and known.differs_in_load(beat) and worker_id in self._worker_pools
+        if not (is_load or self._may_take(worker_id, pool_id, beat)):
             return REFUSED
         if reason := self._why_refused(worker_id, beat):
             self.counters.members_refused += 1
             self.refusals.refuse(f"worker {worker_id}", reason)
             return REFUSED
-        self.refusals.accept(f"worker {worker_id}")
+        if self.refusals:
+            self.refusals.accept(f"worker {worker_id}")
+        if is_load:
+            self.routers[pool_id].pool.update(worker_id, beat, settles=settles)
+        elif not self._take_news(worker_id, pool_id, beat, now, settles=settles):
+            return REFUSED
+        if settles:
+            self.routers[pool_id].report_workers()
+        self._leases.renew(WorkerSource(worker_id), beat.interval_ms)
+        self._follow_worker(pool_id, worker_id, beat, now)
+        return TAKEN
+
+    def _may_take(self, worker_id: WorkerId, pool_id: PoolId, beat: WorkerBeat) -> bool:
+        """Whether a heartbeat with news is of a worker with a card, for whom there is room."""
+        known = self.worker(worker_id)
+        if beat.card is None and (known is None or not known.knows_card_of(beat)):
+            self._hellos.lacks_card = True
+        if self.readiness.is_waiting_for(worker_id):
+            self._leases.renew(AwaitedSource(worker_id), beat.interval_ms)  # `hello` asks for its card
+        # Without a card neither its URL nor its block size is known.
+        has_card = beat.card is not None or known is not None
+        return has_card and self._may_begin(pool_id, served=True) and self._may_add(worker_id, beat)
+
+    def _take_news(
+        self, worker_id: WorkerId, pool_id: PoolId, beat: WorkerBeat, now: float, *, settles: bool
+    ) -> bool:
+        """A heartbeat with a card, another state, or of another incarnation; False: it is not known."""
         known = self.worker(worker_id)
         has_lost_cache = known is not None and known.has_lost_cache(beat)
         router = self.router(pool_id)
         if not router.pool.update(worker_id, beat, settles=settles):
-            return REFUSED
+            return False
         self._worker_pools[worker_id] = pool_id
         self.readiness.has_met_worker = True
         if has_lost_cache:
@@ -208,12 +230,8 @@ class Replica:
             self.claimed_losses.worker_ended(worker_id, now)
         if known is None:
             router.feed.card_arrived(worker_id, now)
-        if settles:
-            self.routers[pool_id].report_workers()
         self._meet_awaited(worker_id)
-        self._leases.renew(WorkerSource(worker_id), beat.interval_ms)
-        self._follow_worker(pool_id, worker_id, beat, now)
-        return TAKEN
+        return True
 
     def settle(self) -> None:
         """Build the targets of the pools whose workers, or whose replicas' addresses, have changed."""
@@ -471,7 +489,8 @@ class Replica:
             return ""
         if beat.card is not None and (trouble := host_error(card.url, self.settings.worker_networks)):
             return f"url {card.url}: {trouble}"
-        size = card_bytes(card) + sum(map(rank_bytes, beat.ranks[: card.ranks]))
+        size = card_bytes(card) if known is None or card is not known.card else known.card_bytes
+        size += sum(map(rank_bytes, beat.ranks[: card.ranks]))
         return self._worker_budget.take(worker_id, size)
 
     def refused_routing(self) -> dict[RouterId, RoutingChange]:

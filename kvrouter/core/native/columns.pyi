@@ -1,11 +1,8 @@
 from array import array
-from collections.abc import Mapping
-from typing import Any
 
 def reckon_overlap(
-    places: Mapping[Any, int],
-    cached: Mapping[Any, int],
-    in_flight: Mapping[Any, int],
+    held: array[int],
+    cached: array[int],
     most_blocks: int,
     block_size: int,
     own_tokens: array[int],

@@ -4,7 +4,6 @@
 from cpython cimport array
 from cpython.float cimport PyFloat_FromDouble
 from cpython.list cimport PyList_New, PyList_SET_ITEM
-from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
 from libc.math cimport fabs
 from libc.stdint cimport int64_t
@@ -33,15 +32,10 @@ cdef extern from *:
     bint overflows(int64_t *, int64_t, int64_t) noexcept
     double sum_of(int64_t, int64_t) noexcept
 
-cdef extern from "Python.h":
-    int PyDict_Next(object dictionary, Py_ssize_t *at, PyObject **key, PyObject **value)
-    PyObject *PyDict_GetItemWithError(object dictionary, object key) except? NULL
-
 
 def reckon_overlap(
-    dict places,
-    dict cached,
-    dict in_flight,
+    array.array held,
+    array.array cached,
     int64_t most_blocks,
     int64_t block_size,
     array.array own_tokens,
@@ -50,49 +44,18 @@ def reckon_overlap(
     array.array indexed,
 ):
     """See `_reckon_device` of core/routing/candidates.py. Returns the most blocks that any target reuses."""
-    cdef int64_t deepest = 0
-    cdef Py_ssize_t count = len(own_tokens), i, at = 0
+    cdef int64_t deepest = 0, own
+    cdef Py_ssize_t count = len(own_tokens), i
+    cdef int64_t *depths = column(held, count)
+    cdef int64_t *known = column(cached, count)
     cdef int64_t *tokens = column(own_tokens, count)
     cdef int64_t *columns[3]
-    cdef PyObject *borrowed
-    cdef PyObject *depth
-    cdef PyObject *known
-    cdef object target, own_depth  # references, because a target's __eq__ may run any code, also free them
-    cdef int64_t blocks, held
     columns[0], columns[1], columns[2] = column(overlap, count), column(widest, count), column(indexed, count)
-    while PyDict_Next(cached, &at, &borrowed, &depth):
-        target, own_depth = <object> borrowed, <object> depth
-        i = place_of(places, target, count)
-        if i < 0:
-            continue
-        blocks = held = own_depth
-        known = PyDict_GetItemWithError(in_flight, target) if in_flight else NULL
-        if known != NULL:
-            held = max(held, <int64_t> <object> known)
-        held = min(held, most_blocks)
-        deepest = max(deepest, reuse(tokens, columns, i, held, min(blocks, held), block_size))
-    at = 0
-    while PyDict_Next(in_flight, &at, &borrowed, &depth):
-        target, own_depth = <object> borrowed, <object> depth
-        if PyDict_GetItemWithError(cached, target) != NULL:
-            continue
-        i = place_of(places, target, count)
-        if i >= 0:
-            held = own_depth
-            deepest = max(deepest, reuse(tokens, columns, i, min(held, most_blocks), 0, block_size))
+    for i in range(count):
+        if depths[i]:
+            own = min(depths[i], most_blocks)
+            deepest = max(deepest, reuse(tokens, columns, i, own, min(known[i], own), block_size))
     return deepest
-
-
-cdef inline Py_ssize_t place_of(dict places, object target, Py_ssize_t count) except -2:
-    """The target's index in the columns; -1 if it has none."""
-    cdef PyObject *place = PyDict_GetItemWithError(places, target)
-    cdef Py_ssize_t i
-    if place == NULL:
-        return -1
-    i = <object> place
-    if not 0 <= i < count:
-        raise IndexError(f"place {i}: the columns have {count}")
-    return i
 
 
 cdef inline int64_t reuse(

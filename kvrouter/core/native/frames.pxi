@@ -1,11 +1,12 @@
 # Frames of KV feeds (core/wire/ops.py), read where they lie. Only frames of which nothing is odd: Stored on the
-# device and Removed, no more fields than this version has. All others are left to core/feeds/reader.py, which
-# says what a frame means.
+# device and Removed, or one Check of the device; no more fields than this version has. All others are left to
+# core/feeds/reader.py, which says what a frame means.
 
 cdef enum:
     FRAME_VERSION = 1
     STORED = 1
     REMOVED = 2
+    CHECK = 4
     LAST_TIER = 2
     MOST_OPS = 16
     RUN_BYTES = 32 * 1024  # of frames that are applied in one call: up to 1 ms
@@ -15,8 +16,9 @@ cdef int64_t MOST_NUMBER = <int64_t> 1 << 62  # core/wire/values.py
 
 cdef struct Step:
     bint stores
+    bint checks
     bint has_parent
-    uint64_t parent
+    uint64_t parent  # or the digest
     const unsigned char *hashes
     Py_ssize_t count
 
@@ -80,11 +82,14 @@ cdef inline bint hashes_at(Cursor *cursor, Step *step) noexcept:
 
 
 cdef inline bint op_at(Cursor *cursor, Step *step) noexcept:
-    """One op, if it is Stored on the device, or Removed."""
+    """One op, if it is Stored on the device, Removed, or a Check of the device."""
     cdef uint64_t fields, code, tier
     if not (array_at(cursor, &fields) and fields and number_at(cursor, &code) and number_at(cursor, &tier)):
         return False
-    step.stores, step.has_parent = code == STORED, False
+    step.stores, step.checks, step.has_parent = code == STORED, code == CHECK, False
+    if step.checks:
+        step.count = <Py_ssize_t> tier  # where the other ops have their tier
+        return fields == 4 and number_at(cursor, &step.parent) and number_at(cursor, &tier) and not tier
     if code == REMOVED:
         return fields == 3 and tier <= LAST_TIER and hashes_at(cursor, step)
     if code != STORED or fields != 4 or tier or not cursor.left:

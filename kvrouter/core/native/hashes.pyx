@@ -6,7 +6,7 @@ Tokens may be any sequence of numbers. A list is read item by item; an array('I'
 
 from cpython cimport array
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE, PyList_New, PyList_SET_ITEM
-from cpython.long cimport PyLong_AsUnsignedLong, PyLong_AsUnsignedLongLong
+from cpython.long cimport PyLong_AsUnsignedLongLong
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
 from libc.stdint cimport uint32_t, uint64_t
@@ -114,13 +114,12 @@ cdef array.array _tokens(object tokens, Py_ssize_t block_size):
     cdef Py_ssize_t count = PyList_GET_SIZE(listed), i
     cdef array.array held = array.clone(_TOKENS, count, zero=False)
     cdef uint32_t *out = <uint32_t *> held.data.as_uints
-    cdef unsigned long value
-    for i in range(count):
-        one = <object> PyList_GET_ITEM(listed, i)
-        if not isinstance(one, int):
-            return array.array("I", tokens)  # converts by __index__, or raises an error with the reason
-        value = PyLong_AsUnsignedLong(one)
-        if value >> 32:
-            raise OverflowError("unsigned int is greater than maximum")
-        out[i] = <uint32_t> value
+    try:
+        for i in range(count):
+            one = <object> PyList_GET_ITEM(listed, i)
+            if not isinstance(one, int):
+                return array.array("I", tokens)  # converts by __index__, or raises an error with the reason
+            out[i] = one  # reads a small number's digit without a call
+    except OverflowError:
+        return array.array("I", tokens)
     return held

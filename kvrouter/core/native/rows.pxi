@@ -21,7 +21,7 @@ cdef enum:
     MOST = 3  # rows per bucket, on average: with four, every third bucket would be full
     SMALL = 4
     PAST = 8  # one in the upper part of `state`
-    MAPPED = 64  # buckets, one page: from here on by mmap, because malloc would not return the memory
+    RETURNED = 16384  # buckets, 1 MB: the least that is returned to the system
 
 cdef struct Bucket:
     uint64_t hashes[ROWS]
@@ -76,7 +76,7 @@ cdef class Rows:
     cdef Shard shards[SHARD_COUNT]
     cdef Keys keys
     cdef Py_ssize_t count
-    cdef size_t buckets
+    cdef size_t buckets, most  # `most`: since memory was returned last
 
     def __cinit__(self, uint64_t secret):
         self.keys = keys_of(secret)
@@ -84,7 +84,9 @@ cdef class Rows:
     def __dealloc__(self):
         cdef int i
         for i in range(SHARD_COUNT):
-            free_buckets(self.shards[i].buckets, self.shards[i].size)
+            free(self.shards[i].buckets)
+        if self.buckets > RETURNED:
+            return_memory()
 
     cdef inline uint64_t fetch(self, uint64_t hash_) noexcept:
         """Prefetch the hash's bucket and the next one, where up to one search in ten ends.
@@ -120,8 +122,12 @@ cdef class Rows:
 
     cdef inline uint32_t find(self, uint64_t hash_) noexcept:
         """The id of the hash's set; 0 without a row."""
+        return self.found(hash_, mixed(&self.keys, hash_))
+
+    cdef inline uint32_t found(self, uint64_t hash_, uint64_t mix) noexcept:
+        """The same, with the mix from `fetch`."""
         cdef Place place
-        return self.set_at(&place)[0] if self.seek(hash_, mixed(&self.keys, hash_), &place) else 0
+        return self.set_at(&place)[0] if self.seek(hash_, mix, &place) else 0
 
     cdef inline uint32_t *set_at(self, Place *place) noexcept:
         return &place.shard.buckets[place.bucket].sets[place.row]
@@ -153,20 +159,27 @@ cdef class Rows:
         """Shrink below one row per bucket. Without memory for the smaller copy, a later call does it."""
         if shard.rows < shard.size and shard.size > SMALL:
             self.resized(shard, shard.rows // 2 + 1)
+            if self.most - self.buckets > max(RETURNED, self.most >> 3):
+                self.most = self.buckets
+                return_memory()
 
     cdef bint resized(self, Shard *shard, uint32_t size) noexcept:
         """Move all rows to `size` new buckets; False: not enough memory for them."""
-        cdef Bucket *buckets = new_buckets(size)
-        cdef Bucket *old = shard.buckets
-        cdef uint32_t old_size = shard.size, i, row
-        if buckets == NULL:
+        cdef Shard old = shard[0]
+        cdef uint32_t i, row
+        cdef Bucket *bucket
+        if posix_memalign(<void **> &shard.buckets, sizeof(Bucket), size * sizeof(Bucket)):
+            shard.buckets = old.buckets
             return False
-        shard.buckets, shard.size = buckets, size
-        for i in range(old_size):
-            for row in range(old[i].state & (PAST - 1)):
-                put(shard, mixed(&self.keys, old[i].hashes[row]), old[i].hashes[row], old[i].sets[row])
-        free_buckets(old, old_size)
-        self.buckets += size - <size_t> old_size
+        memset(shard.buckets, 0, size * sizeof(Bucket))
+        shard.size = size
+        for i in range(old.size):
+            bucket = &old.buckets[i]
+            for row in range(bucket.state & (PAST - 1)):
+                put(shard, mixed(&self.keys, bucket.hashes[row]), bucket.hashes[row], bucket.sets[row])
+        free(old.buckets)
+        self.buckets += size - <size_t> old.size
+        self.most = max(self.most, self.buckets)
         return True
 
     cdef dict check(self):
@@ -203,25 +216,6 @@ cdef class Rows:
         if total != self.count:
             raise AssertionError(f"{total} rows, counted {self.count}")
         return rows
-
-
-cdef Bucket *new_buckets(uint32_t size) noexcept:
-    """Empty buckets, or NULL. Whole pages come from the system, so that they can be returned to it."""
-    cdef void *memory = NULL
-    if size >= MAPPED:
-        memory = mmap(NULL, size * sizeof(Bucket), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
-        return NULL if memory == MAP_FAILED else <Bucket *> memory
-    if posix_memalign(&memory, 64, size * sizeof(Bucket)):
-        return NULL
-    memset(memory, 0, size * sizeof(Bucket))
-    return <Bucket *> memory
-
-
-cdef void free_buckets(Bucket *buckets, uint32_t size) noexcept:
-    if size >= MAPPED:
-        munmap(buckets, size * sizeof(Bucket))
-    else:
-        free(buckets)
 
 
 cdef inline uint32_t same_hashes(const Bucket *bucket, uint64_t hash_) noexcept:

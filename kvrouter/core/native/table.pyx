@@ -21,7 +21,6 @@ cdef extern from "Python.h":
 cdef extern from *:
     """
     #include <stdlib.h>
-    #include <sys/mman.h>
     #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
     #error "written for little-endian machines; others use the Python version"
     #endif
@@ -32,6 +31,12 @@ cdef extern from *:
         __builtin_prefetch(at);
         __asm__ volatile (""); /* else gcc takes this function for pure and drops its calls */
     }
+    #ifdef __GLIBC__
+    #include <malloc.h>
+    #define return_memory() malloc_trim(0) /* it keeps what lies below memory in use */
+    #else
+    #define return_memory() ((void) 0)
+    #endif
     static inline uint64_t folded(uint64_t a, uint64_t b)
     {
         unsigned __int128 product = (unsigned __int128) a * b;
@@ -43,10 +48,7 @@ cdef extern from *:
     void prefetch(const void *) noexcept
     uint64_t folded(uint64_t, uint64_t) noexcept
     int posix_memalign(void **, size_t, size_t) noexcept
-    void *mmap(void *, size_t, int, int, int, long) noexcept
-    int munmap(void *, size_t) noexcept
-    int PROT_READ, PROT_WRITE, MAP_PRIVATE, MAP_ANONYMOUS
-    void *MAP_FAILED
+    void return_memory() noexcept
 
 cdef struct Turn:
     # The last step from a set to the one with one slot more or less: neighbours on a chain mostly repeat it.
@@ -70,6 +72,7 @@ cdef enum:
     AHEAD_BUCKETS = 4
 
 cdef array.array _HASHES = array.array("Q")
+cdef array.array _DEPTHS = array.array("q")
 
 
 @cython.final
@@ -187,55 +190,13 @@ cdef class FlatTable:
         return number != 0 and self.sets.has(number, slot)
 
     def depths(self, hashes, Py_ssize_t most=PY_SSIZE_T_MAX):
-        """Find each depth at which a slot's set ends: gallop, then bisect. Then limited slots go up from there."""
-        cdef Chain chain
-        cdef uint32_t low_set, high_set, last_set, number, alive, i
-        cdef Py_ssize_t low = 0, high, middle, step
+        """How deep each owner's slot holds the chain."""
+        cdef Ended *ended = NULL
+        cdef Py_ssize_t ends, i
         cdef dict found = {}
-        cdef Ended *ended
-        cdef Py_ssize_t ends = 0
         cdef object depth = None
-        held = chained(hashes, &chain)
-        if not chain.count:
-            return found
-        low_set = self.rows.find(nth(&chain, 0))
-        if not low_set:
-            return found
-        memset(self.alive, 0, self.width * 8)
-        self.sets.spread(low_set, self.alive)
-        for i in range(self.width):
-            self.alive[i] &= self.visible[i]
-        alive = self.sets.shared(low_set, self.alive)
-        if not alive:
-            return found
-        ended = <Ended *> taken(malloc(alive * sizeof(Ended)))
+        ends = self.find_ends(hashes, most, &ended)
         try:
-            last_set = self.rows.find(nth(&chain, chain.count - 1))
-            while alive:  # the slots that hold the chain down to `low`
-                if last_set and self.sets.covers(last_set, self.alive, alive):
-                    ends += self.end(&ended[ends], chain.count, 0, last_set)
-                    break
-                high, high_set, step = chain.count - 1, last_set, 1
-                if high - low > 4 * <Py_ssize_t> alive:
-                    step = (high - low) // (4 * <Py_ssize_t> alive)
-                while low + step < high:
-                    number = self.rows.find(nth(&chain, low + step))
-                    if number != low_set and not (number and self.sets.covers(number, self.alive, alive)):
-                        high, high_set = low + step, number
-                        break
-                    low, low_set, step = low + step, number, step * 2
-                while high - low > 1:
-                    middle = (low + high) >> 1
-                    number = self.rows.find(nth(&chain, middle))
-                    if number != low_set and not (number and self.sets.covers(number, self.alive, alive)):
-                        high, high_set = middle, number
-                    else:
-                        low, low_set = middle, number
-                i = self.end(&ended[ends], high, high_set, low_set)  # at least one of them does not hold the hash at `high`
-                alive, ends = alive - i, ends + i
-                low, low_set = high, high_set
-            if self.limit_count:
-                self.go_up(&chain, ended, ends, most)
             for i in range(ends):  # only now: an owner's __hash__ may run any code and change the table
                 if not ended[i].depth:
                     continue
@@ -245,6 +206,89 @@ cdef class FlatTable:
         finally:
             free(ended)
         return found
+
+    def depths_of(self, hashes, array.array slots not None, Py_ssize_t most=PY_SSIZE_T_MAX):
+        """The depth of each of these slots, in their order; 0 where there is no owner."""
+        cdef Ended *ended = NULL
+        cdef Py_ssize_t ends, i, count
+        cdef array.array found
+        cdef int64_t *depths
+        cdef uint64_t slot
+        if type(slots) is not array.array or slots.typecode != "q":
+            raise ValueError("slots must be an array('q')")
+        ends = self.find_ends(hashes, most, &ended)
+        count = len(slots)  # only now: `hashes` may have run any code
+        found = array.clone(_DEPTHS, count, zero=True)
+        if not ends:
+            return found
+        try:
+            depths = <int64_t *> taken(calloc(64 * self.width, sizeof(int64_t)))
+            for i in range(ends):
+                depths[ended[i].slot] = ended[i].depth
+            for i in range(count):
+                slot = <uint64_t> slots.data.as_longlongs[i]  # none, -1, is beyond all
+                found.data.as_longlongs[i] = depths[slot] if slot < 64 * <uint64_t> self.width else 0
+            free(depths)
+        finally:
+            free(ended)
+        return found
+
+    cdef Py_ssize_t find_ends(self, hashes, Py_ssize_t most, Ended **ends_of) except -1:
+        """Find each depth at which a slot's set ends: gallop, then bisect. Then limited slots go up from there."""
+        cdef Chain chain
+        cdef uint32_t low_set, high_set, last_set, number, alive, i
+        cdef Py_ssize_t low = 0, high, middle, step, first = 0, ahead = 0
+        cdef uint64_t mixes[AHEAD]  # of the hashes from `first` to `ahead`
+        cdef Ended *ended
+        cdef Py_ssize_t ends = 0
+        held = chained(hashes, &chain)
+        if not chain.count:
+            return 0
+        low_set = self.rows.find(nth(&chain, 0))
+        if not low_set:
+            return 0
+        memset(self.alive, 0, self.width * 8)
+        self.sets.spread(low_set, self.alive)
+        for i in range(self.width):
+            self.alive[i] &= self.visible[i]
+        alive = self.sets.shared(low_set, self.alive)
+        if not alive:
+            return 0
+        ends_of[0] = ended = <Ended *> taken(malloc(alive * sizeof(Ended)))
+        last_set = self.rows.find(nth(&chain, chain.count - 1))
+        while alive:  # the slots that hold the chain down to `low`
+            if last_set and self.sets.covers(last_set, self.alive, alive):
+                ends += self.end(&ended[ends], chain.count, 0, last_set)
+                break
+            high, high_set, step = chain.count - 1, last_set, 1
+            if high - low > 4 * <Py_ssize_t> alive:
+                step = (high - low) // (4 * <Py_ssize_t> alive)
+            while low + step < high:
+                if step == 1 and not first <= low + 1 < ahead:  # many end near each other: their rows together
+                    first, ahead = low + 1, min(low + 1 + AHEAD, chain.count)
+                    for middle in range(first, ahead):
+                        mixes[middle - first] = self.rows.fetch(nth(&chain, middle))
+                if first <= low + step < ahead:
+                    number = self.rows.found(nth(&chain, low + step), mixes[low + step - first])
+                else:
+                    number = self.rows.find(nth(&chain, low + step))
+                if number != low_set and not (number and self.sets.covers(number, self.alive, alive)):
+                    high, high_set = low + step, number
+                    break
+                low, low_set, step = low + step, number, step * 2
+            while high - low > 1:
+                middle = (low + high) >> 1
+                number = self.rows.find(nth(&chain, middle))
+                if number != low_set and not (number and self.sets.covers(number, self.alive, alive)):
+                    high, high_set = middle, number
+                else:
+                    low, low_set = middle, number
+            i = self.end(&ended[ends], high, high_set, low_set)  # at least one of them does not hold the hash at `high`
+            alive, ends = alive - i, ends + i
+            low, low_set = high, high_set
+        if self.limit_count:
+            self.go_up(&chain, ended, ends, most)
+        return ends
 
     cdef int go_up(self, Chain *chain, Ended *ended, Py_ssize_t ends, Py_ssize_t most) except -1:
         """Set the depth of each limited slot to where its limit holds the hash; 0: nowhere.
@@ -511,19 +555,23 @@ cdef class FlatTable:
 
     cdef uint32_t end(self, Ended *ended, Py_ssize_t depth, uint32_t number, uint32_t row) noexcept:
         """Record `depth` and `row` for the alive slots that are not in this set; returns how many. The others stay."""
+        cdef HolderSet *one = self.sets.at(number)
         cdef uint64_t *kept = self.sets.scratch
         cdef uint64_t lost
-        cdef uint32_t i, count = 0
-        if number:
+        cdef uint32_t i, words = self.width, count = 0
+        if one.words:
+            kept, words = <uint64_t *> one.members, one.words
+        elif number:
             self.sets.spread(number, kept)
         for i in range(self.width):
-            lost = self.alive[i] & ~kept[i]
-            self.alive[i] &= kept[i]
+            lost = self.alive[i] & ~(kept[i] if i < words else 0)
+            self.alive[i] ^= lost
             while lost:
                 ended[count].depth, ended[count].slot, ended[count].row = depth, (i << 6) + ctz(lost), row
                 lost &= lost - 1
                 count += 1
-        memset(kept, 0, self.width * 8)
+        if not one.words:
+            memset(kept, 0, self.width * 8)
         return count
 
 
@@ -570,7 +618,11 @@ cdef class SlotSet:
         cdef Step steps[MOST_OPS]
         cdef Py_ssize_t stored = 0
         cdef int count = steps_of(frame, incarnation, seq, steps), i
+        if count == 1 and steps[0].checks:
+            return steps[0].count == self.count and steps[0].parent == self.digest
         for i in range(count):
+            if steps[i].checks:
+                return False
             if steps[i].stores:
                 stored += steps[i].count
                 if steps[i].has_parent and not self.will_hold(steps, i, steps[i].parent):
@@ -626,6 +678,13 @@ cdef class Position:
 
     def take(self, bytes frame not None, now):
         return self.take_frame(frame, now)
+
+    def is_told(self, int64_t incarnation, int64_t seq, now):
+        if self.into is None or incarnation != self.incarnation or seq != self.seq:
+            return False
+        self.received_at = now
+        self.source_seq, self.live_seq = seq, max(self.live_seq, seq)
+        return True
 
     cdef bint take_frame(self, bytes frame, now) except -1:
         if self.into is None or not self.into.is_plain:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar, overload
+from typing import TypeAlias, TypeVar, overload
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -31,8 +31,8 @@ from kvrouter.core.tables.transfers import Pull
 from kvrouter.core.wire.heartbeats import Card, RankBeat
 from kvrouter.core.wire.ids import Target, WorkerId
 
-Cached: TypeAlias = "dict[Target, Any]"
-"""The index's depths of one prompt, by target: numbers, or lists by tier set if any target has tiers."""
+Cached: TypeAlias = "array[int] | dict[Target, list[int]]"
+"""The index's depths of one prompt: a column, or lists by tier set if any target has tiers."""
 Found: TypeAlias = tuple[Prompt, Cached, dict[Target, int]]
 """What one prompt finds, per target: the index's depths, and the depth held in flight."""
 Column: TypeAlias = "array[int]"
@@ -70,6 +70,7 @@ class Roster:
             for target, worker in zip(self.targets, self.workers, strict=True)
         ]
         self._are_seen = False
+        self._slots: tuple[BlockIndex, int, Column] | None = None
         self.nothing = array("q", bytes(8 * len(self.targets)))
         """A column of zeros, shared by decisions: must not be changed."""
 
@@ -80,6 +81,13 @@ class Roster:
         """What each target last reported. The list does not change after this."""
         self._are_seen = True
         return self._beats
+
+    def slots(self, index: BlockIndex) -> Column:
+        """Each target's slot in the index."""
+        known = self._slots
+        if known is None or known[0] is not index or known[1] != index.owned:
+            known = self._slots = index, index.owned, index.slots(self.targets)
+        return known[2]
 
     def update_beats(self, worker: Worker) -> None:
         """A heartbeat of a worker whose targets are the same as before."""
@@ -361,9 +369,11 @@ class Candidates(Sequence[Candidate]):
             self._all = [self._candidate(place) for place in self._places]
         return self._all
 
-    def _tier_blocks(self, target: Target) -> Sequence[int]:
-        depths = self._cached.get(target, _NOWHERE)
-        return (depths,) if isinstance(depths, int) else depths
+    def _tier_blocks(self, place: int) -> Sequence[int]:
+        if isinstance(self._cached, dict):
+            return self._cached.get(self._roster.targets[place], _NOWHERE)
+        depth = self._cached[place]
+        return (depth,) if depth else _NOWHERE
 
     def _candidate(self, place: int) -> Candidate:
         columns, target = self._columns, self._roster.targets[place]
@@ -385,7 +395,7 @@ class Candidates(Sequence[Candidate]):
             beat.waiting,
             beat.kv_usage,
             self._roster.workers[place].card,
-            self._tier_blocks(target) if self._cached else _NOWHERE,
+            self._tier_blocks(place) if self._cached else _NOWHERE,
             beat.waiting_loras,
             columns.indexed_blocks[place],
             beat.running_loras,
@@ -420,9 +430,11 @@ def form_candidates(
         )  # fmt: skip
         return Candidates(roster, columns, {}, block_size)
     found = [
-        _find(prompt, index, active, block_size)
-        if request.reads_cache
-        else (prompt, {}, active.depths(prompt.hashes))
+        (
+            prompt,
+            _find(prompt, roster, index, block_size) if request.reads_cache else none[:],
+            active.depths(prompt.hashes),
+        )
         for prompt in request.prompts
     ]
     reuses_in_flight = inflight_overlap and request.reads_cache
@@ -432,16 +444,18 @@ def form_candidates(
         array("q", [request.isl]) * count, array("q", [own_blocks]) * count,
         none[:], none[:], none[:], charged, blocks, requests, *prefills, roster.beats(),
     )  # fmt: skip
-    # most fleets have one tier: the general way costs a call per target
-    reckon = _reckon_tiers if index.has_wider_tiers else _reckon_device
     for prompt, cached, in_flight in found:
         reused = _reused(in_flight, roster, block_size) if in_flight and reuses_in_flight else {}
         if one_less:
             most = max(0, prompt.isl - 1) // block_size
-            _take_one(one_less, cached, reused, most)
+            _take_one(one_less, roster, cached, reused, most)
             if prompt.isl % block_size == 0 and request.reads_cache:
-                _take_the_last(one_less, cached, prompt, index, block_size)
-        columns.deepest = reckon(columns, roster, prompt.isl, block_size, cached, reused)
+                _take_the_last(one_less, roster, cached, prompt, index, block_size)
+        # most fleets have one tier: the general way costs a call per target
+        if isinstance(cached, dict):
+            columns.deepest = _reckon_tiers(columns, roster, prompt.isl, block_size, cached, reused)
+        else:
+            columns.deepest = _reckon_device(columns, roster, prompt.isl, block_size, cached, reused)
     for target, held in _held_in_flight(found).items():  # these blocks are active there already: no new load
         place = roster.places.get(target)
         if place is not None:
@@ -449,11 +463,12 @@ def form_candidates(
     return Candidates(roster, columns, found[0][1], block_size)
 
 
-def _find(prompt: Prompt, index: BlockIndex, active: BookingTable, block_size: int) -> Found:
-    look_up = index.overlap_by_tier if index.has_wider_tiers else index.overlap
+def _find(prompt: Prompt, roster: Roster, index: BlockIndex, block_size: int) -> Cached:
     # an engine always computes the last token, so it looks for a place to resume above it
     most = max(0, prompt.isl - 1) // block_size
-    return prompt, look_up(prompt.hashes, most), active.depths(prompt.hashes)
+    if index.has_wider_tiers:
+        return index.overlap_by_tier(prompt.hashes, most)
+    return index.depths_of(prompt.hashes, roster.slots(index), most)
 
 
 def _reused(in_flight: dict[Target, int], roster: Roster, block_size: int) -> dict[Target, int]:
@@ -470,20 +485,28 @@ def _reused(in_flight: dict[Target, int], roster: Roster, block_size: int) -> di
     }
 
 
-def _take_one(one_less: Collection[WorkerId], cached: Cached, reused: dict[Target, int], most: int) -> None:
+def _take_one(
+    one_less: Collection[WorkerId], roster: Roster, cached: Cached, reused: dict[Target, int], most: int
+) -> None:
     """Lower the depths of these workers by one: by what they could reuse, not by what they hold."""
-    for target in [target for target in cached if target.worker_id in one_less]:
-        depth = cached[target]
-        if isinstance(depth, int):
-            cached[target] = max(0, min(depth, most) - 1)
-        else:
-            cached[target] = [max(0, min(one, most) - 1) for one in depth]
+    if isinstance(cached, dict):
+        for target in [target for target in cached if target.worker_id in one_less]:
+            cached[target] = [max(0, min(one, most) - 1) for one in cached[target]]
+    else:
+        for place, depth in enumerate(cached):
+            if depth and roster.targets[place].worker_id in one_less:
+                cached[place] = max(0, min(depth, most) - 1)
     for target in [target for target in reused if target.worker_id in one_less]:
         reused[target] = max(0, min(reused[target], most) - 1)
 
 
-def _take_the_last(
-    one_less: Collection[WorkerId], cached: Cached, prompt: Prompt, index: BlockIndex, block_size: int
+def _take_the_last(  # noqa: PLR0917
+    one_less: Collection[WorkerId],
+    roster: Roster,
+    cached: Cached,
+    prompt: Prompt,
+    index: BlockIndex,
+    block_size: int,
 ) -> None:
     """Correct the depths of engines with several KV groups for a prompt that ends with a block.
 
@@ -491,11 +514,14 @@ def _take_the_last(
     they may find the last block, too, and drop that. Source: `find_longest_cache_hit` of vLLM 0.32's
     HybridKVCacheCoordinator (`eagle_proof_margin`). Engines with one group look before the last token only.
     """
-    limited = [target for target in index.limited if target.worker_id in one_less]
+    limited = [target for target in index.limited if target.worker_id in one_less and target in roster.places]
     found = index.overlap(prompt.hashes, prompt.isl // block_size) if limited else {}
     for target in limited:
-        if isinstance(cached.get(target, 0), int):
-            cached[target] = max(0, found.get(target, 0) - 1)
+        depth = max(0, found.get(target, 0) - 1)
+        if not isinstance(cached, dict):
+            cached[roster.places[target]] = depth
+        elif len(cached.get(target, _NOWHERE)) < 2:
+            cached[target] = [depth]
 
 
 def _reckon_device(  # noqa: PLR0917  # on the hot path: keywords cost
@@ -503,7 +529,7 @@ def _reckon_device(  # noqa: PLR0917  # on the hot path: keywords cost
     roster: Roster,
     isl: int,
     block_size: int,
-    cached: Cached,
+    cached: Column,
     reused: dict[Target, int],
 ) -> int:
     """Correct the columns for each target that holds the start of the prompt, or reuses one in flight.
@@ -511,26 +537,28 @@ def _reckon_device(  # noqa: PLR0917  # on the hot path: keywords cost
     Returns the most blocks that any of them reuses.
     `find_overlap` and `uncached_tokens` for a single tier, written out: a call for each target costs more.
     """
-    most, places = max(0, isl - 1) // block_size, roster.places
+    most, held = max(0, isl - 1) // block_size, cached
     own_tokens, overlap = columns.own_prefill_tokens, columns.overlap_blocks
     widest, indexed = columns.widest_blocks, columns.indexed_blocks
+    if reused:
+        held = cached[:]
+        for target, depth in reused.items():
+            place = roster.places[target]
+            held[place] = max(held[place], depth)
     native = versions.chosen.columns
     if native is not None:
         return native.reckon_overlap(  # type: ignore[no-any-return]
-            places, cached, reused, most, block_size, own_tokens, overlap, widest, indexed
+            held, cached, most, block_size, own_tokens, overlap, widest, indexed
         )
     deepest = 0
-    for target in {**cached, **reused} if reused else cached:
-        place = places.get(target)
-        if place is None:
-            continue
-        depth = cached.get(target, 0)
-        own = min(max(depth, reused.get(target, 0)), most) if reused else min(depth, most)
-        own_tokens[place] -= own * block_size
-        overlap[place] += own
-        widest[place] += own
-        indexed[place] += min(depth, own)
-        deepest = max(deepest, overlap[place])
+    for place, depth in enumerate(held):
+        if depth:
+            own = min(depth, most)
+            own_tokens[place] -= own * block_size
+            overlap[place] += own
+            widest[place] += own
+            indexed[place] += min(cached[place], own)
+            deepest = max(deepest, overlap[place])
     return deepest
 
 
@@ -539,7 +567,7 @@ def _reckon_tiers(  # noqa: PLR0917
     roster: Roster,
     isl: int,
     block_size: int,
-    cached: Cached,
+    cached: dict[Target, list[int]],
     reused: dict[Target, int],
 ) -> int:
     """The same where targets also hold blocks in host memory or on disk."""

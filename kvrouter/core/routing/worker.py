@@ -29,6 +29,8 @@ class Worker:
     is_engine: bool = False
     """Whether it has given a good answer that came from no router."""
     first_answers: FirstAnswers = field(default_factory=FirstAnswers)
+    card_bytes: int = 0
+    """About what the card takes (core/fleet/refusals.py). Computed once: each heartbeat asks."""
     # Blocks that one rank can hold over all tiers; 0 if a tier's capacity is unknown. Computed once, because
     # each Stored of its feeds is compared with it.
     capacity_blocks: int = field(init=False)
@@ -48,6 +50,11 @@ class Worker:
     def knows_card_of(self, beat: WorkerBeat) -> bool:
         """Whether this is the card that the heartbeat refers to."""
         return self.card_seen == (beat.incarnation, beat.card_version)
+
+    def differs_in_load(self, beat: WorkerBeat) -> bool:
+        """Whether the heartbeat tells of nothing else but the load and the seqs of the feeds."""
+        is_same = beat.card is None and beat.state == self.state and beat.incarnation == self.incarnation
+        return is_same and not self.silent and self.knows_card_of(beat)
 
     def has_lost_cache(self, beat: WorkerBeat) -> bool:
         """Whether the heartbeat says that the engine is gone, or is another process than so far.

@@ -25,6 +25,7 @@ of the widest set of each holding, including one that is being loaded.
 from __future__ import annotations
 
 import sys
+from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, cast
@@ -120,6 +121,8 @@ class BlockIndex:
         self._table = new_table(placement_secret)
         self._slots = Slots(self._table)
         self._holdings: dict[Target, Holding] = {}
+        self.owned = 0
+        """How often a target got slots."""
         self._owners: dict[int, Target | Wider] = {}
         self._wider_slots = 0  # slots labelled Wider
         self._is_bounded = bool(self.bounds.max_blocks or self.bounds.max_holders)
@@ -252,6 +255,19 @@ class BlockIndex:
         if self._lru is not None and found:
             self._lru.use(hashes_of(hashes)[max(found.values()) - 1])
         return found
+
+    def depths_of(self, hashes: Hashes, slots: array[int], most: int = sys.maxsize) -> array[int]:
+        """The same for the slots that `slots` returned, in their order."""
+        self._counters.lookups += 1
+        found = self._table.depths_of(hashes, slots, most)
+        if self._lru is not None and (deepest := max(found, default=0)):
+            self._lru.use(hashes_of(hashes)[deepest - 1])
+        return found
+
+    def slots(self, targets: Sequence[Target]) -> array[int]:
+        """The slot of each target's device, or -1; holds until `owned` changes."""
+        holdings = map(self._holdings.get, targets)
+        return array("q", [holding.sets[0].slot if holding is not None else -1 for holding in holdings])
 
     @property
     def limited(self) -> Collection[Target]:
@@ -453,6 +469,7 @@ class BlockIndex:
                 raise AssertionError(f"{target}: a wider tier set holds fewer blocks: {counts}")
 
     def _own(self, target: Target, holding: Holding) -> None:
+        self.owned += 1
         self._shorten(target, holding.sets[0] if len(holding.sets) == 1 and not self._is_bounded else None)
         for tier, tier_set in enumerate(holding.sets):
             owner = _owner(target, tier)

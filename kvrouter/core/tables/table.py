@@ -19,6 +19,7 @@ Invariants: no row has an empty mask; no two slots have the same limit.
 from __future__ import annotations
 
 import sys
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -202,6 +203,11 @@ class FlatTable:
         if ended:
             self._go_up(found, listed, ended, most)
         return found
+
+    def depths_of(self, hashes: Hashes, slots: array[int], most: int = sys.maxsize) -> array[int]:
+        """The depth of each of these slots, in their order; 0 where there is no owner."""
+        found, owners = self.depths(hashes, most), dict(enumerate(self._labels))
+        return array("q", [found.get(owners.get(slot), 0) for slot in slots])
 
     def _end(self, found: dict[Any, int], ended: list[tuple[int, int]], slots: int, depth: int) -> None:
         labels = self._labels

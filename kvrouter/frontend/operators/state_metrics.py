@@ -6,9 +6,11 @@ import asyncio
 import math
 import sys
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
+from typing import ParamSpec, TypeVar
 
 from kvrouter.bus import Bus
 from kvrouter.core.audit.findings import Audit
@@ -27,6 +29,8 @@ from kvrouter.replica.loop import ReplicaLoop
 from kvrouter.telemetry.metrics import Sample, Spread, TargetCounts
 
 Labels = dict[str, str]
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def samples(replica: Replica, replica_loop: ReplicaLoop, audit: Audit, bus: Bus) -> Iterator[Sample]:
@@ -211,11 +215,17 @@ class MeasuredIndex(BlockIndex):
         self._until_timed = 1
 
     def depths(self, hashes: Hashes, most: int = sys.maxsize) -> dict[Target | Wider, int]:
+        return self._timed(super().depths, hashes, most)
+
+    def depths_of(self, hashes: Hashes, slots: array[int], most: int = sys.maxsize) -> array[int]:
+        return self._timed(super().depths_of, hashes, slots, most)
+
+    def _timed(self, look_up: Callable[_P, _R], *arguments: _P.args, **named: _P.kwargs) -> _R:
         self._until_timed -= 1
         if self._until_timed:
-            return super().depths(hashes, most)
+            return look_up(*arguments, **named)
         self._until_timed, began = LOOKUPS_TIMED_EVERY, time.perf_counter()
-        found = super().depths(hashes, most)
+        found = look_up(*arguments, **named)
         self._observe(time.perf_counter() - began)
         return found
 

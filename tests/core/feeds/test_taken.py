@@ -83,6 +83,8 @@ def test_same_as_decoded(frames: list[tuple[list[Op], str, int]]) -> None:
         assert plain.state() == spared.state()
         for link in (plain, spared):
             link.now += 0.01
+            if place % 3 == 0:  # a heartbeat, of one frame fewer or more too
+                link.reader.heartbeat(link.reader._newest, max(0, link.reader.seq + place % 4 - 1), link.now)
             if link.reader.state is not FeedState.LIVE:  # it starts again
                 link.reader.heartbeat(link.reader._newest + 1, 0, link.now)
 
@@ -95,7 +97,9 @@ def test_what_is_taken() -> None:
     link.reader.frame(encode(Frame(VERSION, INCARNATION, 1, list(chain))), link.now)
     link.reader.frame(encode(Frame(VERSION, INCARNATION, 2, [Stored(0, 2, pack_hashes([4]))])), link.now)
 
-    assert (2, 2) == (link.reader.position.taken, link.reader.seq)
+    link.reader.frame(encode(Frame(VERSION, INCARNATION, 3, [Check(3, 7)])), link.now)
+
+    assert (3, 3) == (link.reader.position.taken, link.reader.seq)
     assert (3, 7) == link.index.digest(TARGET)
 
 
@@ -136,8 +140,15 @@ def test_late_failure() -> None:
 
 @pytest.mark.parametrize(
     "op",
-    [Stored(0, 9, pack_hashes([4])), Stored(0, None, pack_hashes(list(range(1, 13)))), Stored(1, None, b"")],
-    ids=["no parent", "no room", "another tier"],
+    [
+        *(
+            Stored(0, 9, pack_hashes([4])),
+            Stored(0, None, pack_hashes(list(range(1, 13)))),
+            Stored(1, None, b""),
+        ),
+        *(Check(1, 0), Check(0, 0, 1)),
+    ],
+    ids=["no parent", "no room", "another tier", "it differs", "of another tier"],
 )
 def test_what_is_not(op: Op) -> None:
     """Whatever contradicts, or needs another table, is left to the reader."""

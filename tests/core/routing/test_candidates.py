@@ -75,6 +75,25 @@ def test_one_block_less(cached: tuple[int, ...], booked: tuple[int, ...], host: 
     ]
 
 
+def test_slots_that_go_to_another_target() -> None:
+    """A target that left, and one that took its slot, each have what they hold; also of texts."""
+    pool = filled_pool((4, 0, 3), (0, 0, 0), 0)
+    assert [4, 0, 3] == pool.candidates(request(prompt(CHAIN))).overlap_blocks()
+
+    pool.index.drop(T1)
+    assert [0, 0, 3] == pool.candidates(request(prompt(CHAIN))).overlap_blocks()
+    while pool.index.sweep():
+        pass
+    pool.index.store(T2, CHAIN[:2])
+    assert [0, 2, 3] == pool.candidates(request(prompt(CHAIN))).overlap_blocks()
+    pool.index.clear(T3)
+
+    assert [0, 2, 0] == pool.candidates(request(prompt(CHAIN))).overlap_blocks()
+    pool.assumed.store(T3, CHAIN)
+    text = replace(prompt(CHAIN, isl=165), is_text=True)
+    assert [0, 0, 10] == pool.candidates(request(text)).overlap_blocks()
+
+
 def eagle_depth(chain: set[int], window: set[int], needed: int, isl: int) -> int:
     """What vLLM reuses of blocks 0, 1, …: a window is looked up one block further on, then one is dropped.
 

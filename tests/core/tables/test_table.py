@@ -79,6 +79,8 @@ def test_limited_slots_go_up(table: FlatTable, owners: int) -> None:
                 expected[owner] = next((place for place in places if chain[place - 1] in points), 0)
             found = table.depths(chain[:count], most)
             assert {owner: depth for owner, depth in expected.items() if depth} == found
+            slots = array("q", [2 * owner for owner in expected])
+            assert [*expected.values()] == table.depths_of(chain[:count], slots, most).tolist()
 
 
 def test_slots_do_not_see_each_other(table: FlatTable) -> None:
@@ -108,6 +110,8 @@ def test_depths_are_those_of_a_walk(chain: list[int], wanted: list[int], asked: 
 
     table.check()
     assert {slot: depth for slot, depth in held.items() if depth and asked >> slot & 1} == found
+    slots = array("q", [*range(len(held)), -1, 99, 0])
+    assert [found.get(slot, 0) for slot in slots] == table.depths_of(chain, slots).tolist()
 
 
 def test_depths_of_nothing(table: FlatTable) -> None:
@@ -116,6 +120,7 @@ def test_depths_of_nothing(table: FlatTable) -> None:
 
     assert {} == table.depths([])
     assert {} == table.depths([1, 2])
+    assert array("q", [0]) == table.depths_of([1, 2], array("q", [0]))
 
 
 def test_copied_slot_is_independent(table: FlatTable) -> None:
