@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from kvrouter.core.wire.values import TokenId
 from kvrouter.relay.events import Event, EventKind, EventReader
+from kvrouter.relay.seam import RewriteError
 
 Json: TypeAlias = dict[str, Any]
 Decode: TypeAlias = Callable[[Sequence[int]], str]
@@ -81,7 +82,9 @@ def why_not(body: Mapping[str, Any], *, is_chat: bool, is_inexact: bool = False)
 def _refused(body: Mapping[str, Any]) -> str:
     for name in sorted(_REFUSED.keys() & body.keys()):
         feature, harmless = _REFUSED[name]
-        if body[name] not in (None, harmless):
+        value = body[name]
+        is_harmless = value == harmless and isinstance(value, bool) == isinstance(harmless, bool)
+        if value is not None and not is_harmless:  # 0 log probabilities are some
             return feature
     if _is_formatted(body):
         return "guided decoding"
@@ -112,7 +115,7 @@ _REFUSED: Mapping[str, tuple[str, object]] = {
     **dict.fromkeys(("n", "best_of"), ("several answers", 1)),
     "use_beam_search": ("beam search", False),
     "echo": ("echo", False),
-    "suffix": ("a suffix", None),
+    "suffix": ("a suffix", ""),
     **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), ("logprobs", False)),
     **dict.fromkeys(("frequency_penalty", "presence_penalty"), ("a frequency or presence penalty", 0)),
     **dict.fromkeys(_GUIDED, ("guided decoding", None)),
@@ -299,7 +302,7 @@ class Continuation:
         self._prompt_tokens, self._had_tokens = len(answered.prompt_ids), len(answered.output_ids)
 
     def __call__(self, content: bytes) -> bytes:
-        """Whole events in the client's API; what cannot be read is left out."""
+        """Whole events in the client's API. Raises RewriteError if one cannot be read."""
         return b"".join(map(self._event, EventReader().feed(content)))
 
     def _event(self, event: Event) -> bytes:
@@ -307,9 +310,9 @@ class Continuation:
             return event.text
         try:
             return self._rewritten(_json_of(event))
-        except (NotContinuedError, AttributeError, TypeError):
+        except (NotContinuedError, AttributeError, TypeError) as error:
             self.answered.prompt_ids = []  # nobody can go on after it
-            return b""
+            raise RewriteError(f"its events cannot be read: {error}") from None
 
     def _rewritten(self, new: Json) -> bytes:
         answered = self.answered

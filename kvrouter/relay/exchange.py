@@ -431,7 +431,7 @@ class Attempt:
         """Have C pass on what follows, unless something waits on its way to the client."""
         most = 0
         if self._seam is not None:
-            most = RECORD_BYTES if self._seam.is_plain else -1
+            most = (RECORD_BYTES if self._seam.may_move else 1) if self._seam.is_plain else -1
         if not self.outcome.done() and not self._is_paused and most >= 0:
             self._stream = self._client.lend(partial(self._connection.pass_natively, self, most))
         if self._stream is None:
@@ -577,7 +577,10 @@ class Attempt:
 
     def _pass_early(self, head: ResponseHead) -> None:
         """Pass on the events so far, which have no output, so that the client's connection stays open."""
-        client, begun = self._client, self._client.begun
+        client = self._client
+        if self._seam is not None:
+            self._choose_seam(head, self._seam, is_whole=False)
+        begun = client.begun
         if begun is None:
             self._keeps_alive = self._keeps_alive and not client.is_http_10
             own = self._client_head(head, passes_chunks=not client.is_http_10)

@@ -30,8 +30,12 @@ _MOST_REST = 64 * MOST_EVENT_BYTES
 RECORDS_BYTES = 256 * 1024 * 1024
 # What an object takes beside its bytes.
 _OBJECT_BYTES = 48
-_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
-_MOST_END = 3  # bytes of an end that may have come before
+_ENDS = (b"\n\n", b"\n\r\n", b"\r\r")
+_MOST_END = 2  # bytes of an end that may have come before
+
+
+class RewriteError(Exception):
+    """An event of the next worker cannot become one of the client's."""
 
 
 class Records(Struct):
@@ -119,13 +123,17 @@ class Seam(Begun, kw_only=True):
     def frame(self, content: bytes) -> bytes:
         """The whole events of a piece and what was left of those before it; the rest of it waits."""
         whole = self._whole(content) if self.rest or not content.endswith(_ENDS[0]) else content
-        if names_failure(whole):
+        if whole.endswith(_ENDS) and names_failure(whole):  # else it is a part of an event that is too long
             whole = self._before_failure(whole)
         if not whole:
             return b""
         if self.may_move:
             self.keep(chunk(whole))
-        whole = whole if self.rewrite is None else self.rewrite(whole)
+        if self.rewrite is not None:
+            try:
+                whole = self.rewrite(whole)
+            except RewriteError as error:
+                self.failure, whole = EventError(str(error)), b""
         return chunk(whole) if self.is_chunked and whole else whole
 
     def _whole(self, content: bytes) -> bytes:

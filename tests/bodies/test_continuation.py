@@ -22,6 +22,7 @@ from kvrouter.bodies.continuation import (
     why_not,
     without_ids,
 )
+from kvrouter.relay.seam import RewriteError
 
 FIRST = {"id": "c", "object": "text_completion", "created": 1, "model": "m"}
 _SCALARS = st.none() | st.booleans() | st.integers(-1, 1 << 70) | st.text(max_size=3)
@@ -51,7 +52,8 @@ def test_engines_that_send_anything(events: list[Any], is_chat: bool) -> None:
     content = b"".join(map(encode_event, events))
     without_ids(content)
     continued = Continuation(Answered.read(first_part("a"), is_chat=False), "", None, None)
-    assert isinstance(continued(content), bytes)
+    with contextlib.suppress(RewriteError):
+        assert isinstance(continued(content), bytes)
     with contextlib.suppress(NotContinuedError):
         answered = Answered.read(first_part("a") + content, is_chat=is_chat)
         answered.seam([], None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +18,21 @@ from tests.frontend.clients import Response, ask, connected
 from tests.frontend.fleet import Fleet, FleetOf
 from tests.frontend.test_keys import Ring, ring
 from tests.frontend.test_pairs import ALWAYS, HANDED, pair
-from tests.frontend.tiny_engine import dying, engine, save_tokenizer, whole_of
-from tests.frontend.workers import OK, Received, Script, Wire, answer, chunk, event, in_turn, says, until
+from tests.frontend.tiny_engine import dying, engine, events_of, save_tokenizer, whole_of
+from tests.frontend.workers import (
+    LAST_CHUNK,
+    OK,
+    SSE_HEAD,
+    Received,
+    Script,
+    Wire,
+    answer,
+    chunk,
+    event,
+    in_turn,
+    says,
+    until,
+)
 
 __all__ = ["ring"]
 ID = "x-request-id: one"
@@ -245,6 +259,65 @@ async def test_failed_move(fleet_of: FleetOf, with_tokenizer: str, name: str) ->
         assert len(got.errors) == 1, got
 
 
+def odd(place: Callable[[list[bytes]], Iterable[bytes]], *, dies: bool = True, created: int = 1) -> Script:
+    """An engine whose answer is sent in chunks of its own, from its events."""
+
+    async def script(received: Received, wire: Wire) -> None:
+        await wire.send(SSE_HEAD, *map(chunk, place(list(events_of(received, created)))))
+        if dies:
+            wire.reset()
+        else:
+            await wire.send(LAST_CHUNK)
+
+    return script
+
+
+ODD: dict[str, tuple[str, Callable[[list[bytes]], Iterable[bytes]]]] = {
+    "a line end as a chunk": (COMPLETIONS, lambda events: [*events[:9], events[9][:-2], b"\n"]),
+    "CRLF as a chunk": (COMPLETIONS, lambda events: [*events[:9], events[9][:-2], b"\r\n"]),
+    "empty lines with CRLF": (COMPLETIONS, lambda events: [one[:-1] + b"\r\n" for one in events[:9]]),
+    "a comment before the first token": (CHATS, lambda events: [events[0], b": hi\n\n", *events[1:9]]),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+@pytest.mark.parametrize("in_c", [True, False], ids=["C", "Python"])
+async def test_odd_engines(
+    fleet_of: FleetOf, with_tokenizer: str, monkeypatch: pytest.MonkeyPatch, case: str, *, in_c: bool
+) -> None:
+    """However an engine frames its events, only whole ones reach the client, each at once."""
+    path, place = ODD[case]
+    if not in_c:
+        monkeypatch.setattr(streams, "native", None)
+    async with fleet_of(*FLAGS, with_tokenizer, scripts=TWO, **VLLM) as fleet:
+        want = await whole(fleet, path)
+        got = await moved(fleet, path, odd(place), engine(2))
+        assert (want.text, want.ids, [], 1) == (
+            parts(got).text,
+            parts(got).ids,
+            parts(got).errors,
+            got.body.count(b"[DONE]"),
+        )
+
+
+async def test_second_worker_that_cannot_be_read(fleet_of: FleetOf, with_tokenizer: str) -> None:
+    """Its events are not left out in silence: the client gets the error event."""
+    bad = odd(lambda events: [one.replace(b'"choices": [', b'"choices": [5, ') for one in events], dies=False)
+    async with fleet_of(*FLAGS, with_tokenizer, scripts=TWO, **VLLM) as fleet:
+        got = parts(await moved(fleet, COMPLETIONS, dying(1, events=5), bad))
+        assert ([], 0) == (got.reasons, got.ends)
+        assert "cannot be read" in got.errors[0]["message"]
+
+
+async def test_event_that_is_too_long(fleet_of: FleetOf, with_tokenizer: str) -> None:
+    """It passes as it is, whatever it names."""
+    long = b'data: {"error": null, "x": "%b"}\n\n' % (b"y" * 5_000_000)
+    healthy = odd(lambda events: [*events[:9], long, *events[9:]], dies=False)
+    async with fleet_of(*FLAGS, with_tokenizer, scripts=(healthy,), **VLLM) as fleet:
+        got = await fleet.ask(BODY, ID, path=COMPLETIONS)
+        assert (5_000_000, 1) == (got.body.count(b"y" * 1000) * 1000, got.body.count(b"[DONE]"))
+
+
 REFUSED: dict[str, Any] = {
     "several answers": {"n": 2},
     "beam search": {"use_beam_search": True},
@@ -252,6 +325,7 @@ REFUSED: dict[str, Any] = {
     "the best of several answers": {"best_of": 2},
     "logprobs": {"logprobs": 1},
     "logprobs of the prompt": {"prompt_logprobs": 1},
+    "logprobs of the tokens alone": {"logprobs": 0},
     "a frequency penalty": {"frequency_penalty": 0.5},
     "a presence penalty": {"presence_penalty": -1},
     "JSON": {"response_format": {"type": "json_object"}},

@@ -71,7 +71,7 @@ def chain_of(array.array blocks not None):
     if type(blocks) is not array.array or blocks.typecode != "Q":
         raise ValueError("blocks must be an array('Q')")
     cdef Py_ssize_t count = len(blocks), i
-    cdef array.array chain = array.copy(blocks)
+    cdef array.array chain = blocks[:]
     cdef uint64_t *at = <uint64_t *> chain.data.as_ulonglongs
     cdef uint64_t[2] pair
     for i in range(1, count):

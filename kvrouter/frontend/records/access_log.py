@@ -218,12 +218,12 @@ def _noted(record: Record) -> dict[str, Any]:
         if last.usage is not None and last.usage.cached_tokens is not None:
             facts["cached_tokens"] = last.usage.cached_tokens
         if last.output_tokens is not None:
-            facts["output_tokens"] = last.output_tokens
+            facts["output_tokens"] = record.output_tokens
         seconds["decide_s"] = sum(
             [ended - began for began, ended in (one.decided for one in record.attempts)]
         )
-        if last.first_at:
-            seconds["first_byte_s"] = last.first_at - record.began_at
+        if first_at := next((one.first_at for one in record.attempts if one.first_at), 0.0):
+            seconds["first_byte_s"] = first_at - record.began_at
     return facts | {name: round(each, 6) for name, each in seconds.items()}
 
 

@@ -188,7 +188,7 @@ cdef bint _is_ping(const char *content, Py_ssize_t size) noexcept nogil:
 
 
 cdef bint _ends_event(const char *data, Py_ssize_t size) noexcept nogil:
-    """Whether the last chunk ends an event."""
+    """Whether the content of a chunk, with its line end, ends an event."""
     return (size > 4 and memcmp(data + size - 4, b"\n\n\r\n", 4) == 0) or (
         size > 5 and memcmp(data + size - 5, b"\n\r\n\r\n", 5) == 0
     )
@@ -227,9 +227,9 @@ cdef Py_ssize_t _past_chunks(
         at += 1
         if _is_ping(data + at, size - at):
             return -1
+        if whole != NULL and at + chunk + 2 <= size and _ends_event(data + at, chunk + 2):
+            whole[0] = at + chunk + 2
         at += chunk + 2
-        if whole != NULL and at <= size and _ends_event(data, at):
-            whole[0] = at
     return at - size
 
 
@@ -283,7 +283,6 @@ cdef bint _pass(Stream stream, double now):
         stream.held = _buffer[whole:size]
         size, left = whole, 0
         if size == 0:
-            stream.active_at = now
             return True
     lines = _data_lines(_buffer, size)
     if lines or stream.left:  # else a comment, which is no output

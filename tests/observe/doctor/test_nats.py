@@ -176,11 +176,11 @@ async def test_nats_that_hangs(new_nats_server: NewServer, monkeypatch: pytest.M
     monkeypatch.setattr(nats_servers, "ANSWER_S", 0.2)
     server = new_nats_server()
     server.start()
-    examining = asyncio.create_task(examined(server.url, "n"))
     async with sick_namespace(server.url) as namespace:
         namespace.name = "n"
         stopped = asyncio.Event()
         await namespace.bus.subscribe("kvrouter.n.hello", lambda *_: stopped.set())
+        examining = asyncio.create_task(examined(server.url, "n"))
         await stopped.wait()
         server.pause()
         report = await examining
