@@ -51,8 +51,9 @@ _LF_END = b"\n\n"
 # The limit for one line, and so for the heads of plain requests.
 MAX_LINE_BYTES = 8190
 
-# Clients with more different heads than this are rare; 256 heads, and their fields, are 4 MiB at most.
-MOST_HEADS = 256
+# Clients with more different heads than this are rare, and so are heads with more fields. 256 heads, and
+# their fields, are 5 MiB at most.
+MOST_HEADS, _MOST_FIELDS = 256, 64
 _LENGTH = b"\r\ncontent-length:"
 _MOST_DIGITS = 15
 # With one of these the body is not simply the bytes after the head.
@@ -246,6 +247,8 @@ class PlainHeads:
             if read is None or read[1] != length:
                 return None
             new = read[0]
+        if len(new.fields) > _MOST_FIELDS:
+            return new
         if len(self._known) >= MOST_HEADS:
             self._known.clear()
             self._alike.clear()

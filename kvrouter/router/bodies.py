@@ -18,7 +18,7 @@ from kvrouter.bodies.reader import LARGE_BYTES, MOST_REST_BYTES, Hole, LargeBody
 from kvrouter.bodies.scan import read_hashes
 from kvrouter.errors import BadRequestError, RequestTooLargeError
 from kvrouter.relay.request import Request
-from kvrouter.router.asked import check_distinct
+from kvrouter.router.asked import check_distinct, is_given
 
 T = TypeVar("T")
 Numbers = TypeVar("Numbers", "list[int]", "array[int]")
@@ -28,6 +28,7 @@ MOST_BODY_BYTES = 8 * 1024 * 1024
 MOST_TOKENS = 1 << 20
 MOST_HASHES = 1 << 16
 _HASHES = frozenset({"block_hashes", "sequence_hashes", "seq_hashes"})
+_BLANKS = b" \t\r\n"
 # What reads these cuts them into slices itself (frontend/requests/accept.py).
 _RAW = frozenset({"messages", "request"})
 
@@ -56,6 +57,10 @@ async def read_body(body: bytes, kind: type[T]) -> T:
     if len(rest) > MOST_REST_BYTES:
         raise RequestTooLargeError(f"more than {MOST_REST_BYTES} bytes of the body are no prompt")
     asked: Any = decoded(rest, kind)
+    for name in list(given):  # of two with one name the last one counts: here it is a short one
+        short = getattr(asked, name)
+        if is_given(short) if isinstance(short, Raw) else short is not None:
+            del given[name]
     return replace(asked, **given) if given else asked  # type: ignore[no-any-return]
 
 
@@ -71,16 +76,26 @@ async def _read_field(large: LargeBody, name: str | None, start: int, end: int) 
     body, first = large.body, large.body[start : start + 1]
     try:
         if name == "text" and first == b'"':
-            return await large.text(Hole(start, body.rindex(b'"', start, end) + 1, b""))
+            return await large.text(Hole(start, _last(body, b'"', start, end) + 1, b""))
         if name == "token_ids" and first == b"[":
-            return _bounded(await large.ids(Hole(start + 1, body.rindex(b"]", start, end), b"")), MOST_TOKENS)
+            last = _last(body, b"]", start, end)
+            return _bounded(await large.ids(Hole(start + 1, last, b"")), MOST_TOKENS)
         if name in _HASHES and first == b"[":
-            return await _read_hashes(large, name, start + 1, body.rindex(b"]", start, end))
+            return await _read_hashes(large, name, start + 1, _last(body, b"]", start, end))
     except RequestTooLargeError as error:
         raise RequestTooLargeError(f"{name}: {error}", param=name) from None
     except (BadRequestError, ValueError) as error:  # of msgspec, too
         raise BadRequestError(f"{name}: {error}", param=name) from None
     return Raw(body[start:end]) if name in _RAW else None
+
+
+def _last(body: bytes, sign: bytes, start: int, end: int) -> int:
+    """Where a text or list ends that a member ends with. Raises BadRequestError."""
+    at = body.rfind(sign, start + 1, end)
+    before = body[max(start, body.rfind(b",", start, at)) : at]
+    if at < 0 or body[at + 1 : end].strip(_BLANKS) or (sign == b"]" and before.strip(_BLANKS) == b","):
+        raise BadRequestError("this is no JSON")
+    return at
 
 
 async def _read_hashes(large: LargeBody, name: str, start: int, end: int) -> array[int]:

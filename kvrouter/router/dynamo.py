@@ -117,7 +117,7 @@ class DynamoCalls:
         return json_answer(self._workers(request.in_query("model_name")))
 
     async def _loads(self, request: Request) -> Answer:
-        return self._dated(self._placing.loads(request.in_query("model_name")))
+        return json_answer(self._placing.loads(request.in_query("model_name")))
 
     async def _potential_loads(self, request: Request) -> Answer:
         _, _, candidates = await self._placing.candidates(await read(request, PlacementAsk))
@@ -142,13 +142,7 @@ class DynamoCalls:
 
     async def _placed(self, placed: dict[str, Any], status: int = 200) -> Answer:
         await pause_after(placed["isl_tokens"])
-        return self._dated(placed, status)
-
-    def _dated(self, answer: object, status: int = 200) -> Answer:
-        """Without NATS the last known state answers, and the header says so."""
-        found = json_answer(answer, status)
-        is_fresh = self._engines.is_connected()
-        return found if is_fresh else Answer(status, found.body, {"x-kvrouter-stale": "nats"})
+        return json_answer(placed, status)
 
     def _workers(self, model: str | None) -> list[dict[str, Any]]:
         pools = self._placing.pools(model)

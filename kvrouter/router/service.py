@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import cast
 
 import msgspec
+from msgspec.structs import replace
 
 from kvrouter.bus import Subjects
 from kvrouter.core.fleet.router import Router
@@ -87,7 +88,19 @@ class PlacementPort:
 
     def _views(self) -> Iterator[tuple[str, str, View]]:
         for dialect in self._dialects:
-            yield from dialect.views()
+            for method, path, view in dialect.views():
+                yield method, path, view if path in _OPEN else self._dated(view)
+
+    def _dated(self, view: View) -> View:
+        """Without NATS the last known state answers, and the header says so."""
+
+        async def dated(request: Request) -> Answer | AnswerLines | Events:
+            found = await view(request)
+            if self._admin.is_connected() or not isinstance(found, Answer):
+                return found
+            return replace(found, headers={**found.headers, "x-kvrouter-stale": "nats"})
+
+        return dated
 
     async def _read_body(self, asked: PlacementAsk, request_id: str) -> tuple[Router, RouteRequest]:
         """Find the tokens as a frontend does. Raises the errors that the request itself would raise."""

@@ -60,7 +60,7 @@ class Registration(Struct, frozen=True):
     worker_id: WorkerName
     endpoint: Text
     block_size: BlockSize
-    model_name: Line = DEFAULT
+    model_name: Annotated[Line, Meta(min_length=1)] = DEFAULT
     kv_events_endpoint: Text | None = None
     kv_events_endpoints: Annotated[dict[str, Text], Meta(max_length=MOST_RANKS)] | None = None
     replay_endpoint: Text | None = None

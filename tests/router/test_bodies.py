@@ -72,6 +72,11 @@ WRONG: list[tuple[bytes, type[BadRequestError], str]] = [
     (b'{"text": "' + b"a" * 40_000, BadRequestError, "the body is not"),
     (b'{"token_ids": [' + b"1," * 40_000, BadRequestError, "the body is not"),
     (b'{"token_ids": [' + b"1," * 40_000 + b"]}", BadRequestError, "token_ids"),
+    (b'{"token_ids": [1' + b",1" * 40_000 + b"] junk}", BadRequestError, "token_ids: this is no JSON"),
+    (b'{"token_ids": [1' + b",1" * 40_000 + b", " * 40_000 + b"]}", BadRequestError, "token_ids"),
+    (b'{"block_hashes": [1' + b",1" * 40_000 + b"," + b" " * 70_000 + b"]}", BadRequestError, "no JSON"),
+    (b'{"token_ids": [1' + b",1" * 40_000 + b"}", BadRequestError, "the body is not"),
+    (b'{"text": "' + b"a" * 40_000 + b'" junk}', BadRequestError, "text: this is no JSON"),
     (b"[" * 100_000, BadRequestError, "the body is not"),
     (b'{"token_ids": [1' + b",1" * MOST_TOKENS + b"]}", RequestTooLargeError, "token_ids: 1048577 of them"),
     (b'{"seq_hashes": [], "block_hashes": [1' + b",1" * MOST_HASHES + b"]}", RequestTooLargeError, "65537"),
@@ -85,6 +90,15 @@ async def test_wrong_bodies(body: bytes, error: type[BadRequestError], text: str
     """Each says what is wrong, and where."""
     with pytest.raises(error, match=text):
         await read_body(body, PlacementAsk)
+
+
+async def test_one_name_twice() -> None:
+    """The last one counts, as in a short body."""
+    long = b"1" + b",1" * 40_000
+    assert [2] == (await read_body(b'{"token_ids":[%b],"token_ids":[2]}' % long, PlacementAsk)).token_ids
+    found = (await read_body(b'{"token_ids":[2],"token_ids":[%b]}' % long, PlacementAsk)).token_ids
+    assert found is not None
+    assert 40_001 == len(found)
 
 
 async def test_others_run_meanwhile() -> None:

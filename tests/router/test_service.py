@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -311,14 +312,19 @@ async def test_what_the_service_knows(nats_url: str) -> None:
         assert ["draining", "schedulable"] == lives
 
 
-async def test_without_nats(nats_url: str) -> None:
+async def test_without_nats(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last known state answers, and the header says that it is stale."""
     async with fleet_of(nats_url, routers=1) as (_, (a,)):
         for is_connected, header in ((True, None), (False, "nats")):
-            a.site.engines.is_connected = lambda is_connected=is_connected: is_connected  # type: ignore[misc]
-            url = f"{a.running.url}/select"
-            async with a.http.post(url, json={"token_ids": PROMPT}) as answer:
-                assert (200, header) == (answer.status, answer.headers.get("x-kvrouter-stale"))
+            monkeypatch.setattr(type(a.running.admin), "is_connected", Mock(return_value=is_connected))
+            for path, body in (
+                ("/select", {"token_ids": PROMPT}),
+                ("/overlap_scores", {"token_ids": PROMPT}),
+                ("/internal/route", {"model": "m", "prompt": "x"}),
+                ("/query", {"model": "m", "token_ids": PROMPT}),
+            ):
+                async with a.http.post(f"{a.running.url}{path}", json=body) as answer:
+                    assert (200, header) == (answer.status, answer.headers.get("x-kvrouter-stale")), path
 
 
 async def test_a_proxy_asks_as_rays_does(nats_url: str) -> None:
