@@ -58,22 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"kvrouter: no command {words[0]!r}{near}", file=sys.stderr)  # noqa: T201
         return 2
     try:
-        program: ModuleType = _loaded(MODULES[words[0]].program)
-        code: int = program.main(words[1:])
+        code: int = _loaded(MODULES[words[0]].program).main(words[1:])
     except KeyboardInterrupt:  # while the modules are loaded
         return INTERRUPTED
     return code
 
 
 def _loaded(name: str) -> ModuleType:
-    """Import a module in five sixths of the time."""
     gc.disable()  # nothing that is loaded is garbage
     try:
-        # structlog would load rich, for tracebacks of its own (telemetry/logs.py)
-        if sys.modules.keys().isdisjoint({"structlog", "rich"}):
-            sys.modules["rich"] = None  # type: ignore[assignment]
-            importlib.import_module("structlog")
-            del sys.modules["rich"]
         return importlib.import_module(name)
     finally:
         gc.enable()

@@ -42,8 +42,9 @@ def pytest_asyncio_loop_factories(
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Async tests run on the loop that the processes run on."""
     marker = item.get_closest_marker("timeout")
-    timeout_s = marker.args[0] if marker else config.getoption("timeout") or config.getini("timeout")
-    return {"uvloop": partial(_watched_loop, 0.8 * float(timeout_s))}
+    asked = config.getoption("timeout")  # 0: none, as for a debugger
+    timeout_s = float(marker.args[0] if marker else config.getini("timeout") if asked is None else asked)
+    return {"uvloop": partial(_watched_loop, 0.8 * timeout_s) if timeout_s else uvloop.new_event_loop}
 
 
 def _watched_loop(seconds: float) -> asyncio.AbstractEventLoop:

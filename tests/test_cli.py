@@ -42,7 +42,7 @@ def test_what_is_loaded_late() -> None:
     loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     assert {"structlog", "nats"} <= {*loaded.split()}
-    assert {"rich", "nkeys", "yaml"}.isdisjoint(loaded.split())
+    assert {"nkeys", "yaml"}.isdisjoint(loaded.split())
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -347,5 +347,7 @@ async def test_any_bytes_as_key(fleet_of: FleetOf, ring: Ring) -> None:
                 head = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: 2\r\n%b%b\r\n\r\n{}"
                 client.writer.write(head % (start, bytes(value)))
                 assert (await client.response()).status in {400, 401}, (start, value)
-        asked = [one.head for one in fleet.workers[0].requests]  # GET: an agent of another test had this port
+        asked = [
+            one.head for one in fleet.workers[0].requests
+        ]  # a GET is nobody's here: of another test's agent
         assert not [head for head in asked if not head.startswith(b"GET ")]

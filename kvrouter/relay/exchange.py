@@ -580,11 +580,7 @@ class Attempt:
         client = self._client
         if self._seam is not None:
             self._choose_seam(head, self._seam, is_whole=False)
-        begun = client.begun
-        if begun is None:
-            self._keeps_alive = self._keeps_alive and not client.is_http_10
-            own = self._client_head(head, passes_chunks=not client.is_http_10)
-            begun = begin(client, own, keeps_alive=self._keeps_alive)
+        begun = client.begun or self._begin(head)
         if text := self._unsent(begun):
             client.write(begun.frame(text))
 
@@ -629,11 +625,14 @@ class Attempt:
         if not is_needed or head.status != 200 or head.length is not None:
             self._seam = None
             return
-        if client.begun is None:
-            self._keeps_alive = self._keeps_alive and not client.is_http_10
-            own = self._client_head(head, passes_chunks=not client.is_http_10)
-            begin(client, own, keeps_alive=self._keeps_alive)
-        client.begun = seam.after(client.begun)
+        client.begun = seam.after(client.begun or self._begin(head))
+
+    def _begin(self, head: ResponseHead) -> Begun:
+        """Send the head of a stream whose chunks are framed here."""
+        client = self._client
+        self._keeps_alive = self._keeps_alive and not client.is_http_10
+        own = self._client_head(head, passes_chunks=not client.is_http_10)
+        return begin(client, own, keeps_alive=self._keeps_alive)
 
     def _go_on(self, head: ResponseHead, begun: Begun, *, is_whole: bool) -> None:
         """Pass on what is held of a stream whose client has its head already."""

@@ -103,10 +103,10 @@ async def _read_hashes(large: LargeBody, name: str, start: int, end: int) -> arr
     for at, stop in large.slices(start, end):
         found += (part := read_hashes(large.body, at, stop))
         _bounded(found, MOST_HASHES)
-        blocks.update(part)
+        if name != "block_hashes":  # equal blocks may follow each other
+            blocks.update(part)
+            check_distinct(name, found, blocks)
         await asyncio.sleep(0)
-    if name != "block_hashes":  # equal blocks may follow each other
-        check_distinct(name, found, blocks)
     return found
 
 

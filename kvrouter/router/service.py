@@ -59,9 +59,7 @@ class PlacementPort:
             aliases=lambda: completions.accept.aliases,
             read_body=self._read_body,
         )
-        self.engines = RegisteredEngines(
-            publishing.replica, options.nats, options.namespace, admin.is_connected
-        )
+        self.engines = RegisteredEngines(publishing.replica, options.nats, options.namespace)
         self._dialects = (
             DynamoCalls(self.placing, self.engines, admin.ready_facts),
             RayCalls(self.placing, completions.accept, loop.time),

@@ -121,10 +121,8 @@ class RegisteredEngines:
         replica: Replica,
         nats: NatsOptions | str,
         namespace: str,
-        is_connected: Callable[[], bool],
         chance: Callable[[], float] = random.random,
     ) -> None:
-        self.is_connected = is_connected
         self.acting: set[str] = set()
         """Those whose agent is in this process."""
         self._replica = replica

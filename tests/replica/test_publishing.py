@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from unittest.mock import Mock
 
 import pytest
 
@@ -77,17 +78,20 @@ async def test_peers_see_bookings(fleet_of: FleetOf) -> None:
 async def test_spaced_frames(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """What happens within SPACED_S of a frame is told in one more, after that time."""
     async with fleet_of(*SYNCED) as fleet:
-        publishing, loop = fleet.frontend.replica_loop.publishing, asyncio.get_running_loop()
-        flushed: list[float] = []
-        monkeypatch.setattr(publishing, "_on_change", lambda: flushed.append(loop.time()))
-        publishing.flush_spaced()
-        await until(lambda: flushed, "the first is published at once")
-        for _ in range(3):
+        publishing = fleet.frontend.replica_loop.publishing
+        publishing.flush()
+        loop = Mock(**{"time.return_value": asyncio.get_running_loop().time() + 2 * SPACED_S})
+        with monkeypatch.context() as patch:  # nothing else runs in between
+            patch.setattr(publishing, "_loop", loop)
             publishing.flush_spaced()
-        await until(lambda: 2 <= len(flushed), "the others are published together")
-
-        assert SPACED_S / 2 < flushed[1] - flushed[0]
-        assert 2 == len(flushed)
+            loop.call_soon.assert_called_once_with(publishing.flush)
+            publishing.flush()
+            loop.time.return_value += SPACED_S / 4
+            for _ in range(3):
+                publishing.flush_spaced()
+            ((after_s, flush),) = [call.args for call in loop.call_later.call_args_list]
+            assert (pytest.approx(0.75 * SPACED_S), publishing.flush) == (after_s, flush)
+        publishing.flush()
 
 
 async def test_without_sync(fleet_of: FleetOf) -> None:

@@ -147,7 +147,7 @@ class SelectionService:
             table, loop = Reservations(), asyncio.get_running_loop()
             publish = replica_loop.publishing.flush_soon
             placing = Placing(replica, table, publish, loop.time, lease_s=LEASE_S)
-            engines = RegisteredEngines(replica, self._nats, self._namespace, _always)
+            engines = RegisteredEngines(replica, self._nats, self._namespace)
             self._service = _Service(replica, placing, engines)
             try:
                 async with running({"reservations": placing.expire_forever()}):
@@ -159,10 +159,6 @@ class SelectionService:
 
 def _policy(mode: str) -> Any:
     return new_policy(mode, PolicySettings(), first_turn())
-
-
-def _always() -> bool:
-    return True
 
 
 async def _is_elsewhere(replica: Replica, request_id: str) -> bool:

@@ -40,7 +40,7 @@ class Position:
         """Frames that were applied so, and that the reader has not counted yet."""
 
     def take(self, frame: bytes, now: float) -> bool:
-        """Apply a frame, if it is the next one and the reader need not see it. False: nothing has changed."""
+        """Apply a frame, if C can. False: nothing has changed, and the reader takes it."""
         return False
 
     def is_told(self, incarnation: int, seq: int, now: float) -> bool:

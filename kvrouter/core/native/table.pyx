@@ -195,8 +195,8 @@ cdef class FlatTable:
         cdef Py_ssize_t ends, i
         cdef dict found = {}
         cdef object depth = None
-        ends = self.find_ends(hashes, most, &ended)
         try:
+            ends = self.find_ends(hashes, most, &ended)
             for i in range(ends):  # only now: an owner's __hash__ may run any code and change the table
                 if not ended[i].depth:
                     continue
@@ -216,12 +216,12 @@ cdef class FlatTable:
         cdef uint64_t slot
         if type(slots) is not array.array or slots.typecode != "q":
             raise ValueError("slots must be an array('q')")
-        ends = self.find_ends(hashes, most, &ended)
-        count = len(slots)  # only now: `hashes` may have run any code
-        found = array.clone(_DEPTHS, count, zero=True)
-        if not ends:
-            return found
         try:
+            ends = self.find_ends(hashes, most, &ended)
+            count = len(slots)  # only now: `hashes` may have run any code
+            found = array.clone(_DEPTHS, count, zero=True)
+            if not ends:
+                return found
             depths = <int64_t *> taken(calloc(64 * self.width, sizeof(int64_t)))
             for i in range(ends):
                 depths[ended[i].slot] = ended[i].depth
