@@ -60,6 +60,8 @@ _MOST_REASON_CHARACTERS = 300
 # Of an event that is too long to be kept whole: its type or reason, wherever the JSON has it.
 _TYPE = re.compile(rb'"type": ?"([a-z_.-]+)"\s*}?\s*\Z|\A\s*{"type": ?"([a-z_.-]+)"')
 _REASON = re.compile(rb'"(?:finish_reason|stop_reason)": ?"(\w+)"')
+# A longer answer has something in it.
+_SHORT_BYTES = 64
 # The end of `{"error": {…, "code": 500}}`.
 _ERROR_END = re.compile(rb'"code": ?[45]\d\d\s*}\s*}\s*\Z')
 # `"error":null`, which each Responses object has, is no error.
@@ -373,8 +375,15 @@ def error_in_whole(body: bytes) -> EventError | None:
     return _error(value, "", _reasons(value)) if isinstance(value, dict) else None
 
 
-def has_nothing(body: bytes) -> bool:
-    """Whether a whole JSON answer is `{}`, or has no choice."""
+def is_empty_answer(body: bytes, *, is_native: bool) -> bool:
+    """Whether a whole answer has nothing in it; of an API's own route also if it is cut, a page, or `{}`."""
+    body = body.strip()
+    if not body or not is_native:
+        return not body
+    if body.startswith((b"{", b"<")) and not body.endswith(b"}"):
+        return True
+    if len(body) >= _SHORT_BYTES:
+        return False
     try:
         value = msgspec.json.decode(body)
     except (ValueError, RecursionError):

@@ -47,7 +47,7 @@ from kvrouter.relay.events import (
     EventReader,
     error_in_whole,
     events_at_the_end,
-    has_nothing,
+    is_empty_answer,
     is_plain_end,
     is_plain_output,
     is_suspicious,
@@ -93,8 +93,6 @@ _EVENT_ENDS = (b"\n\n", b"\n\r\n", b"\r\r", b"\n\n\r\n", b"\n\r\n\r\n")
 """As a read may end that ends an event; the last two have the line end of a chunk behind it."""
 _CHUNK_ENDS = (b"\n\n\r\n", b"\n\r\n\r\n")
 _EMPTY = "the worker answered 200 with nothing in it"
-# A longer answer has something in it.
-_SHORT_BYTES = 64
 _NO_END = "the worker's stream ended without a finish reason"
 _NO_STREAM = "the worker did not answer with a stream"
 
@@ -474,9 +472,7 @@ class Attempt:
         if not self.outcome.done():
             if self._begun is not None:
                 self._client.write(self._begun.close())
-            trouble = self._trouble or _GOOD
-            done = Done(head.status, self._keeps_alive, trouble.reason, spares_worker=trouble.spares_worker)
-            self._finish(done)
+            self._finish_good(head)
 
     def lost(self, reason: str) -> None:
         """The connection ended before the body did."""
@@ -537,6 +533,12 @@ class Attempt:
             self._reject(head.status, _content(head, held))
         if self.outcome.done():
             return
+        if head.length is not None and not self._is_stream and self._client.begun is None:  # nearly always
+            self._is_holding = False
+            self._client.write(self._client_head(head, passes_chunks=False) + held)
+            self._keep(held)
+            self._finish_good(head)
+            return
         self._held = bytearray(held)
         self._commit(head, is_whole=True)
         if not self.outcome.done():
@@ -548,22 +550,14 @@ class Attempt:
             error, is_empty = _error_of(self._events), not any(event.commits for event in self._events)
         else:
             text = _content(head, held)
-            error, is_empty = error_in_whole(text) if is_suspicious(text) else None, self._is_empty(text)
+            error = error_in_whole(text) if is_suspicious(text) else None
+            is_empty = is_empty_answer(text, is_native=self._form.is_native)
         if error is not None and self._is_failure(error):
             self._fail(error)
         elif error is not None:
             self._trouble = _reported(error)
         elif is_empty:
             self._finish(Lost(_EMPTY))
-
-    def _is_empty(self, text: bytes) -> bool:
-        """Whether a whole answer has nothing in it; of an API's own routes also if it is cut, or a page."""
-        text = text.strip()
-        if not text or not self._form.is_native:
-            return not text
-        if text.startswith((b"{", b"<")) and not text.endswith(b"}"):
-            return True
-        return len(text) < _SHORT_BYTES and has_nothing(text)
 
     def _is_failure(self, error: EventError) -> bool:
         """Whether another worker may do better. An error of the client is passed on as it is."""
@@ -828,6 +822,11 @@ class Attempt:
         if b"event-stream" in content_type:
             content_type = b"application/json"
         self._finish(Rejected(status, content_type, advice_in(headers), body))
+
+    def _finish_good(self, head: ResponseHead) -> None:
+        """The client has the whole answer, with what was found wrong in it."""
+        trouble = self._trouble or _GOOD
+        self._finish(Done(head.status, self._keeps_alive, trouble.reason, False, trouble.spares_worker))
 
     def _finish(self, outcome: Outcome) -> None:
         # Does nothing if the answer is complete: the connection may already serve another request.

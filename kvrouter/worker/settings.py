@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from socket import gethostname
@@ -13,7 +12,6 @@ from kvrouter.config import CommonOptions, read_key, read_worker_id
 from kvrouter.core.wire.heartbeats import BOTH, PEER
 from kvrouter.errors import ConfigError
 from kvrouter.settings.declare import Command, Settings, setting
-from kvrouter.settings.read import load
 from kvrouter.telemetry.metrics_port import MetricsPortOptions
 from kvrouter.tls import own_certificate, trusting
 from kvrouter.worker.options import (
@@ -243,8 +241,3 @@ COMMAND = Command(
     "SIGTERM or SIGINT: take no new requests and leave when the running ones have ended; the second signal: "
     "leave now. SIGUSR1: take no new requests until the next SIGUSR1.",
 )
-
-
-def agent_options(words: Sequence[str]) -> AgentOptions:
-    """The options of the agent with this command line, without the environment. Raises ConfigError."""
-    return load(COMMAND, words, {}).settings.agent()

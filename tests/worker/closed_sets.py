@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvrouter.core.wire.hashes import unpack_hashes
+from kvrouter.core.wire.hashes import hashes_of
 from kvrouter.core.wire.ops import (
     TIERS,
     Check,
@@ -49,10 +49,10 @@ class ClosedSets:
                     self._sets = [set() for _ in self._sets]
                     self.points = None
                 case Resumable():
-                    self.points = {*unpack_hashes(op.hashes)}.union(self.points or ())
+                    self.points = {*hashes_of(op.hashes)}.union(self.points or ())
                 case NotResumable():
                     assert self.points is not None, "resume points that were never stated"
-                    self.points -= {*unpack_hashes(op.hashes)}
+                    self.points -= {*hashes_of(op.hashes)}
                 case CheckResumable():
                     assert self.points is not None, "a digest of resume points that were never stated"
                     assert (op.count, op.digest) == (len(self.points), sum(self.points) & _MASK64)
@@ -75,7 +75,7 @@ class ClosedSets:
         parent = op.parent
         while len(self._sets) <= op.tier:
             self._sets.append(set(self._sets[-1]))
-        for sequence in unpack_hashes(op.hashes):
+        for sequence in hashes_of(op.hashes):
             assert self.parents.setdefault(sequence, parent) == parent, "another parent than before"
             for held in self._sets[op.tier :]:
                 assert parent is None or parent in held, "stored below a block that is not there"
@@ -83,7 +83,7 @@ class ClosedSets:
             parent = sequence
 
     def _remove(self, op: Removed) -> None:
-        for sequence in unpack_hashes(op.hashes):
+        for sequence in hashes_of(op.hashes):
             for held in self._sets[: op.tier + 1]:
                 held.discard(sequence)
             for held in self._sets:

@@ -11,12 +11,17 @@ from kvrouter.errors import ConfigError
 from kvrouter.settings.read import load
 from kvrouter.worker import settings
 from kvrouter.worker.options import AgentOptions, read_endpoints, worker_id_of
-from kvrouter.worker.settings import COMMAND, agent_options
+from kvrouter.worker.settings import COMMAND
+
+
+def options(*words: str) -> AgentOptions:
+    """The options of this command line, without the environment."""
+    return load(COMMAND, words, {}).settings.agent()
 
 
 def read(*flags: str) -> AgentOptions:
-    """The options in these flags."""
-    return agent_options(["--engine-url", "http://127.0.0.1:25100", *flags])
+    """The options in these flags, of an agent with an engine."""
+    return options("--engine-url", "http://127.0.0.1:25100", *flags)
 
 
 def test_defaults() -> None:
@@ -98,7 +103,7 @@ def test_bad_url(url: str, said: str) -> None:
     """A URL behind which a request's path cannot be put is rejected with the way out."""
     for flags in (("--engine-url", url), ("--engine-url", "http://e", "--advertise-url", url)):
         with pytest.raises(ConfigError, match=re.escape(said)) as refused:
-            agent_options(flags)
+            options(*flags)
 
         assert "secret" not in str(refused.value)
 
@@ -170,7 +175,7 @@ def test_bad_roles(flag: str, said: str) -> None:
 def test_password_in_a_url(flag: str, scheme: str, user: str, rest: str) -> None:
     """A URL with credentials is refused, and the message does not show them, whatever else is wrong."""
     with pytest.raises(ConfigError, match="without a user and password") as refused:
-        agent_options(["--engine-url=http://h:1", f"{flag}={scheme}://{user}@{rest}"])
+        options("--engine-url=http://h:1", f"{flag}={scheme}://{user}@{rest}")
 
     assert not re.search("secret|se/|cret", str(refused.value))
 

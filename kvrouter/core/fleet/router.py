@@ -194,8 +194,9 @@ class Router:
         `avoid`: targets that are left out without having failed this request. `computed`: where its prompt
         has been computed: another decode worker is chosen for it.
         """
+        pool = self.pool
         # the pool's block size may have changed since the prompt was hashed
-        request = self.pool.in_present_size(request)
+        request = pool.in_present_size(request)
         selection = self._selection(request)
         policy = selection.policy
         moment = self._moment(policy, now)
@@ -203,21 +204,21 @@ class Router:
         candidates = _candidates(self, request, left_out, policy, moment)
         eligible = selection.eligible(request, candidates, moment)
         sharing, alone = None, eligible
-        if request.may_split and self.pool.split.whole is not None:
-            eligible, sharing = _shared(
-                self.pool, request, selection, candidates, alone, moment, left_out, computed
-            )
+        if request.may_split and pool.split.whole is not None:
+            shared = pool, request, selection, candidates, alone, moment, left_out, computed
+            eligible, sharing = _shared(*shared)
         pair = None if sharing is None else sharing.pair
         if pair is None and not eligible:
             removed = selection.removed(request, candidates, moment)
-            raise NoWorkersError(_why_none(self.pool, request, exclude, avoid, removed, alone))
+            raise NoWorkersError(_why_none(pool, request, exclude, avoid, removed, alone))
         if pair is not None:
             selection, eligible, best = pair.decode, pair.decoders, [pair.answers]
         else:
-            best = _preferred(eligible, prefer) or selection.choose(request, eligible, moment)
-        order = tuple([one.target for one in best])
+            best = _preferred(eligible, prefer) if prefer else []
+            best = best or selection.choose(request, eligible, moment)
+        order = (best[0].target,) if len(best) == 1 else tuple([one.target for one in best])
         if self.decisions is not None:
-            refused = _refused(self.pool, request, exclude, avoid)
+            refused = _refused(pool, request, exclude, avoid) if left_out else pool.refusals(request)
             self.decisions.append(
                 Decided(request, moment, selection, order, candidates, eligible, refused, sharing)
             )
@@ -225,19 +226,16 @@ class Router:
         if policy.compares_seconds:
             self.tables.shares.count(*candidates.held_of(request))
         prefill = None if pair is None else computed or _book_prefill(self, request, pair, policy, now)
-        pull = eligible.pull_of(choice.target) if pair is None else None
+        pull = eligible.pull_of(choice.target) if pair is None and pool.split.peers else None
         booking = self.bookings.book(request, choice, now, DECODE if pair else PULL if pull else "")
         if request.prompts and not (exclude or prefer):  # a retry is the same request
-            _count_reuse(self.reuse, self.pool, request, pair.computes if pair else choice, candidates)
+            _count_reuse(self.reuse, pool, request, pair.computes if pair else choice, candidates)
         charged = choice.prefill_tokens if pair is None else 0
-        own = OwnBooking(booking, request, policy, charged, now, streamed, self.pool.block_size, pull=pull)
+        own = OwnBooking(booking, request, policy, charged, now, streamed, pool.block_size, pull=pull)
         if policy.reads_speed and pair is None:
             own.predicted_ttft_s = self.bookings.count_decision(eligible, choice.target, moment)
         self.bookings.remember(own, choice, selection, moment)
-        placement = _placement(
-            self.pool, booking, choice, fallbacks=order[1:], sharing=sharing, prefill=prefill, pull=pull
-        )
-        return placement, candidates
+        return _placement(pool, booking, choice, order[1:], sharing, prefill, pull), candidates
 
     def has_eligible(self, request: RouteRequest, now: float, *, exclude: frozenset[Target]) -> bool:
         """Whether `route` would find a target."""
@@ -458,11 +456,10 @@ def _refused(
     return refused | dict.fromkeys(exclude, "failed this request") if exclude else refused
 
 
-def _placement(
+def _placement(  # noqa: PLR0917
     pool: Pool,
     booking: Booking,
     choice: Candidate,
-    *,
     fallbacks: tuple[Target, ...] = (),
     sharing: Sharing | None = None,
     prefill: Placement | None = None,

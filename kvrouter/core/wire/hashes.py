@@ -229,11 +229,6 @@ hash_array: Callable[[bytes], array[int]] = (
 )
 
 
-def unpack_hashes(packed: bytes) -> list[SequenceHash]:
-    """The inverse of `pack_hashes`. Raises ValueError if the length is not a multiple of 8."""
-    return cast("list[SequenceHash]", list(hashes_of(packed)))
-
-
 def pool_token(model: str) -> str:
     """The pool's name in NATS subjects: a readable slug, and 8 hex digits that keep it unique."""
     slug = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in model)[:40]

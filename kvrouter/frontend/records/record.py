@@ -234,7 +234,7 @@ class Record(Struct):
     def asked(self) -> AttemptRecord | None:
         """The last attempt with the client's own prompt: others go on with a stream."""
         if not self.moves:
-            return self.last
+            return self.attempts[-1] if self.attempts else None
         return next((one for one in reversed(self.attempts) if one.work.origin is None), None)
 
     @property

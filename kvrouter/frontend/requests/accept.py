@@ -140,10 +140,10 @@ class Accept:
         if read.large is not None and read.large.holes:
             asked = await _whole(read, read.large, api, policy)
         # also in a mode without tokens, if others of the pool are placed by what its booking holds
-        needs_tokens = router.needs_tokens or policy.needs_tokens
+        needs_tokens = policy.needs_tokens or router.needs_tokens
         prompts = await self._prompts(asked, router, api, record, found_ids, client) if needs_tokens else ()
         charge = None if key is None or overrides.dry_run else self.limits.charge(key, api, read, prompts)
-        # by position: CPython passes more than 15 keywords by a dict, which takes 1 % of a request
+        # at most 15 keywords: CPython passes more by a dict, which takes 1 % of a request
         route = RouteRequest(
             record.id,
             prompts,
@@ -393,9 +393,9 @@ def _wanted(request: Request, read: _Read, overrides: Overrides) -> tuple[Wanted
 
 def _with_id(body: bytes, asked: openai.CompletionRequest, read: _Read) -> tuple[bytes, NewResponse | None]:
     """The body, of a response with an id, which is remembered if the engine may keep it."""
-    before, owner = read.before, read.owner
     if not isinstance(asked, responses.ResponseRequest):
         return body, None
+    before, owner = read.before, read.owner
     if not asked.is_kept or len(asked.own_id or "") > MOST_ID_CHARACTERS:
         return body, None
     response_id = asked.own_id or new_response_id(owner)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from functools import partial
 from itertools import cycle, repeat
 
@@ -135,7 +135,14 @@ class Completions:
             self.readers.access.begin(record)
         try:
             self.in_flight.begin(request)
-            served = record.served = await self._answer(record, api, rights)
+            if request.head.hops:
+                check_hops(request.head.hops, self._replica.peers.is_replica)
+            work = record.work = await self.accept.work(record, api, rights)
+            record.accepted_at = clock()
+            if work.is_dry_run:
+                served = record.served = self._preview(work, rights)
+            else:
+                served = record.served = self._finish(work, await self._relayed(record, work))
         except asyncio.CancelledError:
             rejection = self.in_flight.take_rejection(request)
             if rejection is None:  # the client left; else cut_off cancelled the request
@@ -156,31 +163,28 @@ class Completions:
         self.readers.ended(record)
         record.error = None  # its traceback leads back here, and would hold the body in a ring
 
-    async def _answer(self, record: Record, api: Api, rights: Rights) -> Served:
-        request = record.request
-        if request.head.hops:
-            check_hops(request.head.hops, self._replica.peers.is_replica)
-        record.work = work = await self.accept.work(record, api, rights)
-        record.accepted_at = clock()
-        if work.is_dry_run:
-            if work.key is None:  # a key that may not is refused already
-                rights.gate("a dry run", request.headers)
-            return self._reply(request, self.readers.decisions.preview(work))
+    def _preview(self, work: Work, rights: Rights) -> Served:
+        if work.key is None:  # a key that may not is refused already
+            rights.gate("a dry run", work.request.headers)
+        return self._reply(work.request, self.readers.decisions.preview(work))
+
+    def _relayed(self, record: Record, work: Work) -> Awaitable[Outcome | None]:
+        """What serves the request: for most `_try_workers` itself, as each coroutine around it takes 1 %."""
+        keeps_alive = record.limits.keep_alive_s and work.stream and work.api.streams
+        relay = self._kept_alive if keeps_alive else self._try_workers
         if self._moves.is_on and self._moves.may_move(work):
             record.work = work = replace(work, movable=True)
-        keeps_alive = record.limits.keep_alive_s and work.stream and api.streams
-        relay = self._kept_alive if keeps_alive else self._try_workers
-        outcome = await relay(record, work)
-        if isinstance(outcome, Done) and outcome.rest is not None:
-            outcome = await self._moves.go_on(record, work, outcome, self._try_workers)
-        return self._finish(work, outcome)
+            return self._moves.served(record, work, relay(record, work), self._try_workers)
+        return relay(record, work)
 
     def _failed(self, record: Record, api: Api, error: Exception) -> Served:
         """Answer in place of a worker."""
-        record.error, request = error, record.request
-        if isinstance(error, KvRouterError):
-            return self._reply_error(api, request, record.id, error)
-        return self._fail(api, request, record.id)
+        record.error, client = error, record.request.client
+        if not isinstance(error, KvRouterError):  # the access log has its traceback
+            if client.has_begun and client.begun is None:
+                return Served(KvRouterError.status, keeps_alive=False, needs_reset=True)
+            error = internal_error()
+        return self._reply_error(api, record.request, record.id, error)
 
     def _reply(self, request: Request, answer: Answer, *, closes: bool = False) -> Served:
         """Write an answer that no worker made."""
@@ -196,12 +200,6 @@ class Completions:
         client.write(begun.close(api.error_event(error)))
         keeps_alive = begun.keeps_alive and not self.in_flight.is_draining
         return Served(200, keeps_alive, failure=str(error))
-
-    def _fail(self, api: Api, request: Request, request_id: str) -> Served:
-        """Reply to a request that raised an unexpected error. The access log has its traceback."""
-        if request.client.has_begun and request.client.begun is None:
-            return Served(KvRouterError.status, keeps_alive=False, needs_reset=True)
-        return self._reply_error(api, request, request_id, internal_error())
 
     async def _kept_alive(self, record: Record, work: Work) -> Outcome | None:
         """`_try_workers`, with comments for a client that waits for its stream (--sse-keep-alive-s)."""
@@ -327,29 +325,28 @@ class Completions:
         self, record: Record, running: AttemptRecord, case: Case | None
     ) -> tuple[Outcome, Case | None]:
         """One worker's try. Returns the case of the request, which a loss begins."""
+        exchange, client = self._exchanges.exchange, running.work.request.client
         try:
+            outcome: Outcome | None = None
             if running.prefill is not None and running.prefill.outcome is None:
-                collected = self._hand_overs.begin(running)
-                prefill = self._prefill(record, running, collected, case)
+                prefill = self._prefill(record, running, self._hand_overs.begin(running), case)
                 if running.is_at_once:
-                    return await joined(running, prefill, self._answered(record, running, case))
-                failure, case = await prefill
+                    decode = exchange(record, running, client)
+                    failure, case, outcome = await joined(running, prefill, decode, case)
+                else:
+                    failure, case = await prefill
                 if failure is not None:
                     return failure, case
-            return await self._answered(record, running, case)
+            if outcome is None:
+                outcome = await exchange(record, running, client)
+            # nearly all need no call
+            if not isinstance(outcome, Done) or outcome.failure or self.lost.prompts.suspected:
+                case = await self.lost.ended(case, running, outcome)
+            return outcome, case
         finally:
             if case is not None:
                 self.lost.end_trial(case)
             self._end(running)
-
-    async def _answered(
-        self, record: Record, running: AttemptRecord, case: Case | None
-    ) -> tuple[Outcome, Case | None]:
-        outcome = await self._exchanges.exchange(record, running, running.work.request.client)
-        # nearly all need no call
-        if not isinstance(outcome, Done) or outcome.failure or self.lost.prompts.suspected:
-            case = await self.lost.ended(case, running, outcome)
-        return outcome, case
 
     async def _prefill(
         self, record: Record, running: AttemptRecord, collected: Collected, case: Case | None
@@ -384,24 +381,24 @@ class Completions:
             self._hand_overs.ended(running, outcome, now)
         if router.circuits is not None:
             record_outcome(router.circuits, placement.target, outcome)
+        status = outcome.status if isinstance(outcome, Done) else _status_of(outcome)
+        if status:
+            # before `free`, which reports 499 to the policy otherwise
+            router.bookings.answered(placement.key, status)
+            worker = router.pool.workers.get(placement.target.worker_id)
+            if worker is not None and running.work.api.is_native:
+                worker.first_answers.note(status)
         # Nearly all are good: asked first, and without a `match`, which takes 0.5 µs.
-        if isinstance(outcome, Done) and outcome.status < 300 and not outcome.failure:
+        if isinstance(outcome, Done) and status < 300 and not outcome.failure:
             running.counts.answers["ok"] += 1
             if router.tables.rests.refusals:
                 router.tables.rests.accepted(placement.target)
-            # before `free`, which reports 499 to the policy otherwise
-            router.bookings.answered(placement.key, outcome.status)
             # Only a good answer proves that the target computed the prompt, and so may hold its blocks.
             router.bookings.mark_prefill_completed(placement.key, now)
         else:
             running.counts.answers[_ending_of(outcome)] += 1
-            if outcome is not None:
-                router.bookings.answered(placement.key, _status_of(outcome))
-            if isinstance(outcome, Rejected) and outcome.status in _BUSY:
+            if isinstance(outcome, Rejected) and status in _BUSY:
                 record_busy(router, placement.target, outcome, now)
-        worker = router.pool.workers.get(placement.target.worker_id)
-        if outcome is not None and running.work.api.is_native and worker is not None:
-            worker.first_answers.note(_status_of(outcome))
         charge = running.work.route.charge
         if charge is not None:
             charge.used = _used(charge, running, self.accept.limits)
@@ -468,8 +465,8 @@ def _ending_of(outcome: Outcome | None) -> str:
     return "failed"
 
 
-def _status_of(outcome: Outcome) -> int:
-    """The status that policies get: the worker's own, 504 for its silence, 502 for its loss."""
+def _status_of(outcome: Outcome | None) -> int:
+    """The status that policies get: the worker's own, 504 for its silence, 502 for its loss; 0: none."""
     match outcome:
         case Done(status) | Rejected(status):
             return status
@@ -477,3 +474,5 @@ def _status_of(outcome: Outcome) -> int:
             return WorkerSilentError.status
         case Lost() | Retried():
             return WorkerDiedError.status
+        case None:
+            return 0

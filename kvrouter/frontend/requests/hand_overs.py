@@ -154,23 +154,25 @@ class HandOvers:
 async def joined(
     running: AttemptRecord,
     prefill: Coroutine[Any, Any, tuple[Outcome | None, Leg]],
-    decode: Coroutine[Any, Any, tuple[Outcome, Leg]],
-) -> tuple[Outcome, Leg]:
+    decode: Coroutine[Any, Any, Outcome],
+    case: Leg,
+) -> tuple[Outcome | None, Leg, Outcome | None]:
     """Both halves at the same time; the one that fails ends the other, which would wait for it.
 
+    Returns the failure of the first half with its case, or `case` and the outcome of the second one.
     Once the client has output the decode worker has all blocks, and needs the other no more.
     """
     legs = first, second = asyncio.ensure_future(prefill), asyncio.ensure_future(decode)
     try:
         await asyncio.wait(legs, return_when=asyncio.FIRST_COMPLETED)
         if not second.done() and not _has_output(running):
-            failure, case = first.result()
+            failure, case_then = first.result()
             if failure is not None:
-                return failure, case
+                return failure, case_then, None
         outcome = await second
         if running.is_good:
             await asyncio.wait((first,), timeout=DRAIN_S)
-        return outcome
+        return None, case, outcome
     finally:
         first.cancel()
         second.cancel()

@@ -1,6 +1,6 @@
 """Streams that go on at another worker when theirs is lost (--migration-limit).
 
-    Attempt ──Done, with `rest`──> Moves.go_on ──a request for what is missing──> another worker
+    Attempt ──Done, with `rest`──> Moves.served ──a request for what is missing──> another worker
                                         │                                            │
                                         └─ refused, failed, none left: error event   └──> the same client
 
@@ -111,8 +111,16 @@ class Moves:
         """Whether its client gets no token ids."""
         return self._options.strip and not _body(work).get("return_token_ids")
 
-    async def go_on(self, record: Record, work: Work, cut: Done, try_workers: TryWorkers) -> Outcome:
-        """Have other workers finish a stream. Its client gets the error event if none does."""
+    async def served(
+        self, record: Record, work: Work, relay: Awaitable[Outcome | None], try_workers: TryWorkers
+    ) -> Outcome | None:
+        """Relay a stream, and have other workers finish it if its own is lost.
+
+        Its client gets the error event if none does.
+        """
+        cut = await relay
+        if not isinstance(cut, Done) or cut.rest is None:
+            return cut
         charge = work.route.charge
         prompt_tokens = 0 if charge is None else charge.prompt_tokens
         try:

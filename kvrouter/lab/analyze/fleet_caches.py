@@ -35,10 +35,6 @@ class FleetCaches:
         self._caches: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(workers)]
 
     @property
-    def is_sampled(self) -> bool:
-        return self._mask > 0
-
-    @property
     def busiest(self) -> float:
         """Blocks computed by the worker with most of them, divided by the mean."""
         total = sum(self.computed)

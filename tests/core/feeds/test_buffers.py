@@ -11,7 +11,7 @@ from kvrouter.core.feeds.buffers import (
     Loading,
     cost,
 )
-from kvrouter.core.wire.hashes import pack_hashes, unpack_hashes
+from kvrouter.core.wire.hashes import hashes_of, pack_hashes
 from kvrouter.core.wire.ops import AddRequest, Cleared, Decoded, Op, Resumable, SnapshotChunk, Stored
 
 
@@ -117,7 +117,7 @@ def test_long_op_is_loaded_in_parts() -> None:
 
     stored = [part for part in parts if isinstance(part, Stored)]
     assert [OP_HASHES, OP_HASHES, 3] == [len(part.hashes) // 8 for part in stored]
-    assert hashes == [int(hash_) for part in stored for hash_ in unpack_hashes(part.hashes)]
+    assert hashes == [int(hash_) for part in stored for hash_ in hashes_of(part.hashes)]
     assert [(1, 77), (1, None), (1, None)] == [(part.tier, part.parent) for part in stored]
 
 

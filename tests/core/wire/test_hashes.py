@@ -16,6 +16,7 @@ from kvrouter.core.wire.hashes import (
     block_hashes,
     block_seed,
     chain_of,
+    hashes_of,
     media_prompt_hashes,
     multimodal_id,
     pack_hashes,
@@ -24,7 +25,6 @@ from kvrouter.core.wire.hashes import (
     seeded_block_hashes,
     seeded_prompt_hashes,
     sequence_hashes,
-    unpack_hashes,
 )
 from kvrouter.core.wire.ids import BlockHash, SequenceHash
 from kvrouter.errors import BadRequestError
@@ -231,13 +231,13 @@ def test_packed_hashes_come_back(values: list[int]) -> None:
     packed = pack_hashes(values)
 
     assert struct.pack(f"<{len(values)}Q", *values) == packed
-    assert values == unpack_hashes(packed)
+    assert values == list(hashes_of(packed))
 
 
 def test_half_a_hash_is_rejected() -> None:
     """Bytes that are not whole hashes do not unpack."""
     with pytest.raises(ValueError, match="multiple"):
-        unpack_hashes(b"1234567")
+        hashes_of(b"1234567")
 
 
 def test_pool_token() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvrouter.core.wire.hashes import pack_hashes, unpack_hashes
+from kvrouter.core.wire.hashes import hashes_of, pack_hashes
 from kvrouter.core.wire.ops import (
     MAX_BOOKING_HASHES,
     MAX_FRAME_BYTES,
@@ -308,4 +308,4 @@ def test_longest_booking_fits_a_frame() -> None:
     assert len(data) < MAX_FRAME_BYTES
     (read,) = decode_frame(data).ops or []
     assert isinstance(read, AddRequest)
-    assert MAX_BOOKING_HASHES == len(unpack_hashes(read.hashes))
+    assert MAX_BOOKING_HASHES == len(hashes_of(read.hashes))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.core.wire.hashes import block_hashes, pack_hashes, sequence_hashes, unpack_hashes
+from kvrouter.core.wire.hashes import block_hashes, hashes_of, pack_hashes, sequence_hashes
 from kvrouter.core.wire.ops import DEVICE, DISK, HOST, MAX_FRAME_HASHES, TIERS, Cleared, Op, Removed, Stored
 from kvrouter.worker.blocks.engine_blocks import EngineBlocks
 from tests.long import examples
@@ -319,8 +319,8 @@ def test_long_chain() -> None:
     first, second = ops
     assert isinstance(first, Stored)
     assert isinstance(second, Stored)
-    assert MAX_FRAME_HASHES == len(unpack_hashes(first.hashes))
-    assert unpack_hashes(first.hashes)[-1] == second.parent
+    assert MAX_FRAME_HASHES == len(hashes_of(first.hashes))
+    assert hashes_of(first.hashes)[-1] == second.parent
     assert ClosedSets().apply(table.state_ops() + table.check_ops()).tiers == ClosedSets().apply(ops).tiers
 
 
