@@ -15,7 +15,7 @@ from kvrouter.core.wire.hashes import chain_of
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import Target, WorkerId
 from kvrouter.core.wire.values import MOST_AMOUNT, MOST_FINITE, MOST_ID_CHARACTERS, Line
-from kvrouter.errors import BadRequestError, UnknownTargetError
+from kvrouter.errors import BadRequestError, NoWorkersError, UnknownModelError, UnknownTargetError
 from kvrouter.prompts.ways import Naming, named
 from kvrouter.router.reservations import MOST_LEASE_S
 from kvrouter.tokens.prefix_tokens import Encoded
@@ -97,9 +97,11 @@ class PlacementAsk(Struct, frozen=True):
 
     def check(self) -> None:
         """Raise BadRequestError if there are several prompts."""
+        lists = [self.token_ids is not None, is_given(self.block_hashes) or is_given(self.sequence_hashes)]
         texts = [self.text is not None, is_given(self.messages), is_given(self.request)]
-        if sum(texts) + (self.token_ids is not None) > 1:
-            raise BadRequestError("give one of token_ids, text, messages and request", param="token_ids")
+        if sum(lists) + sum(texts) > 1:
+            what = "give one of token_ids, hashes, text, messages and request"
+            raise BadRequestError(what, param="token_ids")
 
     @property
     def charges(self) -> bool:
@@ -108,7 +110,9 @@ class PlacementAsk(Struct, frozen=True):
         return False not in {self.track_prefill_tokens, override.track_prefill_tokens}
 
     def of_tokens(self, request_id: str, pool: Pool) -> RouteRequest:
-        """The request, if it has no text. Raises BadRequestError."""
+        """The request, if it has no text. Raises BadRequestError or UnknownModelError."""
+        if self.lora_name and self.lora_name not in pool.lora_names:
+            raise UnknownModelError(f"no worker of {pool.model!r} has the adapter {self.lora_name[:100]!r}")
         lora_name = self.lora_name or (self.model_name if self.model_name in pool.lora_names else None)
         return RouteRequest(request_id, _prompts(self, pool, lora_name), lora_name=lora_name)
 
@@ -127,11 +131,15 @@ class PlacementAsk(Struct, frozen=True):
         return Wanted(WorkerId(worker.card.worker_id), rank)
 
     def excluded(self, pool: Pool) -> frozenset[Target]:
-        """The targets that must not serve it."""
+        """The targets that must not serve it. Raises UnknownTargetError or NoWorkersError."""
         if self.allowed_worker_ids is None:
             return frozenset()
         allowed = {*map(str, self.allowed_worker_ids)}
-        return frozenset(target for target in pool.targets if target.worker_id not in allowed)
+        excluded = frozenset(target for target in pool.targets if target.worker_id not in allowed)
+        if len(excluded) == len(pool.targets):
+            error = UnknownTargetError if allowed.isdisjoint(pool.workers) else NoWorkersError
+            raise error(f"none of allowed_worker_ids serves {pool.model!r} now: see GET /workers")
+        return excluded
 
 
 def is_given(raw: Raw | array[int]) -> bool:
@@ -150,6 +158,7 @@ def _prompts(asked: PlacementAsk, pool: Pool, lora_name: str | None) -> tuple[Pr
     if asked.block_size not in {None, 0, size}:
         raise BadRequestError(f"block_size {asked.block_size}: the workers have {size}", param="block_size")
     if asked.token_ids is not None:
+        asked.check()
         naming = Naming(pool, None, lora_name, asked.cache_salt)
         return named([Encoded(asked.token_ids, len(asked.token_ids))], naming)
     hashes = _chain(asked)
