@@ -18,6 +18,7 @@ from urllib.parse import quote
 
 import yaml
 
+from scripts.kit.dashboard import VARIABLES, panels
 from scripts.kit.fleet import Fleet, FleetError, wait_until_ok
 from scripts.kit.http_client import Client
 from scripts.kit.ports import free_ports
@@ -67,10 +68,10 @@ def expressions_of(rules: str) -> list[str]:
 
 
 def dashboard_expressions(interval_s: int = 10) -> list[str]:
-    """Of all panels of deploy/grafana, with rates over `interval_s`."""
-    panels = json.loads((DEPLOY / "grafana" / "kvrouter.json").read_text())["panels"]
-    found = [target["expr"] for panel in panels for target in panel.get("targets", ())]
-    return [expression.replace("$__rate_interval", f"{interval_s}s") for expression in found]
+    """Of all panels of deploy/grafana, for any fleet, with rates over `interval_s`."""
+    found = [target["expr"] for panel in panels() for target in panel.get("targets", ())]
+    found = [one.replace("$__rate_interval", f"{interval_s}s") for one in found]
+    return [re.sub(rf"\$(?:{'|'.join(VARIABLES)})\b", ".*", one) for one in found]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""deploy/grafana: each expression of the dashboard names metrics that there are."""
+"""deploy/grafana: the dashboard names metrics that there are, of the fleet that is chosen."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from scripts.kit.dashboard import FILE, VARIABLES, panels, written
 from scripts.kit.proxies import DEPLOY
 
-DASHBOARD = json.loads((DEPLOY / "grafana" / "kvrouter.json").read_text())
+DASHBOARD = json.loads(FILE.read_text())
 METRICS = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 
 # Documented metrics that no panel shows, and why.
@@ -36,7 +37,7 @@ NOT_SHOWN = {
 
 def expressions() -> list[str]:
     """Of all panels."""
-    return [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
+    return [target["expr"] for panel in panels(DASHBOARD) for target in panel.get("targets", ())]
 
 
 @pytest.mark.parametrize("expression", expressions())
@@ -58,21 +59,52 @@ def _names(texts: list[str]) -> set[str]:
     return {name for text in texts for name in re.findall(r"kvrouter_\w+", text)}
 
 
-def test_panels_do_not_overlap() -> None:
-    """Several in a row of 24 columns, with a number of their own."""
-    panels = DASHBOARD["panels"]
-    places = [(one["gridPos"]["x"], one["gridPos"]["y"]) for one in panels]
+def test_as_the_catalog_has_it() -> None:
+    """Each selector has the variables that its metric has labels for, each panel what its metrics mean.
 
-    assert len(panels) == len(set(places)) == len({one["id"] for one in panels})
-    assert all(one["gridPos"]["x"] + one["gridPos"]["w"] <= 24 for one in panels)
-    assert all(one["title"] for one in panels)
+    If not: python -m scripts.kit.dashboard.
+    """
+    assert FILE.read_text() == written()
+    assert all(panel["description"] for panel in panels(DASHBOARD) if panel["type"] != "row")
+
+
+def test_variables() -> None:
+    """The data source and one fleet are chosen; all models and pools, and namespaces where there are any."""
+    chosen = {one["name"]: one for one in DASHBOARD["templating"]["list"]}
+
+    assert ("datasource", *VARIABLES) == tuple(chosen)
+    assert {"namespace", "model", "pool"} == {name for name, one in chosen.items() if one.get("includeAll")}
+    assert all(chosen[name]["allValue"] == ".*" for name in ("namespace", "model", "pool"))
+    for one in expressions():
+        assert {*re.findall(r"\$(\w+)", one)} <= {*chosen, "__rate_interval"}
+
+
+def test_what_matters_stands_first() -> None:
+    """Numbers of the moment, then what users see; what explains them is in closed rows."""
+    rows = [panel for panel in DASHBOARD["panels"] if panel["type"] == "row"]
+    first = DASHBOARD["panels"][1 : DASHBOARD["panels"].index(rows[1])]
+
+    assert {"stat"} == {panel["type"] for panel in first}
+    assert [False, False, *[True] * (len(rows) - 2)] == [row["collapsed"] for row in rows]
+
+
+def test_panels_do_not_overlap() -> None:
+    """Several in a row of 24 columns, with a number of their own. A closed row has its own places."""
+    for group in (DASHBOARD["panels"], *[row["panels"] for row in DASHBOARD["panels"] if row.get("panels")]):
+        places = [(one["gridPos"]["x"], one["gridPos"]["y"]) for one in group]
+        assert len(group) == len(set(places))
+    whole = [*panels(DASHBOARD)]
+
+    assert len(whole) == len({one["id"] for one in whole})
+    assert all(one["gridPos"]["x"] + one["gridPos"]["w"] <= 24 for one in whole)
+    assert all(one["title"] for one in whole)
 
 
 def test_compose_provisions_it() -> None:
-    """The data source has the id that the panels name; all files are mounted."""
+    """There is a data source to choose; all files are mounted."""
     source = yaml.safe_load((DEPLOY / "grafana" / "datasource.yml").read_text())["datasources"][0]
     service = yaml.safe_load((DEPLOY / "compose" / "compose.yaml").read_text())["services"]["grafana"]
     mounted = {volume.split(":")[0].rpartition("/")[2] for volume in service["volumes"]}
 
-    assert {source["uid"]} == {one["datasource"]["uid"] for one in DASHBOARD["panels"] if "datasource" in one}
+    assert source["type"] == DASHBOARD["templating"]["list"][0]["query"]
     assert {path.name for path in (DEPLOY / "grafana").iterdir()} == mounted
