@@ -7,10 +7,11 @@ import json
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import anthropic
 import openai
+import pydantic
 import pytest
 
 from kvrouter.core.tables.predictions import PredictionKind
@@ -21,7 +22,20 @@ from tests.e2e.fleet import Fleet, running_fleet, until
 TURNS = 4
 SYSTEM = "You are a helpful assistant that answers in one sentence. " * 4
 QUESTION = "And what, then, is the block hash of the block number"
-TOOL = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOL = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+GIVEN = {"city": "mock"}
+
+
+class City(pydantic.BaseModel):
+    name: str
+    people: int = pydantic.Field(ge=1_000)
+
+
+class Trip(pydantic.BaseModel):
+    """What a client may ask for."""
+
+    cities: list[City] = pydantic.Field(min_length=2)
+    by: Literal["train", "bus"]
 
 
 class Turn(NamedTuple):
@@ -190,7 +204,7 @@ async def test_anthropic_tools(fleet: Fleet) -> None:
         answer = await client.messages.create(model="tiny", max_tokens=8, tools=tools, messages=chat)
         counted = await client.messages.count_tokens(model="tiny", tools=tools, messages=chat)
 
-    assert [("get_weather", {})] * 2 == [
+    assert [("get_weather", GIVEN)] * 2 == [
         (block.name, block.input) for block in (use, *streamed.content) if block.type == "tool_use"
     ]
     cached = answer.usage.cache_read_input_tokens or 0
@@ -228,8 +242,48 @@ async def test_openai_tools(fleet: Fleet) -> None:
     (call,) = calls_of_chat
     calls: list[Any] = [item for one in (response, streamed) for item in one.output]
     named = [(item.name, json.loads(item.arguments)) for item in calls if item.type == "function_call"]
-    assert ("get_weather", "{}") == (call.function.name, call.function.arguments)
-    assert [("get_weather", {})] * 2 == named
+    assert ("get_weather", GIVEN) == (call.function.name, json.loads(call.function.arguments))
+    assert [("get_weather", GIVEN)] * 2 == named
+
+
+async def test_openai_structured_output(fleet: Fleet) -> None:
+    """Answers fit the schema that was asked for: chats, whole and streamed, and responses."""
+    chat: list[Any] = [{"role": "user", "content": "Where to?"}]
+    async with openai_at(fleet.frontends[0].url) as client:
+        parsed = await client.chat.completions.parse(model="tiny", messages=chat, response_format=Trip)
+        asked = client.chat.completions.stream(model="tiny", messages=chat, response_format=Trip)
+        async with asked as stream:
+            streamed = await stream.get_final_completion()
+        response = await client.responses.parse(model="tiny", input="Where to?", text_format=Trip)
+        with pytest.raises(openai.LengthFinishReasonError):
+            await client.chat.completions.parse(
+                model="tiny", messages=chat, response_format=Trip, max_tokens=3
+            )
+
+    trips = [parsed.choices[0].message.parsed, streamed.choices[0].message.parsed, response.output_parsed]
+    assert [Trip] * 3 == [type(trip) for trip in trips]
+    assert trips[0] == trips[1] == trips[2]
+
+
+async def test_openai_reasoning_and_embeddings(fleet: Fleet) -> None:
+    """A chat with an effort thinks before it answers; equal texts have equal vectors."""
+    chat: list[Any] = [{"role": "user", "content": "Why?"}]
+    asked: Any = {"model": "tiny", "messages": chat, "reasoning_effort": "low", "max_tokens": 12}
+    async with openai_at(fleet.frontends[0].url) as client:
+        whole: Any = (await client.chat.completions.create(**asked)).choices[0].message
+        deltas: list[Any] = [
+            part.choices[0].delta
+            async for part in await client.chat.completions.create(**asked, stream=True)
+            if part.choices
+        ]
+        vectors = await client.embeddings.create(model="tiny", input=["a b", "c", "a b"], dimensions=32)
+
+    thought = "".join([getattr(delta, "reasoning", None) or "" for delta in deltas])
+    assert whole.reasoning == thought != ""
+    assert whole.content == "".join([delta.content or "" for delta in deltas])
+    first, second, third = [one.embedding for one in vectors.data]
+    assert 32 == len(first)
+    assert first == third != second
 
 
 async def test_openai_choices(fleet: Fleet) -> None:

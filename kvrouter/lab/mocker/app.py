@@ -20,6 +20,7 @@ from kvrouter.lab.mocker.bodies import (
     BodyT,
     ChatBody,
     CompletionBody,
+    EmbeddingBody,
     EngineBusyError,
     MessagesBody,
     ResponsesBody,
@@ -34,6 +35,7 @@ from kvrouter.lab.mocker.bodies import (
 )
 from kvrouter.lab.mocker.config import MockerConfig
 from kvrouter.lab.mocker.engine import Engine, EngineRequest
+from kvrouter.lab.mocker.fitting import DIMENSIONS, pieces_of
 from kvrouter.lab.mocker.handover import Handover, LoadFailedError
 from kvrouter.lab.mocker.hashing import EnginePrompt
 from kvrouter.lab.mocker.messages_reply import MessagesReply
@@ -47,6 +49,7 @@ from kvrouter.lab.mocker.replies import (
     Json,
     Reply,
     ReplyRun,
+    embedded,
     encode,
 )
 from kvrouter.lab.mocker.responses_reply import ResponsesReply
@@ -167,13 +170,17 @@ class MockService:
             shows_token_ids=bool(body.return_token_ids),
             options=body.stream_options or StreamOptions(),
             tool=body.demanded_tool,
+            arguments=encode(body.arguments).decode(),
+            said=() if body.demanded_tool else pieces_of(body.schema),
+            thinks=body.reasoning_tokens,
             shows_logprobs=body.shows_logprobs,
             answers=body.answers,
         )
         if self._is_busy(len(prompts) * body.answers):
             self.rejections += 1
             return await _answer_error(http, EngineBusyError(), streams=bool(body.stream))
-        requests = [self._request(body, prompt) for prompt in prompts for _ in range(body.answers)]
+        asked = [prompt for prompt in prompts for _ in range(body.answers)]
+        requests = [self._request(body, prompt, reply) for prompt in asked]
         transfer = transfer_of(body)
         if self.handover is not None and len(requests) == 1:  # a hand-over has a single reader
             try:
@@ -218,13 +225,17 @@ class MockService:
         for prompt in prompts:
             _check_prompt(len(prompt.tokens), limit)
 
-    def _request(self, body: Body, prompt: EnginePrompt) -> EngineRequest:
+    def _request(self, body: Body, prompt: EnginePrompt, reply: Reply) -> EngineRequest:
+        most = body.answer_tokens
+        if reply.said:
+            whole = reply.thinks + len(reply.said)
+            most = whole if most is None else min(most, whole)
         return EngineRequest(
             id=str(next(self._numbers)),  # clients may use the same X-Request-Id twice at once
             prompt=prompt.tokens,
             media=prompt.media,
-            max_tokens=body.answer_tokens,
-            ignore_eos=body.ignore_eos,
+            max_tokens=most,
+            ignore_eos=body.ignore_eos or bool(reply.said),
             lora_name=body.model if body.model in self.config.loras else None,
             salt=body.cache_salt,
         )
@@ -246,6 +257,14 @@ class MockService:
         return limit is not None and sum(rank.num_unfinished for rank in self.ranks) + prompts > limit
 
     # --- the rest ---
+
+    async def embeddings(self, http: web.Request) -> web.Response:
+        """POST /v1/embeddings: vectors of length 1, equal for equal tokens. Nothing is computed or cached."""
+        body = await self._read(http, EmbeddingBody)
+        prompts = token_prompts(body.input) or await self.text.encode(TextPrompt(text_prompts(body.input)))
+        self._check_lengths(prompts, None)
+        model, dimensions = body.model or self.config.model_name, body.dimensions or DIMENSIONS
+        return _json(embedded(prompts, model, dimensions, is_packed=body.encoding_format == "base64"))
 
     async def tokenize(self, http: web.Request) -> web.Response:
         """POST /tokenize."""
@@ -328,6 +347,7 @@ class MockService:
                 web.post("/v1/messages", self.messages),
                 web.post("/v1/messages/count_tokens", self.count_tokens),
                 web.post("/v1/responses", self.responses),
+                web.post("/v1/embeddings", self.embeddings),
                 web.post("/tokenize", self.tokenize),
                 web.post("/reset_prefix_cache", self.reset_prefix_cache),
                 web.post("/speed", self.speed),

@@ -2,23 +2,27 @@
 
 Unknown fields are ignored; a missing `model` means the base model. Sampling is not simulated, so temperature,
 stop strings and the like are accepted and have no effect, all answers to a prompt (`n`) are the same, and
-every logprob is 0. Tools are called if `tool_choice` demands it.
+every logprob is 0. Tools are called if `tool_choice` demands it. Their arguments, and answers for which a
+JSON schema is given, fit that (fitting.py).
 """
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from kvrouter.errors import BadRequestError, KvRouterError
+from kvrouter.lab.mocker.fitting import fitting
 from kvrouter.lab.mocker.hashing import EnginePrompt, token_ids
 
 # `max_tokens` of /v1/completions in OpenAI's and vLLM's API.
 DEFAULT_COMPLETION_TOKENS = 16
 # `n` of one request.
 MOST_ANSWERS = 128
+# Of a chat with `reasoning_effort`, before its answer.
+REASONING_TOKENS = 4
 
 
 class SchemaError(BadRequestError):
@@ -61,6 +65,8 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     vllm_xargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    response_format: Any = None
+    structured_outputs: Any = None
     logprobs: Any = None
     # Only a mocker with a connector reads it, except for a chat's token ids.
     kv_transfer_params: Any = None
@@ -92,9 +98,39 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
         return name if isinstance(name, str) else None
 
     @property
+    def arguments(self) -> Any:
+        """What the demanded tool is called with."""
+        for tool in self.tools or ():
+            function = tool.get("function") or tool
+            if function.get("name") == self.demanded_tool:
+                schema = function.get("parameters") or function.get("input_schema")
+                return fitting(schema) if schema else {}
+        return {}
+
+    @property
+    def schema(self) -> object:
+        """The JSON schema that the answer has to fit; None: there is none."""
+        given = self.structured_outputs
+        if isinstance(given, dict) and given.get("json") is not None:
+            return given["json"]
+        return _schema_of(self.response_format)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of reasoning before the answer."""
+        return 0
+
+    @property
     def answer_tokens(self) -> int | None:
         """The client's limit for the answer; None: no limit."""
         return self.max_tokens
+
+
+def _schema_of(form: object) -> object:
+    """Of `response_format`, or of `text.format` of a response."""
+    if not isinstance(form, dict) or form.get("type") not in {"json_object", "json_schema"}:
+        return None
+    return (form.get("json_schema") or form).get("schema") or {"type": "object"}
 
 
 class CompletionBody(Body, frozen=True, kw_only=True):
@@ -155,6 +191,11 @@ class ChatBody(Body, frozen=True, kw_only=True):
     reasoning_effort: str | None = None
 
     @property
+    def reasoning_tokens(self) -> int:
+        thinks = self.reasoning_effort not in {None, "none"} and self.demanded_tool is None
+        return REASONING_TOKENS if thinks else 0
+
+    @property
     def answer_tokens(self) -> int | None:
         """The client's limit for the answer. The newer name has priority, as in vLLM."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -174,6 +215,11 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     request_id: str | None = None
     store: bool | None = True
     include: list[str] | None = None
+    text: Any = None
+
+    @property
+    def schema(self) -> object:
+        return _schema_of(self.text.get("format")) if isinstance(self.text, dict) else None
 
     @property
     def answer_tokens(self) -> int | None:
@@ -182,6 +228,15 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     @property
     def shows_logprobs(self) -> bool:
         return "message.output_text.logprobs" in (self.include or ())
+
+
+class EmbeddingBody(msgspec.Struct, frozen=True, kw_only=True):
+    """/v1/embeddings."""
+
+    model: str | None = None
+    input: Any
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, msgspec.Meta(ge=1, le=8192)] | None = None
 
 
 class SpeedBody(msgspec.Struct, frozen=True):
@@ -203,7 +258,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-BodyT = TypeVar("BodyT", CompletionBody, ChatBody, MessagesBody, ResponsesBody, TokenizeBody)
+BodyT = TypeVar("BodyT", CompletionBody, ChatBody, MessagesBody, ResponsesBody, TokenizeBody, EmbeddingBody)
 AnyBody = TypeVar("AnyBody")
 
 

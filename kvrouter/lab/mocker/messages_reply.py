@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from msgspec.json import decode
 
 from kvrouter.lab.mocker.replies import Choice, Json, Reply, encode
 
@@ -30,7 +34,8 @@ class MessagesReply(Reply):
     def end(self, choices: Sequence[Choice]) -> bytes:
         (choice,) = choices
         is_call = self.tool is not None
-        arguments = event(_delta({"type": "input_json_delta", "partial_json": "{}"})) if is_call else b""
+        given = {"type": "input_json_delta", "partial_json": self.arguments}
+        arguments = event(_delta(given)) if is_call else b""
         stop = {"stop_reason": self._stop_reason(choice), "stop_sequence": None}
         return b"".join(
             (
@@ -43,7 +48,7 @@ class MessagesReply(Reply):
 
     def whole(self, choices: Sequence[Choice]) -> Json:
         (choice,) = choices
-        content = [self._block("".join(choice.texts))]
+        content = [self._block("".join(choice.texts), decode(self.arguments))]
         message = self._message(content, self._stop_reason(choice), _usage(choice))
         return message | self.handed_over(choices)
 
@@ -59,9 +64,9 @@ class MessagesReply(Reply):
             "usage": usage,
         }
 
-    def _block(self, text: str) -> Json:
+    def _block(self, text: str, arguments: Mapping[str, Any] = MappingProxyType({})) -> Json:
         if self.tool is not None:
-            return {"type": "tool_use", "id": f"call_{self.id}", "name": self.tool, "input": {}}
+            return {"type": "tool_use", "id": f"call_{self.id}", "name": self.tool, "input": dict(arguments)}
         return {"type": "text", "text": text}
 
     def _stop_reason(self, choice: Choice) -> str | None:

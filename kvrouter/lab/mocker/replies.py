@@ -6,6 +6,7 @@ Events of a stream omit fields that are not set; whole answers contain them as n
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -14,7 +15,8 @@ import msgspec
 
 from kvrouter.lab.mocker.bodies import StreamOptions
 from kvrouter.lab.mocker.engine import EngineOutput, EngineRequest
-from kvrouter.lab.mocker.hashing import TokenIds
+from kvrouter.lab.mocker.fitting import vector
+from kvrouter.lab.mocker.hashing import EnginePrompt, TokenIds
 from kvrouter.lab.mocker.rank import Mailbox
 from kvrouter.lab.mocker.text import Text
 
@@ -59,7 +61,13 @@ class Reply(ABC):
     shows_token_ids: bool = False  # the client set `return_token_ids`
     options: StreamOptions = StreamOptions()  # noqa: RUF009  it is frozen
     tool: str | None = None
-    """The function that the client demands (`tool_choice`): it is called without arguments."""
+    """The function that the client demands (`tool_choice`)."""
+    arguments: str = "{}"
+    """What it is called with, as JSON."""
+    said: Sequence[str] = ()
+    """The text, by token, if it is not words of the vocabulary."""
+    thinks: int = 0
+    """Tokens of reasoning before the text."""
     shows_logprobs: bool = False
     answers: int = 1
     """Choices for each prompt (`n`)."""
@@ -172,10 +180,11 @@ class ChatReply(ChunkReply):
         )
 
     def part(self, index: int, choice: Choice, text: str, token: int | None) -> Json:
-        delta: Json = {"content": text}
+        delta: Json = {"content" if len(choice.tokens) > self.thinks else "reasoning": text}
         if self.tool is not None:  # the arguments come with the end of the answer
             is_last = choice.finish_reason is not None
-            delta = {"tool_calls": [{"index": 0, "function": {"arguments": "{}"}}]} if is_last else {}
+            called = {"index": 0, "function": {"arguments": self.arguments}}
+            delta = {"tool_calls": [called]} if is_last else {}
         return {
             "index": index,
             "delta": delta,
@@ -197,13 +206,13 @@ class ChatReply(ChunkReply):
             "index": index,
             "message": {
                 "role": "assistant",
-                "content": None if self.tool else "".join(choice.texts),
-                **({"tool_calls": [self._call("{}")]} if self.tool else {}),
+                "content": None if self.tool else "".join(choice.texts[self.thinks :]),
+                **({"tool_calls": [self._call(self.arguments)]} if self.tool else {}),
                 "refusal": None,
                 "annotations": None,
                 "audio": None,
                 "function_call": None,
-                "reasoning": None,
+                "reasoning": "".join(choice.texts[: self.thinks]) or None,
             },
             "logprobs": self.logprobs(choice.texts),
             "finish_reason": self.reason(choice),
@@ -271,6 +280,15 @@ def usage(choices: Sequence[Choice], *, cached_tokens: int | None = None, answer
     return counts
 
 
+def embedded(prompts: Sequence[EnginePrompt], model: str, dimensions: int, *, is_packed: bool) -> Json:
+    """The answer of /v1/embeddings. `is_packed`: in base64."""
+    vectors = [vector(prompt.tokens, dimensions) for prompt in prompts]
+    shown = [b64encode(one.tobytes()).decode() if is_packed else one.tolist() for one in vectors]
+    data = [{"index": n, "object": "embedding", "embedding": one} for n, one in enumerate(shown)]
+    counts = usage([Choice(prompt.tokens) for prompt in prompts])
+    return {"object": "list", "model": model, "data": data, "usage": counts}
+
+
 def full_usage(choices: Sequence[Choice], answers: int) -> Json:
     """The same in a whole answer; cached tokens are those of the last prompt, as in vLLM."""
     counts = usage(choices, cached_tokens=choices[-1].cached_tokens, answers=answers)
@@ -328,7 +346,10 @@ class ReplyRun:
             cached = {"remote_prefill_cached_tokens": output.cached_tokens}
             choice.kv_transfer_params = params | cached
         choice.tokens.append(output.token)
-        choice.texts.append(self._text.of_token(output.token))
+        said, place = self._reply.said, len(choice.tokens) - 1 - self._reply.thinks
+        if said and place == len(said) - 1:  # it is whole, so it is not cut off by `max_tokens`
+            choice.finish_reason = output.finish_reason and "stop"
+        choice.texts.append(said[place] if said and place >= 0 else self._text.of_token(output.token))
         return index, choice.texts[-1]
 
     def _piece(self, output: EngineOutput) -> bytes:

@@ -37,9 +37,9 @@ class ResponsesReply(Reply):
             done = self._content("response.output_text.done", text=text, logprobs=[])
         else:
             named = {"item_id": self._item_id, "output_index": 0}
-            done = self._event("response.function_call_arguments.delta", **named, delta="{}")
+            done = self._event("response.function_call_arguments.delta", **named, delta=self.arguments)
             kind = "response.function_call_arguments.done"
-            done += self._event(kind, **named, arguments="{}", name=self.tool)
+            done += self._event(kind, **named, arguments=self.arguments, name=self.tool)
         done += self._part("done", text)  # in this order: every event has the next number
         item = self._item(choice, is_done=True)
         item_done = self._event("response.output_item.done", output_index=0, item=item)
@@ -59,7 +59,8 @@ class ResponsesReply(Reply):
 
     def _item(self, choice: Choice, *, is_done: bool) -> Json:
         if self.tool is not None:
-            called = {"call_id": f"call_{self.id}", "name": self.tool, "arguments": "{}" if is_done else ""}
+            arguments = self.arguments if is_done else ""
+            called = {"call_id": f"call_{self.id}", "name": self.tool, "arguments": arguments}
             return {"type": "function_call", "id": self._item_id, **called, "status": "completed"}
         text = "".join(choice.texts)
         logprobs = [token_logprob(one) for one in choice.texts] if self.shows_logprobs else None
