@@ -29,17 +29,16 @@ _FORMS = {
 "code": 404}}`""",
 }
 _ERRORS = f"""\
-Which errors there are, and which status a client gets. An answer of kvrouter itself has the form of the API
-whose path the client used, also where no route was found: 404, 405, bodies and headers that are too large,
-invalid HTTP.
+Which errors there are, and which status a client gets. An error of kvrouter itself has the form of the API
+whose path the client used.
 
 | path, and all below it | form |
 |---|---|
 {"".join(f"| {path} | {form} |{chr(10)}" for path, form in _FORMS.items())}
 A stream that has begun ends with the API's own error event. `message` has the wrong value and the remedy.
-A 503 has a `Retry-After` header. Errors of an engine are passed on with their status and body. Those with
-status *none* never answer a request. The access log and `kvrouter_requests_total` count all of them
-([metrics](../metrics.md)). In Python they are in `kvrouter.errors`; all derive from `KvRouterError`."""
+A 503 has a `Retry-After` header: the client may retry. Errors of an engine are passed on with their status
+and body. Errors with status *none* never answer a request. The access log and `kvrouter_requests_total`
+count all of them. In Python they are in `kvrouter.errors`; all derive from `KvRouterError`."""
 _WIRE = """\
 What travels over NATS, field by field, for those who write another sender or reader. All of it is
 MessagePack. Which subject carries what, and the order of things, is in [Design:
