@@ -41,7 +41,7 @@ class EngineSettings(Settings):
     )
     engines: Path | None = setting(
         None,
-        "run agents for several engines in this process, listed in a TOML or JSON file: [[engine]] "
+        "run agents for the engines in this TOML or JSON file: [[engine]] "
         'entries with these settings as keys (engine-url = "http://…"); --kv-topic then filters for all',
         is_top=True,
     )
