@@ -310,7 +310,7 @@ class LoopError(KvRouterError):
 
 
 class NoWorkersError(KvRouterError):
-    """No live worker serves the model; the client may retry."""
+    """No live worker serves the model."""
 
     unnamed = "no worker can take this request now; send it again later"
     status = 503
@@ -318,7 +318,7 @@ class NoWorkersError(KvRouterError):
 
 
 class ShuttingDownError(KvRouterError):
-    """The replica is shutting down; the client may retry at another one."""
+    """The replica is shutting down."""
 
     names_nothing = True
     status = 503
@@ -326,19 +326,19 @@ class ShuttingDownError(KvRouterError):
 
 
 class QueueFullError(NoWorkersError):
-    """The queue of requests waiting for a worker is full; the client may retry."""
+    """The queue of requests waiting for a worker is full."""
 
     names_nothing = True
 
 
 class QueueTimeoutError(NoWorkersError):
-    """The request waited for a worker for as long as the queue allows; the client may retry."""
+    """The request waited for a worker for as long as the queue allows."""
 
     names_nothing = True
 
 
 class OutOfResourcesError(KvRouterError):
-    """The replica cannot open another connection; the client may retry, preferably at another one."""
+    """The replica cannot open another connection."""
 
     unnamed = "this replica is at its limits; send the request again"
     status = 503
@@ -358,7 +358,7 @@ class TooManyViewersError(OutOfResourcesError):
 
 
 class BodiesFullError(OutOfResourcesError):
-    """Incomplete request bodies already take all the memory allowed for them; the client may retry."""
+    """Incomplete request bodies already take all the memory allowed for them."""
 
     names_nothing = True
     is_body_left = True

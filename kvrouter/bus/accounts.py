@@ -107,10 +107,9 @@ class AccountsSettings(Settings):
 COMMAND = Command(
     "nats-accounts",
     AccountsSettings,
-    f"Write DIR/{SERVER_FILE} for nats-server, and DIR/NAME.nk for --nats-nkey of each process: an agent\n"
-    "may publish in the name of its own workers only, a tool nothing. One user may be that of all agents of\n"
-    "a group, vllm.ID: --agent 'vllm=vllm.*'. Users frontend, verify and leaf are\n"
-    "always made. Seeds that are in DIR already are kept, so run it again with more agents.\n"
+    f"Write DIR/{SERVER_FILE} for nats-server, and DIR/NAME.nk for --nats-nkey of each process. Users\n"
+    "frontend, verify and leaf are always made. Seeds that are in DIR already are kept, so run it again\n"
+    "with more agents.\n"
     "The same: kvrouter nats accounts.",
 )
 

@@ -127,7 +127,7 @@ class MigrationOptions(Settings):
     )
     inexact: bool = setting(
         False,
-        "also move streams with a seed, although the rest differs from what their worker would have sent",
+        "also move streams with a seed: the rest is sampled anew",
         name="migration-inexact",
     )
 
@@ -201,9 +201,8 @@ class ProcessOptions(Settings):
     )
     admin_port: int = setting(
         FROM_PORT,
-        "port of the admin listener, with all routes and those for operators (/workers, /decisions, "
-        "/busy_threshold, /v1/route, dry runs); process i of --processes listens on PORT+i; "
-        "0: a free port",
+        "port of the admin listener, with the routes for operators; process i of --processes listens on "
+        "PORT+i; 0: a free port",
         metavar="PORT",
         least=0,
         most=65535,
@@ -218,23 +217,21 @@ class ProcessOptions(Settings):
     )
     admin_allowed_host: tuple[str, ...] = setting(
         (),
-        "host name or address by which the admin listener may be asked, besides --admin-host, --advertise, "
-        "loopback and its own address; a request for any other host gets 403",
+        "a further host name or address by which the admin listener may be asked",
         metavar="NAME",
         read=_read_host,
         is_repeated=True,
     )
     advertise: str | None = setting(
         None,
-        "host name or address by which others reach the admin listener; peers show it in /workers",
+        "host name or address by which others reach the admin listener",
         metavar="HOST",
         default_text="--admin-host, or this host's address on the way to NATS if that is 0.0.0.0 or ::",
         read=_read_host,
     )
     admin_key_file: Path | None = setting(
         None,
-        "serve requests with the bearer key in this file: on the admin listener from any address, and the "
-        "operators' routes on the clients' port",
+        "the operators' key, for the admin listener from any address, and operators' routes on --port",
         reloadable=True,
     )
     number: int = setting(0, "", name="process-number", is_hidden=True)
@@ -311,13 +308,11 @@ class ClientsOptions(Settings):
     )
     client_overrides: Literal["on", "off"] = setting(
         "on",
-        "off: requests cannot choose worker, mode, weights or priority; what they send of it is ignored and "
-        "counted in kvrouter_removed_fields_total",
+        "off: requests cannot choose worker, mode, weights or priority",
     )
     keys_file: Path | None = setting(
         None,
-        "the keys of clients, as `kvrouter keys` writes them (TOML): --port serves probes, and requests with "
-        "one of them; engines get the key of --engine-api-key-file instead",
+        "the keys of clients, as `kvrouter keys` writes them (TOML)",
         reloadable=True,
     )
     api_key: str | None = setting(
@@ -329,7 +324,7 @@ class ClientsOptions(Settings):
 
     tenant_cache_salt: bool = setting(
         False,
-        "keep the prefixes of keys apart, by `cache_salt`: no tenant can time what others have sent",
+        "keep the prefixes of keys apart, by `cache_salt`",
     )
 
     def checked(self) -> Self:
@@ -372,8 +367,7 @@ class TlsOptions(Settings):
     )
     client_ca: Path | None = setting(
         None,
-        "clients of --port need a certificate that one of these authorities has signed; the admin listener "
-        "asks for none",
+        "clients of --port need a certificate that one of these authorities has signed",
         name="tls-client-ca",
     )
     worker_cert: Path | None = setting(
@@ -456,8 +450,7 @@ class FrontendOptions(CommonOptions):
     )
     lease_s: float = setting(
         5.0,
-        "seconds without a heartbeat before a worker or replica is considered lost; they are counted in "
-        "own heartbeats that come back through NATS, so a replica without NATS loses no worker",
+        "seconds without a heartbeat before a worker or replica is considered lost",
         above=0,
         heading="Routing",
     )
@@ -487,7 +480,7 @@ class FrontendOptions(CommonOptions):
     )
     retries_after_death: int = setting(
         _LIMITS.retries_after_death,
-        "of these, other workers to try after one was lost with the request in hand; none after two of them",
+        "other workers to try after one was lost with the request in hand",
         least=0,
         reloadable=True,
     )
@@ -513,8 +506,7 @@ class FrontendOptions(CommonOptions):
     )
     sse_keep_alive_s: float = setting(
         _LIMITS.keep_alive_s,
-        "seconds between comments for a client that waits for its stream, so that proxies stay connected; "
-        "the first one sends status 200, and an error becomes an event; 0: none",
+        "seconds between comments for a client that waits; the first one sends status 200; 0: none",
         least=0,
         reloadable=True,
     )
@@ -529,8 +521,7 @@ class FrontendOptions(CommonOptions):
     )
     ready_timeout_s: float = setting(
         60.0,
-        "seconds after which /ready is 200 even if some workers or feeds are missing; its body names them. "
-        "Without any worker it stays 503",
+        "seconds after which /ready is 200 even if some workers or feeds are missing",
         least=0,
         old=("--ready-timeout",),
     )
@@ -564,8 +555,7 @@ class FrontendOptions(CommonOptions):
     )
     allowed_workers: tuple[str, ...] = setting(
         (),
-        "networks in which workers may be, also those whose URLs have names; link-local addresses and "
-        "metadata services of clouds are never allowed",
+        "networks in which workers may be",
         name="worker-networks",
         metavar="ADDRESS[/BITS]",
         default_text="all",

@@ -36,8 +36,7 @@ class PolicyFiles(Settings):
 
     config: Path | None = setting(
         None,
-        "an EndpointPickerConfig (YAML): the mode is scored then, unless --router-mode is given, and its "
-        "indexerConfig has the defaults of settings of tokens and the index",
+        "an EndpointPickerConfig (YAML): the mode is scored then, unless --router-mode is given",
         name="router-config",
         implies=implied,
         default_text="queue 2, kv-cache-utilization 2, prefix 3",

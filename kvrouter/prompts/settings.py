@@ -56,8 +56,7 @@ class TokenOptions(Settings):
     )
     root: Path | None = setting(
         None,
-        "use the model directory or cached hub id that workers' cards name, if it is below this directory "
-        "and has the ids of an engine's /tokenize",
+        "use the model directory or cached hub id that workers' cards name, if it is below this directory",
         name="tokenizer-root",
         metavar="DIR",
     )
@@ -67,13 +66,12 @@ class TokenOptions(Settings):
     threads: int = setting(8, "threads that tokenize", name="tokenizer-workers", least=1)
     backend: Literal["auto", "huggingface"] = setting(
         "auto",
-        "auto: fastokens, where it is installed (kvrouter[fast]) and has the same ids as the library "
-        "tokenizers; huggingface: that library alone",
+        "auto: fastokens, where installed (kvrouter[fast]) and equal; huggingface: the library tokenizers",
         name="tokenizer-backend",
     )
     most_waiting: int = setting(
         MOST_WAITING,
-        "text that may wait for these threads, in MiB (of 1,048,576 characters); above it prompts get 503",
+        "text that may wait for these threads, in MiB; above it prompts get 503",
         name="tokenizer-queue-mib",
         metavar="MIB",
         read=read_mib,

@@ -28,8 +28,7 @@ class RouterOptions(FrontendOptions):
 
     lease_s: float = setting(
         60.0,
-        "seconds without a call for a reservation after which its caller is considered gone, and it ends; a "
-        "request may give another time",
+        "seconds without a call after which a reservation ends; a request may give another time",
         above=0,
         most=MOST_LEASE_S,
         is_top=True,

@@ -44,8 +44,7 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "kvrouter_inter_token_seconds": Metric(
             "histogram",
             ("model",),
-            "mean time between two events of a streamed answer, nearly the time between tokens; one "
-            "count for each answer",
+            "mean time between two events of a streamed answer; one count for each answer",
         ),
         "kvrouter_first_byte_seconds": Metric(
             "histogram", ("model",), "from the request's arrival to the first byte of data, streamed requests"
@@ -53,16 +52,15 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "kvrouter_step_seconds": Metric(
             "histogram",
             ("step",),
-            "time of a step of a request in this process: `tokenize` (template, tokenizer and "
-            "hashing), `decide` (choice of a target and its booking; of one attempt in 16), "
-            "`lookup` (in the index, a part of `decide`; of one look-up in 16)",
+            "time of a step of a request: `tokenize` (template, tokenizer, hashing), `decide` (choice and "
+            "booking; of one attempt in 16), `lookup` (in the index, a part of `decide`; of one in 16)",
         ),
         "kvrouter_tokens_total": Metric(
             "counter",
             ("model", "kind"),
             "tokens of the requests routed: `prompt` (0 where they are unknown), `overlap` (of "
-            "these, predicted to be cached), `output` (of the answers that were passed on, "
-            "whole or not: as the engine reports them, else one for each event of a stream)",
+            "these, predicted to be cached), `output` (as the engine reports them, else one for each event "
+            "of a stream)",
         ),
         "kvrouter_tenant_tokens_total": Metric(
             "counter",
@@ -74,8 +72,8 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "kvrouter_spans_total": Metric(
             "counter",
             ("outcome",),
-            "with traces: spans `sent`, `failed` (the collector did not take them), `dropped` (the "
-            "queue was full); missing without traces",
+            "with traces: spans `sent`, `failed` (the collector did not take them), `dropped` (the queue "
+            "was full)",
             see="tracing.md",
         ),
         "kvrouter_failed_attempts_total": Metric(
@@ -96,9 +94,9 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "kvrouter_pd_requests_total": Metric(
             "counter",
             ("path",),
-            "prefill and decode apart: requests that were handed from a prefill to a decode worker (`pair`), "
-            "served whole by a decode worker as that was sooner (`decode`), or as hand-overs failed or no "
-            "prefill worker was left (`fallback`); or sent to read blocks from a peer (`pull`)",
+            "requests that were handed from a prefill to a decode worker (`pair`), served whole by a "
+            "decode worker as that was sooner (`decode`) or hand-overs failed (`fallback`), or sent to "
+            "read blocks from a peer (`pull`)",
             see="prefill-decode.md",
         ),
         "kvrouter_pd_pair_failures_total": Metric(
@@ -134,8 +132,7 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "kvrouter_policy_troubles_total": Metric(
             "counter",
             ("where",),
-            "mistakes of the class of `--router-policy`, by its method, or `answer`. After a mistake "
-            "of `choose` the least-loaded worker was taken. No series before the first",
+            "mistakes of the class of `--router-policy`, by its method, or `answer`",
         ),
     },
     "Waiting for a worker (`--router-queue-threshold`)": {
@@ -145,7 +142,7 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "kvrouter_queue_longest_wait_seconds": Metric(
             "gauge",
             ("pool",),
-            "the longest wait so far of the requests that wait now; no series without the flag",
+            "the longest wait so far of these",
         ),
         "kvrouter_queue_wait_seconds": Metric(
             "histogram",
@@ -255,8 +252,8 @@ SECTIONS: dict[str, dict[str, Metric]] = {
             ("pool", "worker", "result", "source"),
             "predictions compared with an engine's report: `exact`, `over` or `under`; from the `index`, "
             "from requests `in_flight`, or `doubtful`: from the index, where a known reason may prove it "
-            "wrong (the request was sent behind others that waited, the feed is behind, the rank is partial, "
-            "the request does not read the cache)",
+            "wrong (others waited, the feed is behind, the rank is partial, the request does not read the "
+            "cache)",
         ),
         "kvrouter_prediction_error_blocks": Metric(
             "histogram",
@@ -287,9 +284,8 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "kvrouter_prefill_tokens_per_second": Metric(
             "gauge",
             ("pool",),
-            "prompt tokens that a target computes in a second, as learnt from first bytes; no "
-            "series while it is not known well enough for weight `auto` to compare seconds, "
-            "which is 8 until then",
+            "prompt tokens that a target computes in a second, as learnt from first bytes; no series while "
+            "weight `auto` cannot compare seconds",
             see="concepts/decide.md",
         ),
         "kvrouter_uncached_tokens_total": Metric(

@@ -28,8 +28,7 @@ ENTRY_BYTES = 360
 NEAR_TOKENS = 256
 # Look-ups per prompt, the longest known beginning first: each step back is one part, about 60 tokens.
 MOST_STEPS = 8
-# Below this, hashing is faster than the look-up. Measured for each version of the hashes
-# (docs/benchmarks.md).
+# Below this, hashing is faster than the look-up. Measured for each version of the hashes.
 LEAST_TOKENS = {versions.PYTHON: 512, versions.NATIVE: 8192}
 
 _NONE = array("Q")

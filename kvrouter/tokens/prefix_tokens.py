@@ -169,8 +169,7 @@ class CacheSettings(Settings):
     )
     enough: float | None = setting(
         None,
-        "if this share of a prompt's characters is in the prefix cache, do not tokenize the rest "
-        "(Heimdall: 0.8); overlap is then found in the cached part only",
+        "if this share of a prompt's text is in the prefix cache, do not tokenize the rest (Heimdall: 0.8)",
         name="min-prefix-overlap-ratio",
         metavar="SHARE",
         above=0,

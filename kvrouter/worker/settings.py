@@ -41,7 +41,7 @@ class EngineSettings(Settings):
     )
     engines: Path | None = setting(
         None,
-        "run agents for several engines in this process, listed in a TOML or JSON file: [[engine]] "
+        "run agents for the engines in this TOML or JSON file: [[engine]] "
         'entries with these settings as keys (engine-url = "http://…"); --kv-topic then filters for all',
         is_top=True,
     )
@@ -138,8 +138,7 @@ class CardSettings(Settings):
     max_num_seqs: int = setting(0, "the engine's setting, for the card; 0: unknown", least=0)
     prefill_tokens_per_s: int = setting(
         0,
-        "prompt tokens that one rank computes in a second, roughly: what frontends assume until they have "
-        "measured it; 0: unknown",
+        "prompt tokens that one rank computes in a second, until frontends have measured it; 0: unknown",
         least=0,
     )
     label: tuple[tuple[str, str], ...] = setting(
@@ -151,7 +150,7 @@ class CardSettings(Settings):
     state_file: Path | None = setting(None, "keep the table of blocks here across restarts", is_top=True)
     kv_repair: bool | None = setting(
         None,
-        "does nothing: report repair is gone, and the next release does not know this flag",
+        "does nothing; the next release does not know this flag",
         retired="requests do not ask engines for reports any more. Give each agent a --state-file: it keeps "
         "history across restarts",
     )

@@ -58,14 +58,8 @@ FILES = 25
 # schema, arguments of tools, reasoning, embeddings.
 LINES = 78_731
 COMMENTS = 30
-# Of docs/, as `wc -w` counts them, without docs/changes; 1,920 of them for pairs, 400 of these SGLang's; 170
-# for the figures of large bodies; 1,050 for when pairs pay, in tables, and flags to find that out; 390 for
-# fastokens and its figures; 660 for blocks from a peer, half of them figures; 1,930 for clients' keys,
-# their limits, costs, turns and salts, 650 of these the threat model; 1,370 for placement as a service, half
-# of them its settings; 460 for new lines of the threat model, certificates of clients, sizes per key and
-# workers left idle; 945 for streams that move; 230 for placement over NATS, 390 for its figures; 170 for how
-# KV events are heard.
-DOC_WORDS = 68_217
+# Of docs/, as `wc -w` counts them, without docs/changes. Each fact is said once, and somebody acts on it.
+DOC_WORDS = 60_000
 _IMPORT = re.compile(r"^\s*from kvrouter\.core\.(\w+)", re.MULTILINE)
 _FOR_TOOLS = ("noqa", "type:", "pragma", "fmt:", "cython:")
 

@@ -13,7 +13,7 @@ from types import ModuleType
 import msgspec
 
 from kvrouter import errors
-from kvrouter.core.wire import heartbeats, ops
+from kvrouter.core.wire import heartbeats, ops, values
 from kvrouter.telemetry.catalog import SECTIONS, Metric
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/reference"
@@ -29,17 +29,16 @@ _FORMS = {
 "code": 404}}`""",
 }
 _ERRORS = f"""\
-Which errors there are, and which status a client gets. An answer of kvrouter itself has the form of the API
-whose path the client used, also where no route was found: 404, 405, bodies and headers that are too large,
-invalid HTTP.
+Which errors there are, and which status a client gets. An error of kvrouter itself has the form of the API
+whose path the client used.
 
 | path, and all below it | form |
 |---|---|
 {"".join(f"| {path} | {form} |{chr(10)}" for path, form in _FORMS.items())}
 A stream that has begun ends with the API's own error event. `message` has the wrong value and the remedy.
-A 503 has a `Retry-After` header. Errors of an engine are passed on with their status and body. Those with
-status *none* never answer a request. The access log and `kvrouter_requests_total` count all of them
-([metrics](../metrics.md)). In Python they are in `kvrouter.errors`; all derive from `KvRouterError`."""
+A 503 has a `Retry-After` header: the client may retry. Errors of an engine are passed on with their status
+and body. Errors with status *none* never answer a request. The access log and `kvrouter_requests_total`
+count all of them. In Python they are in `kvrouter.errors`; all derive from `KvRouterError`."""
 _WIRE = """\
 What travels over NATS, field by field, for those who write another sender or reader. All of it is
 MessagePack. Which subject carries what, and the order of things, is in [Design:
@@ -72,11 +71,14 @@ def _error(one: type[errors.KvRouterError]) -> str:
 
 def wire_page() -> str:
     """Return every structure with its fields."""
-    parts = ["# Wire", _MADE, _WIRE]
+    parts = []
     for title, module in (("Ops, frames and repair", ops), ("Heartbeats and cards", heartbeats)):
         parts.append(f"## {title}")
         parts += [_structure(one) for one in _structures(module)]
-    return "\n\n".join(parts) + "\n"
+    used = set(re.findall(r"\w+", " ".join(parts)))
+    rows = [f"| {name} | {_spelled(kind)} |" for kind, name in _VALUES.items() if name in used]
+    table = "\n".join(["| value | is |", "|---|---|", *rows])
+    return "\n\n".join(["# Wire", _MADE, _WIRE, table, *parts]) + "\n"
 
 
 def _structures(module: ModuleType) -> Iterator[type[msgspec.Struct]]:
@@ -86,7 +88,7 @@ def _structures(module: ModuleType) -> Iterator[type[msgspec.Struct]]:
         if issubclass(one, msgspec.Struct)
         and one.__module__ == module.__name__
         and not name.startswith("_")
-        and one is not ops.PartialChunk
+        and one not in (ops.PartialChunk, ops.Decoded)
     ]
     yield from sorted(own, key=lambda one: inspect.getsourcelines(one)[1])
 
@@ -103,14 +105,16 @@ def _structure(one: type[msgspec.Struct]) -> str:
     return "\n\n".join(filter(None, (head, text, "\n".join(fields))))
 
 
+# The values that core/wire names, such as Amount: the page spells each out once.
+_VALUES = {kind: name for name, kind in vars(values).items() if hasattr(kind, "__metadata__")}
 _NAMES = {str: "text", int: "integer", float: "float", bool: "bool", bytes: "bytes", type(None): "nil"}
 
 
 def _kind(kind: typing.Any) -> str:
-    """Return a type as a reader of another language knows it, with its range."""
+    """Return a type as a reader of another language knows it: its name in core/wire, else its range."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if hasattr(kind, "__metadata__"):
-        return _kind(arguments[0]) + _limits(kind.__metadata__)
+        return _VALUES.get(kind) or _spelled(kind)
     if origin in (list, tuple):
         return f"array of {_kind(arguments[0])}"
     if origin is dict:
@@ -120,6 +124,10 @@ def _kind(kind: typing.Any) -> str:
     if arguments:
         return " or ".join(_kind(one) for one in arguments)
     return _NAMES.get(kind) or str(getattr(kind, "__name__", kind))
+
+
+def _spelled(kind: typing.Any) -> str:
+    return _kind(typing.get_args(kind)[0]) + _limits(kind.__metadata__)
 
 
 def _limits(metadata: tuple[object, ...]) -> str:

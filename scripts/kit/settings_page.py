@@ -66,11 +66,25 @@ def _tables(command: Command[Any], seen: dict[str, str]) -> Iterator[str]:
         yield "\n".join([f"### {heading} ({command.name})\n", head, *rows])
         seen |= dict.fromkeys(rows, command.name)
     for owner, flags in shared.items():
-        text = f"The same as of [`kvrouter {owner}`](#kvrouter-{owner}): {', '.join(flags)}."
+        text = f"{_which(command, owner, flags)} of [`kvrouter {owner}`](#kvrouter-{owner})."
         yield textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
     hidden = {one.name for one in declared(command.kind) if one.setting.is_hidden}
-    if left_out := [(name, use) for name, use in command.left_out.items() if name not in hidden]:
-        yield "\n".join(f"`--{name}` is not a setting of this command: {use}." for name, use in left_out)
+    left_out: dict[str, list[str]] = {}
+    for name, use in command.left_out.items():
+        if name not in hidden:
+            left_out.setdefault(use, []).append(f"`--{name}`")
+    for use, names in left_out.items():
+        text = f"Not of this command: {', '.join(names)} ({use})."
+        yield textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def _which(command: Command[Any], owner: str, flags: list[str]) -> str:
+    """Which settings of `owner` the command has, too: it names them, unless it has all."""
+    own = {one.name for one in command.declared()} | {*command.left_out}
+    others = [
+        one for one in command_named(owner).declared() if not one.setting.is_hidden and one.name not in own
+    ]
+    return f"{', '.join(flags)}: as" if others else "All other settings"
 
 
 def _row(one: Declared) -> str:

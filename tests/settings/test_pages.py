@@ -44,14 +44,34 @@ def test_pages_of_the_docs_are_current(path: object) -> None:
         assert pages[str(path)] == file.read()
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_the_page_names_each_setting(name: str) -> None:
-    """The part of a command names all of its settings, also settings with their row at another command."""
+def flags_on_the_page(name: str) -> set[str]:
+    """The flags in the part of a command, and of the commands of which it has all other settings."""
     _, _, rest = settings_page.settings_page().partition(f"\n## kvrouter {name}\n")
     part, _, _ = rest.partition("\n## ")
     named = {text.replace("[no-]", "").split(" ")[0] for text in re.findall(r"`([^`]+)`", part)}
+    others = re.findall(r"All other settings of \[`kvrouter (\w+)`\]", part)
+    return named.union(*map(flags_on_the_page, others))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_page_names_each_setting(name: str) -> None:
+    """The part of a command names all of its settings, also settings with their row at another command."""
+    named = flags_on_the_page(name)
 
     assert set() == {one.flag for one in command_named(name).declared() if not one.setting.is_hidden} - named
+
+
+@pytest.mark.parametrize("name", ["serve", "router"])
+def test_all_other_settings(name: str) -> None:
+    """A part that refers to all settings of frontends names the ones that the command lacks."""
+    _, _, rest = settings_page.settings_page().partition(f"\n## kvrouter {name}\n")
+    part, _, _ = rest.partition("\n## ")
+    others = {one.flag for one in command_named("frontend").declared() if not one.setting.is_hidden}
+    lacking = others - {one.flag for one in command_named(name).declared()}
+
+    assert "All other settings of [`kvrouter frontend`]" in part
+    assert lacking
+    assert lacking == set(re.findall(r"`(--[\w-]+)`", part.partition("Not of this command: ")[2]))
 
 
 @pytest.mark.parametrize("name", ["frontend", "serve"])

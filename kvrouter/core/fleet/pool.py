@@ -101,8 +101,7 @@ class PoolSettings(Settings):
     )
     kv_from_peers: bool = setting(
         False,
-        "with weight auto: let a worker read the blocks of a prompt from the one that holds them, where that "
-        "is sooner than computing them (connector p2p)",
+        "with weight auto: let workers read blocks from a peer, where that is sooner (connector p2p)",
     )
     index_bounds: IndexBounds = field(default_factory=IndexBounds)
     new_index: NewIndex = BlockIndex

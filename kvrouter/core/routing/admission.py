@@ -68,8 +68,8 @@ class AdmissionSettings(Settings):
 
     threshold: float = setting(
         0.0,
-        "requests wait while every worker has more prefill tokens charged than this many times its "
-        "max_batched_tokens; 0: requests never wait",
+        "requests wait while every worker has more prefill tokens charged than X times its "
+        "max_batched_tokens; 0: never",
         name="router-queue-threshold",
         least=0,
         reloadable=True,

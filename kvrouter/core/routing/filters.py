@@ -287,8 +287,7 @@ class FilterSettings(Settings):
     zone: str = setting("", "zone of this frontend: prefer its workers", name="locality-zone", metavar="ZONE")
     agent_sessions: bool = setting(
         True,
-        "read sessions from the headers of Claude Code, Codex, OpenCode and others; without a known overlap "
-        "mode kv prefers the worker of the last turn or of the parent session, if it is as free as any",
+        "read sessions from the headers of Claude Code, Codex, OpenCode and others",
     )
 
 

@@ -5,7 +5,7 @@ seconds per token     = sums of those that are over; with those under way, so fa
 
 On a slow wire the first transfers end long after dozens of others have begun: those under way show it sooner.
 Only reads from peers are noted as such. Hand-overs were tried: first tokens came sooner on a slow wire, and
-fewer answers in time, as more prompts were computed between the tokens of others (docs/simulate.md).
+fewer answers in time, as more prompts were computed between the tokens of others.
 """
 
 from __future__ import annotations
