@@ -59,7 +59,8 @@ FILES = 25
 LINES = 78_731
 COMMENTS = 30
 # Of docs/, as `wc -w` counts them, without docs/changes. Each fact is said once, and somebody acts on it.
-DOC_WORDS = 60_000
+# 60,000, and what came after that: troubleshooting, new rows of the comparison.
+DOC_WORDS = 60_684
 _IMPORT = re.compile(r"^\s*from kvrouter\.core\.(\w+)", re.MULTILINE)
 _FOR_TOOLS = ("noqa", "type:", "pragma", "fmt:", "cython:")
 
