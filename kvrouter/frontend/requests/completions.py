@@ -126,10 +126,7 @@ class Completions:
         return await self.serve(rights.form(api, request), rights, request)
 
     async def serve(self, api: Api, rights: Rights, request: Request) -> Served:
-        """Serve one request to its end. Every error becomes a body of the API.
-
-        If the client disconnects, the task is cancelled, and the booking is freed on the way out.
-        """
+        """Serve a request to its end. Errors become bodies of the API. A client that leaves cancels it."""
         record = Record(request, request_id_of(request.headers), self._now(), clock(), self.limits)
         if self.readers.access.is_on:
             self.readers.access.begin(record)
