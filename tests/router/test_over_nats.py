@@ -57,7 +57,7 @@ async def test_from_the_choice_to_the_end(nats_url: str) -> None:
         assert (200, PLACE) == (answer["status"], {name: answer["body"][name] for name in PLACE})
         own, peer = sorted(routers, key=lambda one: one.running.replica.router_id != answer["router"])
         await until_loads(peer, {"w0": (100, 6, 1)})
-        (one,) = own.site.placing.table._by_id.values()
+        (one,) = own.site.placing.table.of_worker("w0")
         assert "gw" == one.caller
         other = await caller.ask("DELETE /reservations/r1", router=peer.running.replica.router_id)
         assert (404, True) == (other["status"], "another router made it" in other["body"]["error"]["message"])
