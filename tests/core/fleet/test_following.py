@@ -104,8 +104,8 @@ def test_feed_at_rest() -> None:
         return Counted.visits
 
     following.heartbeat(FEED, 1, 0, None, 0.0)
-    assert [] == following.due(1.0, MOST)
     assert 0 == visits(1.0)
+    assert [] == following.due(1.0, MOST)
 
     check(following, 1, 1.0)
     assert 1 == visits(1.0)
