@@ -122,10 +122,10 @@ async def test_answers_go_to_callers_only(nats_url: str) -> None:
 async def test_bounds(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More calls at once than there is room for, and answers that NATS does not carry, get an error."""
     async with called(nats_url) as (caller, _, (router,)):
-        monkeypatch.setattr(over_nats, "MOST_IN_FLIGHT", 0)
-        answer = await caller.ask("GET /health")
+        with monkeypatch.context() as patch:
+            patch.setattr(over_nats, "MOST_IN_FLIGHT", 0)
+            answer = await caller.ask("GET /health")
         assert (503, True) == (answer["status"], "ask again" in answer["body"]["error"]["message"])
-        monkeypatch.setattr(over_nats, "MOST_IN_FLIGHT", 10)
         router.running.admin.drain()
         answer = await caller.ask("GET /health")
         assert (503, True) == (answer["status"], "about to stop" in answer["body"]["error"]["message"])
