@@ -209,12 +209,11 @@ def _room_of(booking: Booking) -> int:
 
 @dataclass(slots=True)
 class BookedBudget:
-    """What the bookings of all peers take together, in all pools of a replica."""
+    """What the bookings of all peers take together, in all pools of a replica, and its tenants."""
 
     used_blocks: int = 0
     bookings: int = 0
     tenants: TenantTable = field(default_factory=TenantTable, compare=False)
-    """Of the replica."""
 
     def within_bounds(self, booking: Booking, owner: _Owner) -> Booking | None:
         """A peer's booking: without its names if they are too many, or None. `owner`: all of the peer.
