@@ -1,5 +1,7 @@
 """How large the package is: files, lines, functions, classes, comments, arrows in core/; words of docs/.
 
+And how often tests reach inside instead of asking what users can ask.
+
 Exits 1 if anything is above its limit here. A change may raise one, with its reason beside it.
 """
 
@@ -61,7 +63,10 @@ COMMENTS = 30
 # Of docs/, as `wc -w` counts them, without docs/changes. Each fact is said once, and somebody acts on it.
 # 60,000, and what came after that: troubleshooting, new rows of the comparison.
 DOC_WORDS = 60_684
+# Of tests/: a test asks what users and operators can ask, and waits for a state. These may only go down.
+SHORTCUTS = {"private reads": 113, "patches": 181, "sleeps": 44}
 _IMPORT = re.compile(r"^\s*from kvrouter\.core\.(\w+)", re.MULTILINE)
+_PATCH = re.compile(r"\.(setattr|setitem)$|\bpatch(\.object|\.dict)?$")
 _FOR_TOOLS = ("noqa", "type:", "pragma", "fmt:", "cython:")
 
 
@@ -85,6 +90,20 @@ def sizes(source: str) -> tuple[list[int], list[tuple[str, int]]]:
         elif isinstance(node, ast.ClassDef):
             classes.append((node.name, (node.end_lineno or node.lineno) - node.lineno + 1))
     return functions, classes
+
+
+@cache
+def shortcuts(source: str) -> Counter[str]:
+    """How often a test reads a private attribute of others, patches, or sleeps for longer than a turn."""
+    found: Counter[str] = Counter()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr):
+            found["private reads"] += ast.unparse(node.value) not in {"self", "cls"}
+        elif isinstance(node, ast.Call):
+            called, first = ast.unparse(node.func), [ast.unparse(one) for one in node.args[:1]]
+            found["patches"] += bool(_PATCH.search(called))
+            found["sleeps"] += called.endswith("sleep") and first != ["0"]
+    return found
 
 
 def above(sources: dict[Path, str]) -> Iterator[str]:
@@ -152,6 +171,12 @@ def main(arguments: list[str] | None = None) -> int:
     words = doc_words(root)
     print(f"words of docs/                   {words}")
     found = list(above(sources))
+    tests = [shortcuts(path.read_text()) for path in (root / "tests").rglob("*.py")]
+    for what, most in SHORTCUTS.items():
+        count = sum(one[what] for one in tests)
+        print(f"{f'{what} of tests':<31}  {count}")
+        if count > most:
+            found.append(f"tests: {count} {what}, more than {most}")
     if words > DOC_WORDS:
         found.append(f"docs: {words} words, more than {DOC_WORDS}")
     for one in found:

@@ -273,7 +273,9 @@ async def test_fleet_with_rights(server: NatsServer, users: Path, user: str) -> 
         assert 6 == held(late)
         for text in forger.refused:
             assert "permissions violation" in text
-            assert outage.OTHER_WORKER == outage._remedy(nats.errors.Error(text), text)
+            away = outage.Outage("nats://here")
+            away.failed(nats.errors.Error(text))
+            assert outage.OTHER_WORKER == away.remedy
 
 
 def without_groups(file: Path) -> None:

@@ -19,6 +19,7 @@ from kvrouter.bus.embedded import embedded_server, server_binary
 from kvrouter.bus.local_users import directory_of
 from kvrouter.bus.rights import VERIFY
 from kvrouter.errors import ConfigError
+from tests.frontend.workers import until_found
 
 
 async def speaks_nats(url: str) -> bool:
@@ -126,9 +127,8 @@ async def test_command(url: str) -> None:
         stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
+        await until_found(lambda: speaks_nats(url), within_s=60)
         async with asyncio.timeout(60):
-            while not await speaks_nats(url):  # noqa: ASYNC110  # another process has no event
-                await asyncio.sleep(0.02)
             for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
                 process.send_signal(number)
             process.terminate()

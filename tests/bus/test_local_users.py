@@ -16,6 +16,7 @@ from kvrouter.bus.embedded import embedded_server
 from kvrouter.bus.rights import AGENT, CALLER, FRONTEND, TOOL, VERIFY
 from kvrouter.errors import ConfigError
 from tests.conftest import NatsServer
+from tests.frontend.workers import until
 
 EVERY = (FRONTEND, AGENT, VERIFY, TOOL, CALLER)
 PATIENCE_S = 20.0
@@ -45,10 +46,9 @@ def seeds_in(directory: Path) -> dict[str, bytes]:
 async def refusal(options: NatsOptions, user: str = VERIFY) -> str:
     """Why a client with these options is not let in; empty if it is."""
     connected = asyncio.Event()
-    async with asyncio.timeout(PATIENCE_S), Bus.open(options, name="test", user=user) as bus:
+    async with Bus.open(options, name="test", user=user) as bus:
         bus.on_connect(connected.set)
-        while not connected.is_set() and not bus.is_rejected:  # noqa: ASYNC110  # a refusal has no event
-            await asyncio.sleep(0.01)
+        await until(lambda: connected.is_set() or bus.is_rejected, within_s=PATIENCE_S)
         return bus.outage_reason
 
 

@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvrouter.bus import Bus, NatsOptions, connection
-from tests.bus.watching import SOON_S, Connections, Inbox
+from tests.bus.watching import SOON_S, Connections, Inbox, client_of
 from tests.conftest import NatsServer
 
 NewServer = Callable[[], NatsServer]
@@ -148,15 +148,14 @@ async def test_stuck_client_is_replaced(new_nats_server: NewServer, monkeypatch:
     async with Bus.open(NatsOptions((server.url,)), name="test") as bus:
         connected, endless = Connections(bus), asyncio.Event()
         await connected.reach(1)
-        client = bus._client
-        assert client is not None
+        client = client_of(bus)
         monkeypatch.setattr(client, "_select_next_server", endless.wait)
 
         server.stop()
         server.start()
         await connected.reach(2)
 
-        assert bus._client is not client
+        assert client_of(bus) is not client
         assert client.is_closed
 
 
@@ -174,7 +173,7 @@ async def test_cancelled_future_of_nats_py(
         await Connections(bus).reach(1)
         await bus.subscribe("a", inbox)
         with monkeypatch.context() as patch:
-            patch.setattr(bus._client, "publish", cancelled)
+            patch.setattr(client_of(bus), "publish", cancelled)
             bus.publish("a", b"lost")
             async with asyncio.timeout(SOON_S):
                 while not bus.counters.unsent:  # noqa: ASYNC110  # counters have no event

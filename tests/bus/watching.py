@@ -6,6 +6,7 @@ import asyncio
 import uuid
 
 from kvrouter.bus import Bus
+from kvrouter.bus.connection import NatsClient
 
 SOON_S = 10.0
 
@@ -32,6 +33,12 @@ class Inbox:
             while len(self.messages) < count:
                 self._arrived.clear()
                 await self._arrived.wait()
+
+
+def client_of(bus: Bus) -> NatsClient:
+    """The client of nats-py in it, to play what nats-py may do."""
+    assert bus._client is not None
+    return bus._client
 
 
 async def ask(bus: Bus, subject: str, payload: bytes) -> bytes:

@@ -16,9 +16,15 @@ PROMPT = list(range(12))
 
 
 @pytest.fixture
-def indexer() -> KvIndexer:
+def clock() -> Clock:
+    """The indexer's."""
+    return Clock()
+
+
+@pytest.fixture
+def indexer(clock: Clock) -> KvIndexer:
     """Blocks of four tokens."""
-    return KvIndexer(4, clock=Clock())
+    return KvIndexer(4, clock=clock)
 
 
 def take(indexer: KvIndexer, frames: list[bytes], worker_id: str = "w1", rank: int = 0) -> None:
@@ -66,10 +72,8 @@ def test_a_worker_leaves_and_comes_back(indexer: KvIndexer) -> None:
     assert {"w1": 1} == indexer.find_matches_for_request(PROMPT)
 
 
-def test_late_and_lost(indexer: KvIndexer) -> None:
+def test_late_and_lost(indexer: KvIndexer, clock: Clock) -> None:
     """After a late start or a lost frame `missing` returns a request, and again if no answer comes."""
-    clock = indexer._clock
-    assert isinstance(clock, Clock)
     hand = Hand()
     hand.stores(1, PROMPT[:4])  # before the indexer applied any
     take(indexer, hand.stores(2, PROMPT[4:8], parent=1))

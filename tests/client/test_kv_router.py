@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from kvrouter import Client, KvRouter, PolicySettings
+from kvrouter import Client, KvRouter, PolicySettings, block_hashes, sequence_hashes
 from kvrouter.errors import BadRequestError, ConfigError, NoWorkersError
 from tests.client.hands import Clock, Hand
+from tests.core.worlds import prompt, request
 from tests.e2e.fleet import Fleet, running_fleet, until
 from tests.policies.guarded_classes import Ends, Fails, Last, NoChoose
 
@@ -132,9 +133,10 @@ def test_a_pool_that_was_given_up() -> None:
     """All workers have left for longer than a lease; a worker added after that gets requests."""
     router = by_hand("w1")
     router.remove_worker("w1")
+    replica = router._replica  # which nobody tells by hand that time passes
     for _ in range(20):
-        router._replica.next_round(1000.0)
-    assert {} == router._replica.routers
+        replica.next_round(1000.0)
+    assert {} == replica.routers
 
     router.add_worker("w2")
     assert "w2" == router.route(PROMPT).worker_id
@@ -152,12 +154,19 @@ def test_adapters() -> None:
 
 def test_custom_policy() -> None:
     """A custom class: made once for the pool, its hooks are called, its mistakes do not fail requests."""
-    router = by_hand("w1", "w2", policy=Last)
+    made: list[Last] = []
+
+    def new_policy() -> Last:
+        made.append(Last())
+        return made[-1]
+
+    router = by_hand("w1", "w2", policy=new_policy)
     with router.route(PROMPT, request_id="r") as placed:
         assert "w2" == placed.worker_id
         placed.mark_prefill_completed()
-    own = router._router.selection.policy
-    assert ("routed", "r", "w2/0", 200) == own.policy.calls[-1]  # type: ignore[attr-defined]
+    (own,) = made
+    assert ("routed", "r", "w2/0", 200) == own.calls[-1]
+    assert "w2" == by_hand("w1", "w2", policy=Last).route(PROMPT).worker_id
 
     assert by_hand("w1", policy=Fails).route(PROMPT).worker_id
 
@@ -359,7 +368,8 @@ async def test_a_replica_among_frontends(nats_url: str) -> None:
             placed.free()
             await until(lambda: bookings(fleet) == 0)
             (theirs,) = fleet.frontends[0].replica.routers.values()
-            key = theirs.route(router._request(list(range(640)), {}), 0.0).key
+            chain = sequence_hashes(block_hashes(range(640), 16))
+            key = theirs.route(request(prompt(chain)), 0.0).key
             fleet.frontends[0].replica_loop.publishing.flush_soon()
             await until(lambda: any(cost[0] > 1 for cost in charged(router, [1] * 16).values()))
             theirs.bookings.free(key)
@@ -431,14 +441,30 @@ async def test_error_of_the_block_is_not_wrapped(nats_url: str) -> None:
                 raise ValueError("mine")
 
 
+class FailsOften(Fails):
+    """Counts how often."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+
+    async def refresh(self) -> None:
+        self.calls["refresh"] += 1
+        await super().refresh()
+
+    def close(self) -> None:
+        self.calls["close"] += 1
+        super().close()
+
+
 async def test_refresh_runs_inside_connect(nats_url: str) -> None:
     """A custom policy is refreshed as in a frontend, and closed at the end."""
     namespace = uuid.uuid4().hex
     async with running_fleet(nats_url, namespace, frontends=1, mockers=1):
-        async with KvRouter.connect(nats_url, namespace, "tiny", policy=Fails) as router:
-            own = router._router.selection.policy
-            await until(lambda: own.troubles["refresh"] > 1)  # type: ignore[attr-defined]
-        assert 1 == own.troubles["close"]  # type: ignore[attr-defined]
+        own = FailsOften()
+        async with KvRouter.connect(nats_url, namespace, "tiny", policy=lambda: own):
+            await until(lambda: own.calls["refresh"] > 1)
+            assert 0 == own.calls["close"]
+        assert 1 == own.calls["close"]
 
 
 async def test_no_server() -> None:

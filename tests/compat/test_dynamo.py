@@ -34,6 +34,7 @@ from kvrouter.worker.options import worker_id_of
 from tests.client.hands import Clock
 from tests.compat.running import SNIPPETS, run, run_awaiting
 from tests.e2e.fleet import running_fleet
+from tests.frontend.workers import until_found
 
 MODULE = "kvrouter.compat.dynamo"
 LLAMA = "meta-llama/Llama-2-7b-hf"
@@ -132,9 +133,9 @@ async def test_custom_engine(component: Component) -> None:
     publishers[1].on_blocks_stored(TOKENS[:16], [5])
     publishers[1].on_blocks_stored(TOKENS[16:], [6, 7, 8], parent_hash=5)
     indexer, router = KvIndexer(component, 16), KvPushRouter(component.endpoint("generate"), 16)
-    async with asyncio.timeout(10):
-        while {"7": 4} != (scores := await indexer.find_matches_for_request(TOKENS, 0)).scores:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    scores = await until_found(
+        lambda: indexer.find_matches_for_request(TOKENS, 0), lambda found: found.scores == {"7": 4}
+    )
 
     assert scores == await indexer.find_matches(compute_block_hash_for_seq(TOKENS, 16))
     assert ("7", 1, 4) == await router.best_worker([*TOKENS, 1])

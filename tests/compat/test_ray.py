@@ -81,14 +81,14 @@ async def test_uniform(fleet_of: FleetOf) -> None:
         assert not guard(fleet).troubles
 
 
-async def test_throughput_aware(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_throughput_aware(fleet_of: FleetOf) -> None:
     """The least value of what `record_routing_stats` returns, and agents report with `--metric`, is first."""
-    stats = {"w0/0": {"throughput": 5.0}, "w1/0": {"throughput": 2.0}, "w2/0": {"throughput": 9.0}}
-    monkeypatch.setattr(RunningReplica, "routing_stats", property(lambda self: stats[self.replica_id]))
+    stats = {"w0": 5.0, "w1": 2.0, "w2": 9.0}
+    reported = [candidate(name, metrics={"throughput": value}) for name, value in stats.items()]
     options = ("--router-policy", f"{HERE}:ThroughputAwareRequestRouter")
     async with fleet_of(*options, scripts=(OK, OK, OK)) as fleet:
         await ask(fleet, FOX)
-        ranks = guard(fleet).policy.choose(request(), [candidate(name) for name in ("w0", "w1", "w2")])
+        ranks = guard(fleet).policy.choose(request(), reported)
 
         assert not guard(fleet).troubles
         assert ["w1", "w0", "w2"] == names(ranks)

@@ -21,6 +21,7 @@ import pytest
 from kvrouter.lab.mocker.config import MockerConfig
 from kvrouter.lab.mocker.engine import EngineConfig
 from kvrouter.lab.mocker.server import Mocker, running_mocker
+from tests.frontend.workers import until_found
 
 WHEEL = os.environ.get("KVROUTER_RAY_WHEEL", "")
 pytestmark = pytest.mark.skipif(not WHEEL, reason="KVROUTER_RAY_WHEEL names no wheel of Ray")
@@ -57,13 +58,10 @@ class Ingress:
 
     async def until(self, holds: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
         """Its state, once this holds."""
-        try:
-            async with asyncio.timeout(30):
-                while not (found := await self.call("state")) or not holds(found):  # noqa: ASYNC110
-                    await asyncio.sleep(0.02)
-        except TimeoutError:
-            raise AssertionError(f"{what}: {found}") from None
-        return dict(found)
+        found: dict[str, Any] = await until_found(
+            lambda: self.call("state"), lambda one: one and holds(one), what, 30
+        )
+        return found
 
 
 @contextlib.asynccontextmanager
@@ -114,9 +112,12 @@ async def test_two_ingress_replicas_one_killed(nats_url: str) -> None:
         ids = {await a.call("worker_id", name): engine for name, engine in engines.items()}
         for one in (a, b):
             await one.until(lambda found: 2 == len(found["workers"]), "both engines are known")
-        async with asyncio.timeout(20):  # both may begin at once; then one gives way
-            while sorted(map(str, ids)) != sorted(await acting(a) + await acting(b)):  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+
+        async def both_act() -> list[str]:
+            return sorted(await acting(a) + await acting(b))
+
+        # both may begin at once; then one gives way
+        await until_found(both_act, sorted(map(str, ids)).__eq__, within_s=20)
 
         chosen = await a.call("select_worker", "r1", PROMPT, [*ids], 100)
         assert chosen["worker_id"] in ids

@@ -77,8 +77,8 @@ class AttackedWorld(World):
                 found.append(f"{replica.router_id} has pools {set(replica.routers)}")
             if len(replica.readers) > sum(self.setup.ranks for _ in self.agents()) + members:
                 found.append(f"{replica.router_id} follows {list(replica.readers)}")
-            if replica._held.used_bytes:
-                found.append(f"{replica.router_id} holds {replica._held.used_bytes} bytes of frames")
+            if replica.held.used_bytes:
+                found.append(f"{replica.router_id} holds {replica.held.used_bytes} bytes of frames")
         return found
 
     def failures(self) -> list[str]:

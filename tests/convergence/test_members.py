@@ -65,7 +65,7 @@ def test_two_lives_of_one_worker() -> None:
 
     fleet.follow([Step("usurp", 2, wait=2.5)])  # two of its heartbeats arrive
 
-    assert [False] == [stray.is_alive for stray in fleet._strays]
+    assert [False] == [stray.is_alive for stray in fleet.strays]
     assert [] == differences(fleet)
 
 

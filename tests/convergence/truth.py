@@ -241,9 +241,9 @@ def _leaks(replica: Replica, world: World) -> Iterator[str]:
         if not set(pool.index.targets()) <= targets:
             yield f"{replica.router_id}: blocks of {set(pool.index.targets()) - targets}"
         sets = [tier_set for holding in pool.index._holdings.values() for tier_set in holding.sets]
-        if pool.index._slots.in_use != len(sets):
-            yield f"{replica.router_id}: slots without an owner in {pool_id}"
         slots = pool.index._slots
+        if slots.in_use != len(sets):
+            yield f"{replica.router_id}: slots without an owner in {pool_id}"
         is_swept = not slots._dying and not slots._waiting  # otherwise rows of dropped targets may remain
         if is_swept and len(pool.index) != len(
             {h for agent in world.agents() for h in agent.blocks(pool_id)}

@@ -84,7 +84,7 @@ class World:
         self._stranger = Line(self.net, Process(self.agenda, 0.0), 0)
         self._stranger.connect()
         self._places: list[Process | None] = [None] * (setup.replicas + setup.agents)
-        self._strays: list[SimAgent] = []
+        self.strays: list[SimAgent] = []
         self._ends: dict[int, Callable[[], None]] = {}
         self._troubles = 0
         self._born = 0
@@ -101,7 +101,7 @@ class World:
 
     def agents(self) -> list[SimAgent]:
         """Agents that are alive. One whose name a newer agent took counts if that one is gone again."""
-        living = [one for one in (*self._strays, *self._places) if isinstance(one, SimAgent) and one.is_alive]
+        living = [one for one in (*self.strays, *self._places) if isinstance(one, SimAgent) and one.is_alive]
         return list({agent.card.worker_id: agent for agent in living}.values())
 
     def pool_of(self, target: Target) -> PoolId:
@@ -208,7 +208,7 @@ class World:
             self._later(step, process.line.connect)
 
     def _processes(self) -> list[SimReplica | SimAgent]:
-        everybody = [*self._places, *self._strays]
+        everybody = [*self._places, *self.strays]
         return [process for process in everybody if isinstance(process, SimReplica | SimAgent)]
 
     def _strike(self, step: Step, place: int, process: SimReplica | SimAgent) -> None:
@@ -277,7 +277,7 @@ class World:
             case "lost history":
                 agent.run(lambda: agent.lose_history(rank, int(self.agenda.now * 1e6)))
             case "usurp":
-                self._strays.append(agent)  # it still runs, until it finds its successor
+                self.strays.append(agent)  # it still runs, until it finds its successor
                 self._places[place] = None
                 self.start(place)
 

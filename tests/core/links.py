@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -113,8 +114,8 @@ class Link:
         self.max_bytes = MAX_BYTES
         self.now = 100.0
         self.requests: list[ReplayRequest] = []
-        sink = KvSink(self.index, target, tier_sets, {target.worker_id: Room(capacity)})
-        self.reader = FeedReader(0, sink, lambda: 0.5)
+        self.sink = KvSink(self.index, target, tier_sets, {target.worker_id: Room(capacity)})
+        self.reader = FeedReader(0, self.sink, lambda: 0.5)
         self.source = self.new_source(1000)
 
     def new_source(self, incarnation: int) -> FeedSource:
@@ -123,6 +124,11 @@ class Link:
             incarnation, lambda _now: self.owner.state_ops(), ring_frames=self.ring_frames
         )
         return self.source
+
+    @property
+    def ring(self) -> deque[bytes]:
+        """The frames that the owner keeps, to lose or damage some."""
+        return self.source._ring
 
     def write(self, *ops: Op) -> bytes:
         """One frame of the feed, not delivered."""

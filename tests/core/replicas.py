@@ -25,8 +25,9 @@ def new_replica(
     synced: bool = True,
     settings: PoolSettings | None = None,
     policy: Callable[[], BuiltInPolicy] = Kv,
+    greets: bool = True,
 ) -> Replica:
-    """A replica with seeded randomness that has sent its hello at 0.0."""
+    """A replica with seeded randomness that has sent its hello at 0.0, if it greets."""
 
     def new_rules(_pool: PoolId) -> RouterRules:
         return RouterRules(policy(), random.Random(1).random)
@@ -35,7 +36,8 @@ def new_replica(
         ReplicaSettings(settings or PoolSettings(), synced=synced), router_id, incarnation, new_rules,
         chance=lambda: 0.5,
     )  # fmt: skip
-    replica.hello_sent(0.0)
+    if greets:
+        replica.hello_sent(0.0)
     return replica
 
 

@@ -20,6 +20,7 @@ from scripts.kit.ports import free_ports
 from scripts.kit.proxies import HAPROXY, PROXIES, Proxy, with_addresses
 from scripts.kit.replicas import Replica
 from scripts.kit.workload import load_requests
+from tests.frontend.workers import until_found
 from tests.long import needs_long
 
 RATE = 20.0
@@ -158,9 +159,7 @@ async def replace(
     assert 0 == await stopping
     process = await fleet.start_again(f"frontend-{number}")
     await wait_until_ok(client, process, f"{replica.url}/ready")
-    async with asyncio.timeout(30):
-        while await requests_at(client, replica) < IN_A_ROW:  # noqa: ASYNC110  # it has no event
-            await asyncio.sleep(0.02)
+    await until_found(lambda: requests_at(client, replica), lambda count: count >= IN_A_ROW, within_s=30)
     assert [] == [one for one in load.outcomes if one.error and one.ended_at_s]
 
 

@@ -18,6 +18,7 @@ from kvrouter.lab.mocker.server import Mocker, running_mocker
 from kvrouter.worker.agent import serve as serve_agent
 from kvrouter.worker.options import AgentOptions, worker_id_of
 from kvrouter.worker.zmq.sockets import EventEndpoints
+from tests.frontend import workers
 from tests.frontend.fleet import settings_of
 
 PATIENCE_S = 20.0
@@ -48,9 +49,7 @@ class Fleet:
 
 async def until(is_so: Callable[[], bool]) -> None:
     """Let the event loop run until `is_so` holds; bounded."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not is_so():  # noqa: ASYNC110  # the condition has no event
-            await asyncio.sleep(0.005)
+    await workers.until(is_so, within_s=PATIENCE_S)
 
 
 @contextlib.asynccontextmanager

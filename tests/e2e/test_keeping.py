@@ -23,6 +23,7 @@ from kvrouter.lab.mocker.server import running_mocker
 from tests.e2e.engine_process import HEARTBEAT_S, EngineProcess, running_agents
 from tests.e2e.fleet import PATIENCE_S, frontend_flags, running_agent, until
 from tests.e2e.test_worker_drain import CONFIG, agent_process
+from tests.frontend.workers import until_found
 
 ASSUMING = ["--no-use-kv-events"]
 TEXTS = {"x-kvrouter-mode": "prefix-affinity"}
@@ -40,9 +41,8 @@ async def frontend_process(
         sys.executable, "-m", "kvrouter.frontend", *words, stderr=asyncio.subprocess.DEVNULL
     )
     try:
-        async with aiohttp.ClientSession() as http, asyncio.timeout(PATIENCE_S):
-            while not await is_ready(http, port):  # noqa: ASYNC110  # another process: there is no event
-                await asyncio.sleep(0.05)
+        async with aiohttp.ClientSession() as http:
+            await until_found(lambda: is_ready(http, port), within_s=PATIENCE_S)
         yield process
     finally:
         if process.returncode is None:
@@ -121,9 +121,8 @@ async def test_two_replicas_killed_in_turn(nats_url: str, tiny: Path, free_port:
         replicas = [await stack.enter_async_context(frontend_process(flags, *both)) for both in ports[:2]]
         told = [(await ask(http, urls[0], story, **TEXTS))[0] for story in STORIES]
         sent = [(await ask(http, urls[0], prompt))[0] for prompt in PROMPTS]
-        async with asyncio.timeout(PATIENCE_S):
-            while not await _knows(http, f"http://127.0.0.1:{ports[1][1]}", PROMPTS[-1]):  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        peer = f"http://127.0.0.1:{ports[1][1]}"
+        await until_found(lambda: _knows(http, peer, PROMPTS[-1]), within_s=PATIENCE_S)
 
         for replica, both in zip(replicas, ports[2:], strict=True):
             replica.kill()

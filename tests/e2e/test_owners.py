@@ -27,6 +27,7 @@ from kvrouter.observe.verify.command import main
 from kvrouter.observe.verify.comparison import OwnersView
 from kvrouter.observe.verify.owners import Owners
 from tests.e2e.fleet import running_fleet
+from tests.frontend.workers import until_found
 
 TOKENS = list(range(64))
 PATIENCE_S = 60.0
@@ -108,10 +109,7 @@ class Worker:
 
     async def until(self, is_so: Callable[[OwnersView], bool]) -> OwnersView:
         """Take looks until one shows this."""
-        async with asyncio.timeout(PATIENCE_S):
-            while not is_so(view := await self.owners.look()):  # noqa: ASYNC110  # as `compare` does
-                await asyncio.sleep(0.05)
-        return view
+        return await until_found(self.owners.look, is_so, within_s=PATIENCE_S)
 
     async def ask_engine(self) -> None:
         """Send a request directly to the engine, so that it has blocks."""

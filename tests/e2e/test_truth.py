@@ -17,6 +17,7 @@ import structlog
 from kvrouter.core.wire.hashes import block_seed
 from kvrouter.lab.mocker.engine import EngineConfig
 from tests.e2e.fleet import Fleet, running_fleet
+from tests.frontend.workers import until, until_found
 
 # A wrong set-up must be found within this many requests to one worker.
 REQUESTS = 20
@@ -83,18 +84,13 @@ async def problems(fleet: Fleet, frontend: int = 0) -> list[str]:
 
 async def until_flagged(fleet: Fleet) -> list[str]:
     """The problems, as soon as there are any."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not (found := await problems(fleet)):  # noqa: ASYNC110  # the change has no event
-            await asyncio.sleep(0.05)
-    return found
+    return await until_found(lambda: problems(fleet), within_s=PATIENCE_S)
 
 
 async def until_judged(fleet: Fleet) -> None:
     """Return when no prediction is open and the problems have been computed since."""
     routers = [router for each in fleet.frontends for router in each.replica.routers.values()]
-    async with asyncio.timeout(PATIENCE_S):
-        while any(router.predictions._expected for router in routers):  # noqa: ASYNC110  # the change has no event
-            await asyncio.sleep(0.05)
+    await until(lambda: not any(router.predictions._expected for router in routers), within_s=PATIENCE_S)
     for each in fleet.frontends:
         each.audit.run()
 

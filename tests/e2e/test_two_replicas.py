@@ -22,6 +22,7 @@ from kvrouter.core.wire.senders import KvSource
 from kvrouter.lab.mocker.engine import EngineConfig
 from kvrouter.worker.options import worker_id_of
 from tests.e2e.fleet import Fleet, running_fleet, until
+from tests.frontend.workers import until_found
 
 
 @pytest.fixture
@@ -94,12 +95,7 @@ def knows_every_block(replica: Replica, fleet: Fleet) -> bool:
 async def settle(fleet: Fleet) -> list[dict[str, Any]]:
     """Wait until the fleet is at rest and both replicas show the same; bounded."""
     await until(lambda: is_settled(fleet))
-    async with asyncio.timeout(10):
-        while True:
-            views = await fleet.views()
-            if content_of(views[0]) == content_of(views[1]):
-                return views
-            await asyncio.sleep(0.02)
+    return await until_found(fleet.views, lambda views: content_of(views[0]) == content_of(views[1]))
 
 
 async def ask_and_settle(fleet: Fleet, client: openai.AsyncOpenAI, prompt: list[int]) -> Any:

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import structlog
 
 from kvrouter.bus import Bus, NatsOptions, Subjects
+from kvrouter.core.fleet.replica import Replica
+from kvrouter.core.tables.tenants import _Use
 from kvrouter.core.wire.heartbeats import Card, RankBeat, State, WorkerBeat
 from kvrouter.core.wire.heartbeats import encode as encode_beat
 from kvrouter.core.wire.ids import PoolId, Target, WorkerId
@@ -178,7 +180,17 @@ class Fleet:
             assert frontend.completions.in_flight.idle.is_set()
             for router in frontend.replica.routers.values():
                 router.pool.active.check()
-                assert not router.bookings._own
+                assert router.bookings.is_empty
+
+
+def use_of(replica: Replica, tenant: str = "a") -> _Use:
+    """What a replica counts of a tenant, which clients see in parts: what is left, or a 429."""
+    return replica.tenants._use(tenant)
+
+
+def hears_itself(replica: Replica) -> bool:
+    """Whether one of its own heartbeats has come back, so that the server has its subscriptions."""
+    return replica._returned_round > 0
 
 
 class FleetOf(Protocol):
@@ -223,9 +235,9 @@ async def running_fleet(
         for _ in range(replicas):
             fleet.frontends.append(await stack.enter_async_context(fleet.new_frontend()))
         await until(lambda: bus.connected, "the test is connected")
-        # Its own heartbeat has come back, so the server has its subscription.
-        has_subscribed = lambda: all(each.replica._leases._last_round for each in fleet.frontends)  # noqa: E731
-        await until(has_subscribed, "every frontend receives its own heartbeat")
+        await until(
+            lambda: all(hears_itself(each.replica) for each in fleet.frontends), "every frontend hears itself"
+        )
         for worker in fleet.workers:
             fleet.announce(worker, **card)
         count = len(scripts) * card.get("ranks", 1)

@@ -17,7 +17,6 @@ from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.wire.heartbeats import RankBeat, RouterBeat, WorkerBeat, encode
 from kvrouter.core.wire.ids import RouterId, WorkerId
 from kvrouter.core.wire.ops import VERSION
-from kvrouter.core.wire.senders import WorkerSource
 from kvrouter.frontend.operators import admin
 from kvrouter.frontend.run import running_frontend
 from kvrouter.frontend.settings import parse_options
@@ -129,9 +128,9 @@ async def test_wait_for_workers(fleet_of: FleetOf) -> None:
         assert remedy.startswith(f"nobody is heard in namespace {fleet.subjects.namespace!r}: start an agent")
         asked = asyncio.create_task(fleet.ask())
         also = asyncio.create_task(fleet.ask())
-        first_worker = fleet.frontend.completions.accept._first_worker
-        assert first_worker is not None
-        await until(lambda: first_worker._look is not None, "it waits")
+        await until(
+            lambda: "first worker" in {task.get_name() for task in asyncio.all_tasks()}, "they wait for one"
+        )
         async with FakeWorker("late", OK).serving() as late:
             fleet.announce(late)
             assert [200, 200] == [(await asked).status, (await also).status]
@@ -303,10 +302,11 @@ async def test_pool_that_only_a_peer_serves(fleet_of: FleetOf) -> None:
         first, other = fleet.frontends
         for each in fleet.frontends:
             await until_ready(each.url)
-        slow = WorkerBeat(VERSION, 1, "up", POOL, [], 1, None, 60_000)  # a lease that lasts
+        load = [RankBeat(0, 1, 0, running=7)]
+        slow = WorkerBeat(VERSION, 1, "up", POOL, load, 1, None, 60_000)  # a lease that lasts
         fleet.bus.publish(fleet.subjects.live_worker(WorkerId("w0")), encode(slow))
-        leases = [each.replica._leases._longer for each in fleet.frontends]
-        await until(lambda: all(WorkerSource(WorkerId("w0")) in each for each in leases), "it lasts")
+        pools = [each.replica.routers[POOL].pool for each in fleet.frontends]
+        await until(lambda: all(one.workers[WorkerId("w0")].ranks for one in pools), "both have heard it")
         forged = WorkerBeat(VERSION, 1, "down", POOL, [], 1, None, 60_000)
         first.replica.worker_heartbeat(WorkerId("w0"), encode(forged), 0.0)  # it alone believes it
         response = await until_ready(first.url, 503)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+from collections.abc import Callable
 
 import pytest
 
@@ -24,6 +25,7 @@ from tests.frontend.workers import (
     says_and_stalls,
     stream,
     until,
+    until_still,
 )
 
 
@@ -67,7 +69,10 @@ async def test_slow_client(fleet_of: FleetOf) -> None:
     size = 20_000_000
     head = b"HTTP/1.1 200 OK\r\ncontent-type: audio/mpeg\r\ncontent-length: %d\r\n\r\n" % size
 
+    unsent: list[Callable[[], int]] = []
+
     async def script(_received: Received, wire: Wire) -> None:
+        unsent.append(wire.writer.transport.get_write_buffer_size)
         await wire.send(head + b"x" * size)
 
     async with (
@@ -76,8 +81,9 @@ async def test_slow_client(fleet_of: FleetOf) -> None:
     ):
         client.stop_reading()
         client.send(BODY)
-        running = fleet.frontend.completions.in_flight.running
-        await until(lambda: any(each._is_paused for each in running), "paused")
+        await until(lambda: unsent, "the worker answers")
+        await until_still(unsent[0])
+        assert unsent[0]() > size / 2, "the worker is paused"
         client.go_on_reading()
 
         assert size == len((await client.response()).body)

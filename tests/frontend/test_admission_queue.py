@@ -76,6 +76,11 @@ def line_of(room: WaitingRoom) -> Any:
     return line
 
 
+def looks_after(room: WaitingRoom, chance: float) -> None:
+    """Whether it looks at once (0), or only when the test calls look_now (1e6)."""
+    room._chance = lambda: chance
+
+
 def look_now(room: WaitingRoom) -> None:
     """Run the look that is due now."""
     line = line_of(room)
@@ -89,7 +94,7 @@ async def test_newcomer_does_not_overtake(fleet_of: FleetOf) -> None:
     gate = Gate()
     async with fleet_of(*SYNCED, scripts=(gate.script,), replicas=2, **STEP) as fleet:
         first = fleet.frontend.waiting_room
-        first._chance = lambda: 1e6  # it looks when the test calls look_now
+        looks_after(first, 1e6)
         await until(lambda: fleet.frontend.replica.peers, "the peer is known")
         async with one_at_work(fleet, gate) as crowd:
             await crowd.add(1)
@@ -97,7 +102,7 @@ async def test_newcomer_does_not_overtake(fleet_of: FleetOf) -> None:
             await until(lambda: fleet.bookings() == 0, "there is room")
             await crowd.add(2)
             gate.open()
-            first._chance = lambda: 0.0
+            looks_after(first, 0.0)
             look_now(first)
 
             assert [200, 200] == await crowd.statuses()
@@ -252,9 +257,9 @@ async def test_one_free_admits_one(fleet_of: FleetOf) -> None:
     """Two replicas see the same room; the later one sees that it is taken."""
     gate = Gate()
     async with fleet_of(*SYNCED, scripts=(gate.script,), replicas=2, **STEP) as fleet:
-        fleet.frontends[0].waiting_room._chance = lambda: 0.0
+        looks_after(fleet.frontends[0].waiting_room, 0.0)
         late = fleet.frontends[1].waiting_room
-        late._chance = lambda: 1e6  # it looks when the test calls look_now
+        looks_after(late, 1e6)
         await until(lambda: fleet.frontends[1].replica.peers, "the peer is known")
         async with one_at_work(fleet, gate) as crowd:
             readers = fleet.frontends[1].replica.readers
@@ -272,7 +277,7 @@ async def test_one_free_admits_one(fleet_of: FleetOf) -> None:
 
             assert [0, 1] == gate.arrived
             assert 1 == waiting(fleet, 1)
-            late._chance = lambda: 0.0
+            looks_after(late, 0.0)
             gate.open()
             assert [200, 200] == await crowd.statuses()
 

@@ -328,18 +328,27 @@ async def test_keep_alive_in_the_queue(fleet_of: FleetOf) -> None:
         assert response.events[-1]["error"]["code"] == 503
 
 
+def late(script: Script) -> Script:
+    """It says nothing at first, while comments go to the client."""
+
+    async def waits(received: Received, wire: Wire) -> None:
+        await asyncio.sleep(0.05)
+        await script(received, wire)
+
+    return waits
+
+
 @by_api
 async def test_keep_alive_goes_on_behind_retries(fleet_of: FleetOf, api: ApiStream) -> None:
     """Workers may fail behind the comments; the last one's refusal becomes an event of the API."""
 
-    async def late(received: Received, wire: Wire) -> None:
-        await asyncio.sleep(0.05)
+    async def in_turn(received: Received, wire: Wire) -> None:
         await refusals[len(fleet.requests) - 1](received, wire)
 
     good = says(SSE_HEAD + chunk(api.whole) + LAST_CHUNK)
     refused = says(answer(b'{"error":{"message":"too full","type":"Busy","code":503}}', 503))
     refusals = [refused, says_and_resets(), good]
-    async with fleet_of("--sse-keep-alive-s", "0.02", scripts=(late,) * 3) as fleet:
+    async with fleet_of("--sse-keep-alive-s", "0.02", scripts=(late(in_turn),) * 3) as fleet:
         response = await fleet.ask(api.body, path=api.path)
         assert response.body.replace(b": keep-alive\n\n", b"") == api.whole
     for last, text in (
@@ -348,7 +357,7 @@ async def test_keep_alive_goes_on_behind_retries(fleet_of: FleetOf, api: ApiStre
         (says(answer()), b"did not answer with a stream"),
     ):
         refusals = [last] * 9
-        async with fleet_of("--sse-keep-alive-s", "0.02", scripts=(late,) * 2) as fleet:
+        async with fleet_of("--sse-keep-alive-s", "0.02", scripts=(late(in_turn),) * 2) as fleet:
             response = await fleet.ask(api.body, path=api.path)
 
             assert (200, True) == (response.status, response.is_whole)
@@ -359,12 +368,7 @@ async def test_keep_alive_goes_on_behind_retries(fleet_of: FleetOf, api: ApiStre
 
 async def test_keep_alive_is_for_streams(fleet_of: FleetOf) -> None:
     """An answer that is not a stream is not begun."""
-
-    async def late(_received: Received, wire: Wire) -> None:
-        await asyncio.sleep(0.05)
-        await wire.send(answer(b"{}", 400))
-
-    async with fleet_of("--sse-keep-alive-s", "0.01", scripts=(late,)) as fleet:
+    async with fleet_of("--sse-keep-alive-s", "0.01", scripts=(late(says(answer(b"{}", 400))),)) as fleet:
         assert 400 == (await fleet.ask(BODY)).status
 
 
@@ -373,11 +377,9 @@ async def test_keep_alive_where_engines_stream(fleet_of: FleetOf, path: str) -> 
     """Streams of routes that are passed on get comments, too."""
     whole = b'data: {"text": "a"}\n\n'
 
-    async def late(_received: Received, wire: Wire) -> None:
-        await asyncio.sleep(0.05)
-        await wire.send(SSE_HEAD, chunk(whole) + LAST_CHUNK)
-
-    async with fleet_of("--sse-keep-alive-s", "0.01", scripts=(late,)) as fleet:
+    async with fleet_of(
+        "--sse-keep-alive-s", "0.01", scripts=(late(says(SSE_HEAD, chunk(whole) + LAST_CHUNK)),)
+    ) as fleet:
         response = await fleet.ask(STREAM, path=path)
 
         assert response.body.startswith(b": keep-alive\n\n")
@@ -389,23 +391,21 @@ async def test_keep_alive_where_engines_stream(fleet_of: FleetOf, path: str) -> 
 )
 async def test_keep_alive_where_no_events_come(fleet_of: FleetOf, path: str) -> None:
     """Elsewhere `stream` does not mean server-sent events: an answer stays what it is."""
-
-    async def late(_received: Received, wire: Wire) -> None:
-        await asyncio.sleep(0.05)
-        await wire.send(answer(b'{"a": 1}'))
-
-    async with fleet_of("--sse-keep-alive-s", "0.01", scripts=(late,)) as fleet:
+    async with fleet_of("--sse-keep-alive-s", "0.01", scripts=(late(says(answer(b'{"a": 1}'))),)) as fleet:
         assert b'{"a": 1}' == (await fleet.ask(STREAM, path=path)).body
 
 
 async def test_keep_alive_for_http_10(fleet_of: FleetOf) -> None:
     """A client that knows no chunks gets the comments and the stream without them."""
-
-    async def late(_received: Received, wire: Wire) -> None:
-        await asyncio.sleep(0.05)
-        await wire.send(SSE_HEAD, chunk(event("a")), chunk(event("", "stop")) + LAST_CHUNK)
-
-    async with fleet_of("--sse-keep-alive-s", "0.02", scripts=(late,)) as fleet, fleet.connected() as client:
+    script = late(says(SSE_HEAD, chunk(event("a")), chunk(event("", "stop")) + LAST_CHUNK))
+    async with (
+        fleet_of(
+            "--sse-keep-alive-s",
+            "0.02",
+            scripts=(script,),
+        ) as fleet,
+        fleet.connected() as client,
+    ):
         client.send(STREAM, version="HTTP/1.0")
         response = await client.response()
 

@@ -10,6 +10,7 @@ import re
 import socket
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -154,12 +155,10 @@ async def test_no_delay(fleet_of: FleetOf) -> None:
         client.send(STREAM)
         await client.read_until(event("a"))
         (attempt,) = fleet.frontend.completions.in_flight.running
-        upstream = attempt._connection._transport
-        downstream = attempt._client._transport  # type: ignore[attr-defined]
+        sides: list[Any] = [attempt._connection, attempt._client]
 
-        for transport in (upstream, downstream):
-            assert transport is not None
-            raw = transport.get_extra_info("socket")
+        for side in sides:
+            raw = side._transport.get_extra_info("socket")
             assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         assert raw.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         client.leave()

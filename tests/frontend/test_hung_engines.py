@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,13 +14,25 @@ from aiohttp.test_utils import TestServer
 
 from kvrouter.core.fleet.router import Router
 from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.core.routing.worker import Worker
 from kvrouter.core.wire.heartbeats import State
 from kvrouter.core.wire.ids import WorkerId
 from kvrouter.frontend.requests import hung_engines
 from kvrouter.frontend.requests.hung_engines import MOST_PROBES, HungEngines, probing
+from tests.core.worlds import card, new_pool
 from tests.frontend.clients import Response
 from tests.frontend.fleet import BODY, POOL, STREAM, Fleet, FleetOf
-from tests.frontend.workers import SSE_HEAD, FakeWorker, chunk, event, says, says_and_stalls, stream, until
+from tests.frontend.workers import (
+    SSE_HEAD,
+    FakeWorker,
+    chunk,
+    event,
+    says,
+    says_and_stalls,
+    stream,
+    turns,
+    until,
+)
 
 STALLS = says_and_stalls()
 FAST = says(stream("hi"))
@@ -193,9 +206,13 @@ async def test_a_tenth_moves_at_once(fleet_of: FleetOf) -> None:
 
         assert 2 == await look(fleet)
         await until(lambda: sum(task.done() for task in tasks) == 2, "two were answered elsewhere")
-        while not all(task.done() for task in tasks):
-            assert await look(fleet) <= 2
-            await asyncio.sleep(0.01)
+        moved = 2
+        for _ in range(25):
+            more = await look(fleet)
+            assert more <= 2
+            moved += more
+            await until(partial(lambda count: sum(task.done() for task in tasks) == count, moved))
+        assert 25 == moved
         assert "25.0" == await retried(fleet)
 
 
@@ -222,11 +239,12 @@ async def test_many_suspected_engines() -> None:
         asked.add(url)
         return False
 
-    engines = HungEngines({}, list, probe, asyncio.get_running_loop().time)
     urls = {f"http://engine-{number}:8000" for number in range(2 * MOST_PROBES)}
+    silent = [(new_pool(), Worker(card(url=url))) for url in urls]
+    engines = HungEngines({}, lambda: silent, probe, asyncio.get_running_loop().time)
 
     for _ in range(2):
-        engines._keep_probing(urls)
-        await asyncio.wait(engines._probes.values())
+        await engines.look()
+        await turns()
 
     assert urls == asked

@@ -8,10 +8,11 @@ from collections import Counter
 
 import pytest
 
-from kvrouter.core.tables.tenants import KeyLimits, TenantTable
+from kvrouter.core.fleet.replica import Replica
+from kvrouter.core.tables.tenants import KeyLimits
 from kvrouter.frontend.keys.limits import FIRST_MEAN
 from tests.frontend.clients import ask
-from tests.frontend.fleet import BODY, STREAM, Fleet, FleetOf
+from tests.frontend.fleet import BODY, STREAM, Fleet, FleetOf, use_of
 from tests.frontend.test_keys import MESSAGE, Ring, ring
 from tests.frontend.workers import (
     OK,
@@ -85,7 +86,7 @@ async def test_tokens_a_minute(fleet_of: FleetOf, ring: Ring) -> None:
 
 def _left(fleet: Fleet) -> int:
     """Of 1,000 tokens of tenant `a`."""
-    return 1000 - fleet.frontend.replica.tenants._use("a").own.tokens
+    return 1000 - use_of(fleet.frontend.replica).own.tokens
 
 
 async def test_failed_requests(fleet_of: FleetOf, ring: Ring) -> None:
@@ -94,18 +95,18 @@ async def test_failed_requests(fleet_of: FleetOf, ring: Ring) -> None:
     fails, wrong = says(answer(status=500)), says(answer(status=400))
     async with fleet_of(*ring.flags, "--retries", "1", scripts=(fails, fails)) as fleet:
         assert 500 == (await fleet.ask(None, key)).status
-        use = fleet.frontend.replica.tenants._use("a")
+        use = use_of(fleet.frontend.replica)
         assert (0, 0, 0) == (use.own.requests, use.own.tokens, use.at_once)
     async with fleet_of(*ring.flags, "--retries", "1", scripts=(in_turn(fails, OK), OK)) as fleet:
         for _ in range(2):
             assert 200 == (await fleet.ask(None, key)).status
         await fleet.until_free()
-        use = fleet.frontend.replica.tenants._use("a")
+        use = use_of(fleet.frontend.replica)
         assert (2, 0) == (use.own.requests, use.at_once)
         assert 2 * 64 <= use.own.tokens <= 2 * (64 + 4)
     async with fleet_of(*ring.flags, scripts=(wrong,)) as fleet:
         assert 400 == (await fleet.ask(None, key)).status
-        use = fleet.frontend.replica.tenants._use("a")
+        use = use_of(fleet.frontend.replica)
         assert (1, 1, 0) == (use.own.requests, use.own.tokens, use.at_once)
 
 
@@ -116,7 +117,7 @@ async def test_no_worker(fleet_of: FleetOf, ring: Ring) -> None:
         fleet.announce(fleet.workers[0], "draining")
         await until(lambda: not fleet.targets(fleet.frontend), "no worker is left")
         assert 503 == (await fleet.ask(None, key)).status
-        use = fleet.frontend.replica.tenants._use("a")
+        use = use_of(fleet.frontend.replica)
         assert (0, 0, 0) == (use.own.requests, use.own.tokens, use.at_once)
 
 
@@ -131,7 +132,7 @@ async def test_burst(fleet_of: FleetOf, ring: Ring) -> None:
         assert {200, 429} == statuses.keys()
         assert 100 <= statuses[200] <= 110
         await fleet.until_free()
-        assert {statuses[200]} == {_requests(each.replica.tenants) for each in fleet.frontends}
+        assert {statuses[200]} == {_requests(each.replica) for each in fleet.frontends}
 
 
 async def test_one_sided_burst(fleet_of: FleetOf, ring: Ring) -> None:
@@ -168,8 +169,7 @@ async def test_restart(fleet_of: FleetOf, ring: Ring) -> None:
             await fleet.until_free()
             fleet.frontends.remove(leaving)
         async with fleet.new_frontend() as joined:
-            table = joined.replica.tenants
-            await until(lambda: _requests(table) == 10, "it counts ten", 10.0)
+            await until(lambda: _requests(joined.replica) == 10, "it counts ten", 10.0)
             fleet.frontends.append(joined)
             fleet.announce(fleet.workers[0])
             await until(lambda: bool(fleet.targets(joined)), "it knows the worker")
@@ -179,8 +179,8 @@ async def test_restart(fleet_of: FleetOf, ring: Ring) -> None:
             fleet.frontends.remove(joined)
 
 
-def _requests(table: TenantTable) -> int:
-    use = table._use("a")
+def _requests(replica: Replica) -> int:
+    use = use_of(replica)
     return use.own.requests + sum(window.requests for window in use.peers.values())
 
 
@@ -234,7 +234,7 @@ async def test_left_early(fleet_of: FleetOf, ring: Ring) -> None:
         await (begun if received.json["seed"] == 1 else gate.script)(received, wire)
 
     async with fleet_of(*ring.flags, *queue, scripts=(script,), max_batched_tokens=64) as fleet:
-        use = fleet.frontend.replica.tenants._use("a")
+        use = use_of(fleet.frontend.replica)
         async with fleet.connected() as amid, fleet.connected() as queued, fleet.connected() as unread:
             amid.send(json.dumps(numbered(1, stream=True)).encode(), key)
             await amid.read_until(b"data:")
@@ -258,7 +258,7 @@ async def test_background(fleet_of: FleetOf, ring: Ring) -> None:
     async with fleet_of(*ring.flags, scripts=(OK,)) as fleet:
         assert 200 == (await fleet.ask(body, tokens, path="/v1/responses")).status
         await fleet.until_free()
-        assert 1000 < fleet.frontend.replica.tenants._use("a").own.tokens < 1100
+        assert 1000 < use_of(fleet.frontend.replica).own.tokens < 1100
         assert 403 == (await fleet.ask(body, places, path="/v1/responses")).status
         assert 200 == (await fleet.ask({**body, "background": False}, places, path="/v1/responses")).status
         for key in (tokens, places):  # SGLang goes on with it once the client has left
@@ -282,7 +282,7 @@ async def test_usage_of_passed_on(fleet_of: FleetOf, ring: Ring, path: str, said
     async with fleet_of(*ring.flags, scripts=(says(answer(said)),)) as fleet:
         assert 200 == (await fleet.ask({"model": "m", "input": "x " * 500}, key, path=path)).status
         await fleet.until_free()
-        assert 40 == fleet.frontend.replica.tenants._use("a").own.tokens
+        assert 40 == use_of(fleet.frontend.replica).own.tokens
 
 
 async def test_last_known_share(fleet_of: FleetOf, ring: Ring) -> None:
@@ -292,11 +292,9 @@ async def test_last_known_share(fleet_of: FleetOf, ring: Ring) -> None:
         await _all_hear(fleet, count=1)
         for each, count in zip(fleet.frontends, (8, 2), strict=True):
             assert [200] * count == [(await ask(each.url, BODY, key)).status for _ in range(count)]
-        await until(
-            lambda: {10} == {_requests(each.replica.tenants) for each in fleet.frontends}, "they know"
-        )
+        await until(lambda: {10} == {_requests(each.replica) for each in fleet.frontends}, "they know")
         _cut_off(fleet)
         for each, most in zip(fleet.frontends, (77, 23), strict=True):  # 90 % as it was, 10 % equally
             asked = [(await ask(each.url, BODY, key)).status for _ in range(most + 1)]
-            assert most == each.replica.tenants._use("a").own.requests
+            assert most == use_of(each.replica).own.requests
             assert 429 == asked[-1]

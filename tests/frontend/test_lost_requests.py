@@ -15,7 +15,7 @@ from kvrouter.core.wire.ids import WorkerId
 from kvrouter.core.wire.ops import DeadlyPrompt, LostWith
 from kvrouter.frontend.run import RunningFrontend
 from tests.frontend.clients import Response, ask, connected
-from tests.frontend.fleet import POOL, Fleet, FleetOf
+from tests.frontend.fleet import POOL, Fleet, FleetOf, hears_itself
 from tests.frontend.workers import (
     END,
     SSE_HEAD,
@@ -316,15 +316,15 @@ async def test_forged_words_of_a_peer(fleet_of: FleetOf, engines: list[Engine]) 
         router = forger.replica.routers[POOL]
         engines[0].release.set()
         claims = first.replica.claimed_losses
-        claims._began_at = -1e6  # it has been there for long
+        claims._began_at, verdicts = -1e6, claims._verdicts  # it has been there for long
         for _ in range(3):
             for worker in fleet.workers:
                 router.feed.publish(LostWith(prompt, worker.id, 1000, 0))
             router.feed.publish(DeadlyPrompt(prompt, [worker.id for worker in fleet.workers], 600_000))
             forger.replica_loop.publishing.flush_soon()
-            await until(lambda: claims._verdicts)
+            await until(lambda: verdicts)
             assert 200 == (await ask(first.url, held(1))).status
-            claims._verdicts.clear()
+            verdicts.clear()
 
         assert first.replica.deadly.is_empty
 
@@ -360,7 +360,7 @@ async def test_all_replicas(fleet_of: FleetOf, engines: list[Engine]) -> None:
         await ask(fleet.frontends[1].url, POISON)
         await until(lambda: all(map(refuses, fleet.frontends)))
         async with fleet.new_frontend() as late:
-            await until(lambda: late.replica._leases._last_round)
+            await until(lambda: hears_itself(late.replica))
             for worker in fleet.workers:
                 fleet.announce(worker)
             await until(lambda: len(fleet.targets(late)) == 5)

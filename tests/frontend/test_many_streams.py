@@ -24,7 +24,7 @@ from kvrouter.core.wire.ids import PoolId, WorkerId
 from kvrouter.core.wire.ops import VERSION
 from kvrouter.processes.descriptors import raise_limit
 from tests.frontend.clients import get
-from tests.frontend.workers import END, LAST_CHUNK, SSE_HEAD, chunk, event, until
+from tests.frontend.workers import END, LAST_CHUNK, SSE_HEAD, chunk, event, until, until_found
 from tests.long import IS_LONG
 
 STREAMS = 9_000 if IS_LONG else 400
@@ -105,12 +105,8 @@ async def running(nats: str, port: int) -> AsyncIterator[int]:
         beat = encode_beat(WorkerBeat(VERSION, 1, "up", PoolId("m-12345678"), [], 1, card))
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL)  # noqa: ASYNC220  # it does not wait
         try:
-            deadline = loop.time() + 30
-            while not await is_ready(url):
-                assert loop.time() < deadline
-                bus.publish(Subjects(namespace).live_worker(WorkerId("w")), beat)
-                await asyncio.sleep(0.1)
             beating = asyncio.create_task(beat_on(bus, namespace, beat))
+            await until_found(lambda: is_ready(url), within_s=30)
             yield process.pid
             beating.cancel()
         finally:

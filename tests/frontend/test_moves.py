@@ -15,7 +15,7 @@ from kvrouter.relay import streams
 from kvrouter.relay.seam import RECORD_BYTES
 from kvrouter.relay.streams import Streams
 from tests.frontend.clients import Response, ask, connected
-from tests.frontend.fleet import Fleet, FleetOf
+from tests.frontend.fleet import Fleet, FleetOf, use_of
 from tests.frontend.test_keys import Ring, ring
 from tests.frontend.test_pairs import ALWAYS, HANDED, pair
 from tests.frontend.tiny_engine import dying, engine, events_of, save_tokenizer, whole_of
@@ -519,7 +519,7 @@ async def test_limits_of_its_tenant(fleet_of: FleetOf, ring: Ring, with_tokenize
     async with fleet_of(*flags, scripts=TWO, replicas=2, **VLLM) as fleet:
 
         def counted(number: int) -> list[tuple[int, int, int]]:
-            uses = [one.replica.tenants._use("a") for one in fleet.frontends]
+            uses = [use_of(one.replica) for one in fleet.frontends]
             return [(use.requests, use.tokens, use.at_once) for use in uses][:number]
 
         first = killed(fleet, 9, dies=False)

@@ -15,7 +15,6 @@ import pytest
 from kvrouter.connectors.nixl import NEEDED, Nixl
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.wire.heartbeats import State
-from kvrouter.frontend.requests import hung_engines
 from kvrouter.relay.collected import Collected
 from tests.frontend.clients import connected
 from tests.frontend.fleet import BODY, STREAM, Fleet, FleetOf
@@ -37,6 +36,7 @@ from tests.frontend.workers import (
     says_and_stalls,
     stream,
     until,
+    until_found,
 )
 
 HANDED = {
@@ -167,11 +167,8 @@ ENDS: dict[str, tuple[State, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("decodes", [1, 2])
-async def test_the_mooncake_engine_dies(
-    fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch, end: str, decodes: int
-) -> None:
+async def test_the_mooncake_engine_dies(fleet_of: FleetOf, end: str, decodes: int) -> None:
     """Its decode engine would wait for the blocks for minutes: the request moves, if need be to the same."""
-    monkeypatch.setattr(hung_engines, "LOOK_EVERY_S", 0.01)
     waits = in_turn(says_and_stalls(), D)
     async with pair(fleet_of, decode=(waits,) * decodes, **MOONCAKE) as fleet:
         asking = asyncio.create_task(fleet.ask(STREAM))
@@ -185,8 +182,9 @@ async def test_the_mooncake_engine_dies(
         }
         fleet.announce(fleet.workers[0], state, **(card | change))
 
-        response = await asyncio.wait_for(asking, 20)
+        await until_found(fleet.frontend.hung_engines.look, lambda _: asking.done(), within_s=20)
 
+        response = await asking
         assert 200 == response.status
         assert b"hi" in response.body
         assert await metric(fleet, "kvrouter_pd_pair_failures_total 1")

@@ -13,6 +13,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from kvrouter.observe.verify import compare
 from scripts.kit.ports import free_ports
 from tests.frontend.clients import Client, Response, ask, connected, get
 from tests.frontend.fleet import BODY, STREAM, Fleet, Trouble
+from tests.frontend.test_run import until_refused
 from tests.frontend.workers import (
     LAST_CHUNK,
     OK,
@@ -36,6 +38,7 @@ from tests.frontend.workers import (
     event,
     says_and_stalls,
     until,
+    until_found,
 )
 from tests.serve.serving import bound, command_of, is_alive
 
@@ -74,11 +77,13 @@ class Parent:
 
     async def until_ready(self, *urls: str) -> None:
         """Return when each URL is ready. Announces the worker meanwhile."""
-        async with asyncio.timeout(START_S):
-            for url in urls:
-                while not await is_ready(url):
-                    self.announce()
-                    await asyncio.sleep(0.02)
+
+        async def look(url: str) -> bool:
+            self.announce()
+            return await is_ready(url)
+
+        for url in urls:
+            await until_found(partial(look, url), within_s=START_S)
 
     async def ended(self) -> tuple[int, str]:
         """Its exit code and output."""
@@ -290,16 +295,6 @@ async def test_drain(nats_url: str) -> None:
     assert 3 == said.count("frontend.stopped")
     assert not [line for line in said.splitlines() if not line.startswith(("process-", "parent "))]
     assert not any(is_alive(pid) for pid in pids)
-
-
-async def until_refused(url: str) -> None:
-    """Return when new connections are refused."""
-    while True:
-        try:
-            async with connected(url):
-                await asyncio.sleep(0.01)
-        except ConnectionError:
-            return
 
 
 async def test_second_signal(nats_url: str) -> None:

@@ -142,8 +142,9 @@ async def test_room_is_shared_with_the_tokens(fleet_of: FleetOf, tiny: Path) -> 
     async with fleet_of(*flags) as fleet:
         tokens = fleet.frontend.tokens
 
-        assert 1 << 20 == tokens.store._max_bytes + tokens.hashes._max_bytes
-        assert tokens.hashes._max_bytes > 1 << 16
+        of_tokens, of_hashes = [one._max_bytes for one in (tokens.store, tokens.hashes)]
+        assert 1 << 20 == of_tokens + of_hashes
+        assert of_hashes > 1 << 16
 
 
 def small_model(tiny: Path, path: Path) -> Path:

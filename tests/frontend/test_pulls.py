@@ -12,7 +12,6 @@ import pytest
 
 from kvrouter.core.fleet.router import Router
 from kvrouter.core.wire.ids import Target, WorkerId
-from kvrouter.frontend.requests import hung_engines
 from tests.core.worlds import book
 from tests.frontend.fleet import BODY, STREAM, Fleet, FleetOf
 from tests.frontend.test_pairs import metric
@@ -24,7 +23,9 @@ from tests.frontend.workers import (
     says,
     says_and_closes,
     says_and_stalls,
+    turns,
     until,
+    until_found,
 )
 
 W0 = Target(WorkerId("w0"))
@@ -125,21 +126,20 @@ async def test_a_peer_that_gives_nothing_rests(fleet_of: FleetOf) -> None:
 
 
 @pytest.mark.parametrize("end", ["down", "leave"])
-async def test_the_peer_dies(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+async def test_the_peer_dies(fleet_of: FleetOf, end: str) -> None:
     """VLLM asks it for 30 s before it computes: the request moves, and is computed elsewhere."""
-    monkeypatch.setattr(hung_engines, "LOOK_EVERY_S", 0.01)
     waits = in_turn(says_and_stalls(), OK)
     async with warm(fleet_of, waits, waits) as (fleet, _):
         asking = asyncio.create_task(fleet.ask(STREAM))
         await until(lambda: any(worker.requests for worker in fleet.workers[1:]))
         announce(fleet, 0, end, started_at_us=3)
 
-        assert 200 == (await asyncio.wait_for(asking, 20)).status
+        await until_found(fleet.frontend.hung_engines.look, lambda _: asking.done(), within_s=20)
+        assert 200 == (await asking).status
 
 
-async def test_alone_it_waits(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_alone_it_waits(fleet_of: FleetOf) -> None:
     """Without another worker the request stays: its engine will compute it."""
-    monkeypatch.setattr(hung_engines, "LOOK_EVERY_S", 0.01)
     go = asyncio.Event()
 
     async def slow(received: Any, wire: Any) -> None:
@@ -151,7 +151,9 @@ async def test_alone_it_waits(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch
         await until(lambda: bool(fleet.workers[1].requests))
         announce(fleet, 0, "leave", started_at_us=3)
         await until(lambda: W0 not in router.pool.targets)
-        await asyncio.sleep(0.05)
+        for _ in range(5):
+            await fleet.frontend.hung_engines.look()
+            await turns(20)
         go.set()
 
         assert 200 == (await asking).status

@@ -37,6 +37,7 @@ from tests.frontend.workers import (
     in_turn,
     says_and_stalls,
     until,
+    until_found,
 )
 
 ONE = SSE_HEAD + chunk(event("a"))
@@ -202,12 +203,15 @@ def read_to_end(client: socket.socket) -> bytes:
 
 async def until_refused(url: str, tls: ssl.SSLContext | None = None) -> None:
     """Return when new connections are refused."""
-    while True:
+
+    async def is_refused() -> bool:
         try:
             async with connected(url, tls):
-                await asyncio.sleep(0.01)
+                return False
         except ConnectionError:
-            return
+            return True
+
+    await until_found(is_refused, within_s=60)
 
 
 CUT_OFF_FLAGS = ("--drain-grace-s", "0", "--drain-timeout-s", "0.2")
@@ -361,11 +365,13 @@ async def test_ends_without_nats(free_port: Callable[[], int]) -> None:
 
 async def until_live(url: str) -> None:
     """Return when /live answers."""
-    while True:
+
+    async def is_live() -> bool:
         with contextlib.suppress(OSError):
-            assert 200 == (await get(url, "/live")).status
-            return
-        await asyncio.sleep(0.01)
+            return (await get(url, "/live")).status == 200
+        return False
+
+    await until_found(is_live, within_s=60)
 
 
 def test_port_taken(capsys: pytest.CaptureFixture[str], quiet_logs: None) -> None:

@@ -53,8 +53,9 @@ async def test_days() -> None:
         totals.count("t", Record(None, "", 0.0, 0.0), "refused")  # type: ignore[arg-type]  # of no client
         now[0] += timedelta(days=1)
 
-    assert DAYS == len(totals._days)
-    assert now[0].date() - timedelta(days=1) == max(totals._days)
+    days = totals._days
+    assert DAYS == len(days)
+    assert now[0].date() - timedelta(days=1) == max(days)
 
 
 @pytest.mark.parametrize("path", ["/tenants"])

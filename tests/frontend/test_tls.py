@@ -10,6 +10,7 @@ import socket
 import ssl
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -42,6 +43,7 @@ from tests.frontend.workers import (
     says_and_stalls,
     stream,
     until,
+    until_found,
     until_still,
 )
 
@@ -344,11 +346,14 @@ async def test_processes(nats_url: str, authority: Authority) -> None:
         worker = await stack.enter_async_context(FakeWorker("w0", OK).serving())
         process = await start(port, admin_port, *flags)
         stack.push_async_callback(kill, process)
+
+        async def is_found(url: str) -> bool:
+            fleet.announce(worker)
+            return await is_ready(url, tls)
+
+        for url in own:
+            await until_found(partial(is_found, url), within_s=20)
         async with asyncio.timeout(20):
-            for url in own:
-                while not await is_ready(url, tls):
-                    fleet.announce(worker)
-                    await asyncio.sleep(0.02)
             served: set[str] = set()
             while len(served) < 2:
                 async with connected(f"https://127.0.0.1:{port}", tls) as client:

@@ -94,11 +94,22 @@ def state(fleet: Fleet) -> str:
 
 
 @pytest.fixture
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines are compared at once."""
+    monkeypatch.setattr(checks, "LOOK_EVERY_S", 0.01)
+
+
+@pytest.fixture
+def often(looks_often: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every real prompt is compared, at once."""
     monkeypatch.setattr(checks, "ONE_IN", 1)
     monkeypatch.setattr(checks, "AT_MOST_EVERY_S", 0.0)
-    monkeypatch.setattr(checks, "LOOK_EVERY_S", 0.01)
+
+
+@pytest.fixture
+def no_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only requests ask engines for ids."""
+    monkeypatch.setattr(EnginesWay, "look", AsyncMock())
 
 
 # the engines' /tokenize
@@ -352,10 +363,9 @@ EFFORT_AND_TOOLS = (
 
 @pytest.mark.parametrize("way", ["model path", "card", "engines"])
 async def test_options_of_the_engine(
-    fleet_of: FleetOf, tiny: Path, tmp_path: Path, soon: None, monkeypatch: pytest.MonkeyPatch, way: str
+    fleet_of: FleetOf, tiny: Path, tmp_path: Path, soon: None, looks_often: None, way: str
 ) -> None:
     """Flags that decide over tools and efforts show in the ids of probes: overlap follows the engine."""
-    monkeypatch.setattr(checks, "LOOK_EVERY_S", 0.01)
     directory = tmp_path / "model"
     shutil.copytree(tiny, directory)
     (directory / "chat_template.jinja").write_text(EFFORT_AND_TOOLS)
@@ -390,10 +400,9 @@ async def test_options_of_the_engine(
 
 
 async def test_options_that_nothing_explains(
-    fleet_of: FleetOf, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fleet_of: FleetOf, tiny: Path, tmp_path: Path, looks_often: None
 ) -> None:
     """Chats with an option that the engine reads in an unknown way have no tokens: it is a problem."""
-    monkeypatch.setattr(checks, "LOOK_EVERY_S", 0.01)
     for name in ("here", "engine"):
         shutil.copytree(tiny, tmp_path / name)
     (tmp_path / "here/chat_template.jinja").write_text(EFFORT_AND_TOOLS)
@@ -573,11 +582,11 @@ def failing(script: Script) -> Script:
     ],
     ids=["dies", "hangs", "404", "500", "no ids"],
 )
+@pytest.mark.usefixtures("no_probes")
 async def test_second_engine(
     fleet_of: FleetOf, tiny: Path, monkeypatch: pytest.MonkeyPatch, path: str, script: Script
 ) -> None:
     """If one engine fails, the ids come from another, and the first is avoided for a while."""
-    monkeypatch.setattr(EnginesWay, "look", AsyncMock())
     monkeypatch.setattr(engines_way, "AVOIDED_S", 1e9)
     monkeypatch.setattr(engines_way, "REQUEST_TIMEOUT_S", 20.0)
     is_silent = script is SILENT
@@ -596,9 +605,9 @@ async def test_second_engine(
         assert not any(fleet.frontend.tokens.blocks.without_tokens.values())
 
 
-async def test_two_engines_that_fail(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("no_probes")
+async def test_two_engines_that_fail(fleet_of: FleetOf) -> None:
     """If the second one fails, too, the request is placed by its text and counted once."""
-    monkeypatch.setattr(EnginesWay, "look", AsyncMock())
     flags = ("--tokenizer", "remote", "--router-mode", "kv", "--no-use-kv-events")
     async with fleet_of(*flags, scripts=(failing(says(answer(b"{}", 500))),) * 3) as fleet:
         assert 200 == (await fleet.ask(COMPLETION)).status
@@ -608,9 +617,9 @@ async def test_two_engines_that_fail(fleet_of: FleetOf, monkeypatch: pytest.Monk
         assert 1 == sum(fleet.frontend.tokens.blocks.without_tokens.values())
 
 
-async def test_rejected_prompt_is_asked_once(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("no_probes")
+async def test_rejected_prompt_is_asked_once(fleet_of: FleetOf) -> None:
     """A prompt that one engine rejects goes to no other."""
-    monkeypatch.setattr(EnginesWay, "look", AsyncMock())
     flags = ("--tokenizer", "remote", "--router-mode", "kv", "--no-use-kv-events")
     async with fleet_of(*flags, scripts=(answers_tokenize(status=400),) * 2) as fleet:
         await fleet.ask(COMPLETION)
@@ -619,10 +628,10 @@ async def test_rejected_prompt_is_asked_once(fleet_of: FleetOf, monkeypatch: pyt
         assert (1, 0) == (by_engines(fleet).counters.refused, by_engines(fleet).counters.failed)
 
 
+@pytest.mark.usefixtures("no_probes")
 async def test_slow_engine(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request waits a bounded time for its tokens; after three times none waits."""
     monkeypatch.setattr(engines_way, "REQUEST_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(EnginesWay, "look", AsyncMock())
     flags = ("--tokenizer", "remote", "--router-mode", "kv")
     gate = asyncio.Event()
     async with fleet_of(*flags, scripts=(answers_tokenize(gate=gate),)) as fleet:
@@ -726,13 +735,12 @@ async def test_card_with_broken_files(
 
 @pytest.mark.parametrize("kind", ["chat", "text"])
 async def test_card_with_other_ids(
-    fleet_of: FleetOf, tiny: Path, soon: None, kind: str, monkeypatch: pytest.MonkeyPatch
+    fleet_of: FleetOf, tiny: Path, soon: None, looks_often: None, kind: str
 ) -> None:
     """A tokenizer with other ids than the engine's is not used for such prompts, and no alarm is raised.
 
     Neither at once nor by the comparison of what is served: texts stay with the tokenizer of the card.
     """
-    monkeypatch.setattr(checks, "LOOK_EVERY_S", 0.0)
     script = engine(tiny, change=lambda ids: [9, *ids] if (ids[0] == 1) == (kind == "chat") else ids)
     async with fleet_of(*with_root(tiny.parent), scripts=(script,), tokenizer=str(tiny)) as fleet:
         while f"the ids of a probe {kind} are not" not in str(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from tests.frontend.test_access_log import DIES, STREAMED, events
 from tests.frontend.workers import (
     OK,
     SSE_HEAD,
+    WAIT_S,
     chunk,
     event,
     in_turn,
@@ -192,11 +194,12 @@ async def test_collector_that_is_away(fleet_of: FleetOf, monkeypatch: pytest.Mon
             for _ in range(3):
                 assert 200 == (await fleet.ask()).status
             await until(lambda: fleet.logged("tracing.export_failed"))
-            await until(lambda: fleet.frontend.completions.readers.access._tracing.counts.waiting == 0)  # type: ignore[union-attr]
-            metrics = (await fleet.get("/metrics")).body
+            metrics, failed = b"", b'kvrouter_spans_total{outcome="failed"} 9.0'
+            async with asyncio.timeout(WAIT_S):
+                while failed not in metrics:
+                    metrics = (await fleet.get("/metrics")).body
             assert 1 == len(fleet.logged("tracing.export_failed"))
         assert "400" in fleet.logged("tracing.export_failed")[0]["reason"]
-        assert b'kvrouter_spans_total{outcome="failed"} 9.0' in metrics
         assert [9] == [one["lost"] for one in fleet.logged("tracing.spans_lost")]
     async with fleet_of("--otlp-endpoint", collector.url, scripts=(OK,)) as fleet:  # it is gone now
         assert 200 == (await fleet.ask()).status

@@ -10,8 +10,9 @@ import ssl
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 OK_BODY = b'{"id":"c1","choices":[{"index":0,"text":"hi","finish_reason":"stop"}]}'
 SSE_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
@@ -25,6 +26,25 @@ async def until(condition: Callable[[], object], what: str = "", within_s: float
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, f"in vain: {what or condition}"
         await asyncio.sleep(0.001)
+
+
+async def until_found(
+    look: Callable[[], Awaitable[T]],
+    is_so: Callable[[T], object] = bool,
+    what: str = "",
+    within_s: float = WAIT_S,
+) -> T:
+    """Look until this is found; returns it. Fail if it is not found in time."""
+    last: object = None
+    try:
+        async with asyncio.timeout(within_s):
+            while True:
+                last = found = await look()
+                if is_so(found):
+                    return found
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        raise AssertionError(f"in vain: {what or look}: {last}") from None
 
 
 async def until_still(count: Callable[[], int]) -> None:

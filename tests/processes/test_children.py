@@ -7,7 +7,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,17 +15,11 @@ import pytest
 from kvrouter.processes import children
 from kvrouter.processes.children import FIRST_DELAY_S, LONGEST_DELAY_S, STEADY_S, Child, RestartDelay
 from kvrouter.processes.output import Output
+from tests.frontend.workers import until
 from tests.serve.serving import is_alive
 
 PRINT_AND_STAY = "echo up; trap 'echo bye; exit 0' TERM; while :; do sleep 0.01; done"
 IGNORES_SIGTERM = "trap '' TERM; echo up; while :; do sleep 0.01; done"
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    """Wait until the condition holds; bounded."""
-    async with asyncio.timeout(20):
-        while not is_so():  # noqa: ASYNC110  # the condition has no event
-            await asyncio.sleep(0.005)
 
 
 class Captured:

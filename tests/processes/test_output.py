@@ -6,10 +6,7 @@ import io
 import json
 import threading
 
-import pytest
-
-from kvrouter.processes import output as output_module
-from kvrouter.processes.output import MAX_LINE_BYTES, LabelledText, Lines, Output
+from kvrouter.processes.output import MAX_LINE_BYTES, MAX_LINES, LabelledText, Lines, Output
 
 
 class Terminal(io.BytesIO):
@@ -104,20 +101,21 @@ def test_json() -> None:
     ]
 
 
-def test_output_that_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_that_is_not_read() -> None:
     """An output that blocks delays no process; the number of lost lines is reported later."""
-    monkeypatch.setattr(output_module, "MAX_LINES", 2)
     out = Stalled()
     output = Output(out, io.BytesIO(), width=1)
 
     output.line("a", b"0")
     out.is_writing.wait(5)
-    for number in range(1, 6):
+    for number in range(1, MAX_LINES + 4):
         output.line("a", b"%d" % number)
     out.flows.set()
     output.close()
 
-    assert [b"a | 0", b"a | 1", b"serve | lines lost: 3", b"a | 2"] == out.getvalue().splitlines()
+    first, second, lost, *others = out.getvalue().splitlines()
+    assert [b"a | 0", b"a | 1", b"serve | lines lost: 3"] == [first, second, lost]
+    assert [b"a | %d" % number for number in range(2, MAX_LINES + 1)] == others
 
 
 def test_closed_pipe() -> None:

@@ -48,8 +48,7 @@ def numbered(number: int, **more: Any) -> dict[str, Any]:  # fields of a body
 
 def waiting(fleet: Fleet, frontend: int = 0) -> int:
     """How many requests wait at one frontend."""
-    lines = fleet.frontends[frontend].waiting_room._lines.values()
-    return sum(len(line.queue) for line in lines)
+    return fleet.frontends[frontend].waiting_room.waiting()
 
 
 @dataclass

@@ -27,6 +27,7 @@ from tests.frontend.workers import (
     in_turn,
     turns,
     until,
+    until_still,
 )
 from tests.long import IS_LONG
 
@@ -164,10 +165,7 @@ async def test_client_that_reads_late(fleet_of: FleetOf, passes: list[int]) -> N
         client.stop_reading()
         client.send(STREAM)
         await until(lambda: sent > 100)
-        still = -1
-        while still != sent:
-            still = sent
-            await asyncio.sleep(0.2)
+        await until_still(lambda: sent)
         client.go_on_reading()
         response = await client.response()
 

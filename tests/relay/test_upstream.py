@@ -245,22 +245,25 @@ async def test_ended_attempts_leave_nothing() -> None:
     await asyncio.sleep(0)
     await asyncio.sleep(0)
 
-    assert [False, True, True, True] == [
-        rig.connection._timer is None for rig in rigs
-    ]  # the first one is idle
+    assert [False, True, True, True] == [timer(rig) is None for rig in rigs]  # the first one is idle
     assert loop_tasks == asyncio.all_tasks()
+
+
+def timer(rig: Rig) -> asyncio.TimerHandle | None:
+    """That of its connection."""
+    return rig.connection._timer
 
 
 async def test_requests_share_a_timer() -> None:
     """All requests of a connection share its timer."""
     rig = Rig()
     rig.read(answer())
-    timer = rig.connection._timer
+    first = timer(rig)
     for _ in range(3):
         rig.begin()
         rig.read(answer())
 
-    assert timer is rig.connection._timer
+    assert first is timer(rig) is not None
 
 
 async def test_timer_follows_the_shorter_limit() -> None:

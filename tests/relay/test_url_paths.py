@@ -98,10 +98,11 @@ async def ask_every_way(url: str, head: RequestHead) -> None:
         assert await probe(url)
     async with EngineTokenizer.open() as tokenizer:
         assert [[1]] == await tokenizer.answers(url, [b"{}"], 60.0)
-        doctor = Engines(tokenizer._session, None)
+        session = tokenizer._session
+        doctor = Engines(session, None)
         await doctor.meet([Card(worker_id="w", url=url, model="m", block_size=16)])
         assert ("m",) == doctor.met[url].names
-        assert 200 == (await fetch(tokenizer._session, address_below(url, "v1/completions"), json={})).status
+        assert 200 == (await fetch(session, address_below(url, "v1/completions"), json={})).status
     await send_through_relay(url, head)
 
 

@@ -7,12 +7,14 @@ import random
 
 import pytest
 
+from kvrouter.core.feeds.sinks import KvSink
 from kvrouter.core.feeds.source import FeedSource
 from kvrouter.core.feeds.trust import FeedState
 from kvrouter.core.wire.hashes import pack_hashes
 from kvrouter.core.wire.heartbeats import RankBeat, RouterBeat, WorkerBeat, encode
 from kvrouter.core.wire.ids import RouterId, WorkerId
 from kvrouter.core.wire.ops import VERSION, Stored
+from kvrouter.replica.inbox import INBOX_BYTES, MESSAGE_BYTES
 from tests.frontend.fleet import POOL, FleetOf
 from tests.frontend.workers import (
     OK,
@@ -89,7 +91,7 @@ async def test_bug_behind_a_feed(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPa
         agent = Agent(fleet)
         agent.beat()
         reader = await first_reader(fleet)
-        monkeypatch.setattr(reader._sink, "apply", lambda *_: 1 / 0)
+        monkeypatch.setattr(KvSink, "apply", lambda *_: 1 / 0)
         for _ in range(3):
             agent.publish(Stored(1, None, pack_hashes(HASHES[:3])))
         await until(lambda: fleet.frontend.replica_loop.log.errors, "it is counted")
@@ -101,18 +103,18 @@ async def test_bug_behind_a_feed(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPa
         fleet.trouble.logs.clear()
 
 
-async def test_full_inbox(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_full_inbox(fleet_of: FleetOf) -> None:
     """Messages beyond the inbox's bound are dropped and counted."""
-    monkeypatch.setattr("kvrouter.replica.inbox.INBOX_BYTES", 10 * 356)
+    data = bytes(INBOX_BYTES // 10 - MESSAGE_BYTES)
     async with fleet_of(scripts=(OK,)) as fleet:
         inbox = fleet.frontend.replica_loop.inbox
         subject = fleet.subjects.live_kv(POOL, WorkerId("w0"), 0)
-        for _ in range(20):
-            inbox.receive([(subject, b"x" * 100, "")])
+        for drops in (10, 20):
+            for _ in range(20):
+                inbox.receive([(subject, data, "")])
 
-        assert (10, 10 * 356) == (inbox.drops, inbox._bytes)
-        await until(lambda: not inbox.messages, "it is drained")
-        assert 0 == inbox._bytes
+            assert (10, drops) == (inbox.messages, inbox.drops)
+            await until(lambda: not inbox.messages, "it is drained")
 
 
 async def test_backlog(fleet_of: FleetOf) -> None:

@@ -14,8 +14,7 @@ from kvrouter.core.wire.heartbeats import Card, RankBeat, RouterBeat, State, Wor
 from kvrouter.core.wire.ids import PoolId, RouterId, WorkerId
 from kvrouter.core.wire.ops import VERSION
 from kvrouter.policies.kv import Kv
-from kvrouter.replica import members
-from kvrouter.replica.members import Members
+from kvrouter.replica.members import MOST_LINES, Members
 from tests.frontend.fleet import POOL, FleetOf
 from tests.frontend.workers import OK, FakeWorker, until
 
@@ -161,17 +160,17 @@ def test_replicas_come_and_go(logs: list[dict[str, Any]]) -> None:
     ] == members_of(logs)
 
 
-def test_lines_are_bounded(logs: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_bounded(logs: list[dict[str, Any]]) -> None:
     """Of two hundred joins in one round a few are logged and the rest counted; the next round logs again."""
-    monkeypatch.setattr(members, "MOST_LINES", 3)
     space = Namespace()
     for number in range(200):
         space.worker(f"w{number}")
     space.rounds(1)
     space.worker("late")
 
-    assert ["worker.joined"] * 3 + ["members.more", "worker.joined"] == [entry["event"] for entry in logs]
-    assert 197 == logs[3]["came_or_went"]
+    events = [entry["event"] for entry in logs]
+    assert ["worker.joined"] * MOST_LINES + ["members.more", "worker.joined"] == events
+    assert 200 - MOST_LINES == logs[MOST_LINES]["came_or_went"]
 
 
 async def test_lost_worker_of_a_fleet(fleet_of: FleetOf) -> None:

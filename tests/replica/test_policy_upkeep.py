@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from kvrouter.policies import POLICIES
 from kvrouter.policies.guarded import GuardedPolicy
 from kvrouter.replica.policy_upkeep import PolicyUpkeep
 from tests.core.worlds import W1, card, fixed, worker_beat
-from tests.frontend.workers import until
+from tests.frontend.workers import turns, until
 from tests.policies.guarded_classes import Fails
 
 
@@ -55,6 +56,11 @@ async def looked_after(policy: BuiltInPolicy) -> AsyncIterator[tuple[Replica, Po
         await task
 
 
+def refreshes() -> list[asyncio.Task[Any]]:
+    """The tasks that refresh policies."""
+    return [task for task in asyncio.all_tasks() if task.get_name().startswith("refresh ")]
+
+
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvrouter.replica.policy_upkeep.LOOK_S", 0.001)
@@ -65,13 +71,13 @@ async def test_pool_that_goes() -> None:
     policy = Fleeting()
     async with looked_after(GuardedPolicy(policy, "fleeting")) as (replica, upkeep):
         await until(lambda: policy.refreshed > 1)
-        (refresh,) = upkeep._refreshes.values()
+        (refresh,) = refreshes()
         replica.worker_heartbeat(W1, encode(worker_beat("w1", state="leave", pool=PoolId("p"))), 1.0)
         for _ in range(20):
             replica.next_round(2.0)
         assert {} == replica.routers
         await until(lambda: policy.closed)
-        await until(lambda: refresh is not None and refresh.cancelled())
+        await until(refresh.cancelled)
         counted = {labels["where"]: value for *_, labels, value in upkeep.samples()}
         assert {"on_workers": 2.0, "on_worker_removed": 1.0, "close": 1.0} == counted
     assert 1 == policy.closed
@@ -80,6 +86,6 @@ async def test_pool_that_goes() -> None:
 async def test_built_in_mode_needs_no_upkeep() -> None:
     """It has neither a task nor a metric."""
     async with looked_after(POLICIES["kv"]()) as (_, upkeep):
-        upkeep._look(asyncio.TaskGroup())
-        assert {} == upkeep._refreshes
+        await turns()
+        assert [] == refreshes()
         assert [] == list(upkeep.samples())

@@ -86,13 +86,14 @@ async def test_answer_of_a_worker_that_left_is_not_awaited(fleet_of: FleetOf) ->
         agent.publish(Stored(0, None, pack_hashes(HASHES[:3])), lost=True)
         agent.beat()
         await until(lambda: agent.asked, "it is asked")
-        (task,) = fleet.frontend.replica_loop.recovery._tasks.values()
+        tasks = fleet.frontend.replica_loop.recovery._tasks
+        (task,) = tasks.values()
 
         fleet.announce(fleet.workers[0], state="leave")
         await until(task.done, "its recovery is cancelled")
 
         assert task.cancelled()
-        assert {} == fleet.frontend.replica_loop.recovery._tasks
+        assert {} == tasks
 
 
 async def test_answer_on_the_subject_of_another_worker(fleet_of: FleetOf) -> None:

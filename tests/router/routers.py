@@ -15,7 +15,7 @@ from kvrouter.frontend.server.http_server import Site
 from kvrouter.router.service import PlacementPort, open_router_site
 from kvrouter.router.settings import COMMAND
 from kvrouter.settings.read import load
-from tests.frontend.fleet import Fleet
+from tests.frontend.fleet import Fleet, hears_itself
 from tests.frontend.workers import until
 
 
@@ -72,7 +72,7 @@ async def running_router(nats: str, namespace: str, *flags: str) -> AsyncIterato
         running_frontend(loaded.settings, open_site=open_site) as running,
         aiohttp.ClientSession() as http,
     ):
-        await until(lambda: bool(running.replica._leases._last_round), "the router hears itself")
+        await until(lambda: hears_itself(running.replica), "the router hears itself")
         yield Router(running, ports[0], http)
 
 

@@ -57,7 +57,7 @@ async def test_from_the_choice_to_the_end(nats_url: str) -> None:
         assert (200, PLACE) == (answer["status"], {name: answer["body"][name] for name in PLACE})
         own, peer = sorted(routers, key=lambda one: one.running.replica.router_id != answer["router"])
         await until_loads(peer, {"w0": (100, 6, 1)})
-        (one,) = own.site.placing.table._by_id.values()
+        (one,) = own.site.placing.table.of_worker("w0")
         assert "gw" == one.caller
         other = await caller.ask("DELETE /reservations/r1", router=peer.running.replica.router_id)
         assert (404, True) == (other["status"], "another router made it" in other["body"]["error"]["message"])
@@ -122,10 +122,10 @@ async def test_answers_go_to_callers_only(nats_url: str) -> None:
 async def test_bounds(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More calls at once than there is room for, and answers that NATS does not carry, get an error."""
     async with called(nats_url) as (caller, _, (router,)):
-        monkeypatch.setattr(over_nats, "MOST_IN_FLIGHT", 0)
-        answer = await caller.ask("GET /health")
+        with monkeypatch.context() as patch:
+            patch.setattr(over_nats, "MOST_IN_FLIGHT", 0)
+            answer = await caller.ask("GET /health")
         assert (503, True) == (answer["status"], "ask again" in answer["body"]["error"]["message"])
-        monkeypatch.setattr(over_nats, "MOST_IN_FLIGHT", 10)
         router.running.admin.drain()
         answer = await caller.ask("GET /health")
         assert (503, True) == (answer["status"], "about to stop" in answer["body"]["error"]["message"])

@@ -13,6 +13,7 @@ from kvrouter.core.wire.ids import BookingKey, RouterId, Target, WorkerId
 from kvrouter.errors import ReservationsFullError, TakenIdError, UnknownReservationError
 from kvrouter.router.reservations import (
     KEPT_S,
+    MOST,
     MOST_KEPT,
     MOST_KEPT_BYTES,
     Reservation,
@@ -79,16 +80,16 @@ def test_an_id_is_free_again_after_its_end() -> None:
     assert ["r"] == expired(table, 5)
 
 
-def test_bounds_of_callers_and_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bounds_of_callers_and_of_all() -> None:
     """Each says what to do; what a caller frees it may reserve again."""
-    monkeypatch.setattr("kvrouter.router.reservations.MOST", 3)
     table = Reservations(per_caller=2)
     reserve(table, "a1")
     reserve(table, "a2")
     with pytest.raises(ReservationsFullError, match="--reservations-per-caller"):
         reserve(table, "a3")
-    reserve(table, "b1", caller="b")
-    with pytest.raises(ReservationsFullError, match=r"3 reservations are held here.*another router"):
+    for number in range(MOST - 2):
+        reserve(table, f"b{number}", caller=f"b{number}")
+    with pytest.raises(ReservationsFullError, match=rf"{MOST:,} reservations are held here.*another router"):
         reserve(table, "c1", caller="c")
     table.remove(table.renew("a1", 0))
     reserve(table, "a3")
@@ -144,4 +145,6 @@ def test_kept_selections_are_bounded(blocks: int, most: int) -> None:
         table.take("s1", 0.0)
     assert W == table.take("s2", 0.0).target
     table.expired(KEPT_S)
-    assert 0 == table._kept_bytes
+    for number in range(most):
+        table.keep(f"t{number}", ROUTER, request, W, KEPT_S)
+    assert W == table.take("t0", KEPT_S).target

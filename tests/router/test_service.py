@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from kvrouter.relay.request import Request, RequestHead
 from kvrouter.router.asked import PlacementAsk
 from kvrouter.router.bodies import MOST_BODY_BYTES, read
 from tests.frontend.fleet import Fleet, running_fleet
-from tests.frontend.workers import OK, until
+from tests.frontend.workers import OK, until, until_found
 from tests.router.routers import Router, routers_of
 
 PROMPT = list(range(100))
@@ -39,9 +38,7 @@ async def fleet_of(
 
 async def until_loads(router: Router, wanted: dict[Any, tuple[int, int, int]]) -> None:
     """Return when its loads are these."""
-    async with asyncio.timeout(10):
-        while await router.loads() != wanted:  # noqa: ASYNC110  # another process would poll, too
-            await asyncio.sleep(0.002)
+    await until_found(router.loads, wanted.__eq__)
 
 
 async def test_from_the_choice_to_the_end(nats_url: str) -> None:

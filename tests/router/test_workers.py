@@ -11,7 +11,7 @@ from typing import Any
 from kvrouter.lab.mocker.config import MockerConfig
 from kvrouter.lab.mocker.engine import EngineConfig
 from kvrouter.lab.mocker.server import Mocker, running_mocker
-from tests.frontend.workers import until
+from tests.frontend.workers import until, until_found
 from tests.router.routers import Router, running_router
 
 PROMPT = list(range(160))
@@ -43,13 +43,12 @@ def acting(*routers: Router) -> list[bool]:
 
 async def until_overlap(router: Router, tokens: int) -> dict[str, Any]:
     """A selection with this overlap."""
-    async with asyncio.timeout(20):
-        while True:
-            status, found = await router.ask("/select", {"token_ids": PROMPT})
-            if status == 200 and found["overlap"]["gpu"] == tokens:
-                chosen: dict[str, Any] = found
-                return chosen
-            await asyncio.sleep(0.01)
+    _, chosen = await until_found(
+        lambda: router.ask("/select", {"token_ids": PROMPT}),
+        lambda found: found[0] == 200 and found[1]["overlap"]["gpu"] == tokens,
+        within_s=20,
+    )
+    return dict(chosen)
 
 
 async def test_one_agent_for_all_who_register(nats_url: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from scripts.kit.bench.instructions import Callgrind
 from scripts.kit.fleet import Fleet
+from tests.frontend.workers import until
 
 
 @pytest.mark.skipif(shutil.which("callgrind_control") is None, reason="valgrind is not installed")
@@ -21,9 +21,12 @@ async def test_counts_since_the_last_call(tmp_path: Path) -> None:
     async with Fleet(tmp_path) as fleet:
         shell = ["sh", "-c", f"echo waiting; read line < {tmp_path}/never"]
         process = await fleet.start("shell", [*callgrind.command, *shell])
-        while "waiting" not in process.tail().splitlines():
+
+        def is_waiting() -> bool:
             process.check()
-            await asyncio.sleep(0.05)
+            return "waiting" in process.tail().splitlines()
+
+        await until(is_waiting, within_s=60)
         first, _ = await callgrind.count(process.pid)
         second, second_s = await callgrind.count(process.pid)
 

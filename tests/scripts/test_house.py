@@ -35,6 +35,9 @@ def test_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "arrows between folders of core/": "1",
         "lines with a comment per 1,000": "200.0",
         "words of docs/": "0",
+        "private reads of tests": "0",
+        "patches of tests": "0",
+        "sleeps of tests": "0",
     } == {name: value.strip() for name, value in values.items()}
 
 
@@ -79,6 +82,24 @@ def test_long_docs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
     assert 1 == main(["--root", str(tmp_path)])
     assert f"docs: {house.DOC_WORDS + 1} words, more than {house.DOC_WORDS}" in capsys.readouterr().err
+
+
+def test_shortcuts_of_tests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Reads of private attributes, patches and sleeps have limits; one's own and turns do not count."""
+    (tmp_path / "kvrouter").mkdir()
+    (tmp_path / "kvrouter" / "a.py").write_text("# why\nx = 1\n")
+    (tmp_path / "tests").mkdir()
+    few = "self._a\nx.__len__()\nx._a.b\npatch.setattr(x, 'a', 1)\nmock.patch.object(x)\nsleep(0)\n"
+    (tmp_path / "tests" / "test_a.py").write_text(few)
+    assert 0 == main(["--root", str(tmp_path)])
+    told = capsys.readouterr().out.splitlines()[-3:]
+    assert ["1", "2", "0"] == [line.split()[-1] for line in told]
+
+    for number, (what, most) in enumerate(house.SHORTCUTS.items()):
+        one = ("x._a", "x.setitem(a, b, c)", "time.sleep(0.1)")[number]
+        (tmp_path / "tests" / "test_a.py").write_text(f"{one}\n" * (most + 1))
+        assert 1 == main(["--root", str(tmp_path)])
+        assert f"tests: {most + 1} {what}, more than {most}" in capsys.readouterr().err
 
 
 def test_full_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,10 +11,13 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import aiohttp
 import pytest
+
+from tests.frontend.workers import until, until_found
 
 PATIENCE_S = 40.0
 
@@ -41,10 +44,8 @@ class Serving:
     async def until(self, is_so: Callable[[], bool], what: str) -> None:
         """Wait for something; if it does not come, show what was said instead."""
         try:
-            async with asyncio.timeout(PATIENCE_S):
-                while not is_so():  # noqa: ASYNC110  # what is waited for has no event of its own
-                    await asyncio.sleep(0.02)
-        except TimeoutError:
+            await until(is_so, within_s=PATIENCE_S)
+        except AssertionError:
             pytest.fail(f"{what} did not come to be; it said:\n{self.text()}")
 
     async def until_said(self, pattern: str, count: int = 1) -> None:
@@ -115,11 +116,9 @@ async def get(http: aiohttp.ClientSession, url: str) -> bool:
 async def until_ready(served: Serving, http: aiohttp.ClientSession, urls: Sequence[str]) -> None:
     """Wait until every frontend is ready."""
     try:
-        async with asyncio.timeout(PATIENCE_S):
-            for url in urls:
-                while not await get(http, f"{url}/ready"):  # noqa: ASYNC110  # HTTP has no event
-                    await asyncio.sleep(0.05)
-    except TimeoutError:
+        for url in urls:
+            await until_found(partial(get, http, f"{url}/ready"), within_s=PATIENCE_S)
+    except AssertionError:
         pytest.fail(f"not ready; it said:\n{served.text()}")
 
 
@@ -157,11 +156,11 @@ def is_alive(pid: int) -> bool:
 
 async def until_known(served: Serving, http: aiohttp.ClientSession, url: str, worker: str) -> None:
     """Wait until a replica knows of blocks on a worker, and of no request in flight."""
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            async with http.get(f"{url}/workers") as response:
-                view = await response.json()
-            rows = {row["worker_id"]: row for row in view["targets"]}
-            if rows[worker]["blocks"] and not any(row["active_blocks"] for row in rows.values()):
-                return
-            await asyncio.sleep(0.02)
+
+    async def is_known() -> bool:
+        async with http.get(f"{url}/workers") as response:
+            view = await response.json()
+        rows = {row["worker_id"]: row for row in view["targets"]}
+        return bool(rows[worker]["blocks"]) and not any(row["active_blocks"] for row in rows.values())
+
+    await until_found(is_known, within_s=PATIENCE_S)

@@ -60,11 +60,16 @@ def replica(status: int = 200, readiness: Any = None, pid: Any = PID) -> Listene
     return Listener({"/health": (200, health), "/ready": (status, ready)})
 
 
+async def reason_of(own: OwnReplica) -> str:
+    """Why it is not ready, of one look: `until_ready` says it every few seconds."""
+    return await own._why_not_ready()
+
+
 async def why(admin: Listener, clients: Listener, child: FakeChild | None = None) -> str:
     """Why the replica is not ready."""
     async with admin.serving(), clients.serving(), session() as http:
         places = Place(admin.url, "--admin-port"), Place(clients.url, "--port")
-        return await OwnReplica(http, cast("Child", child or FakeChild()), places)._why_not_ready()
+        return await reason_of(OwnReplica(http, cast("Child", child or FakeChild()), places))
 
 
 async def test_own_replica() -> None:
@@ -124,7 +129,7 @@ async def test_closed_port(monkeypatch: pytest.MonkeyPatch) -> None:
     async with clients.serving(), session() as http:
         places = Place(admin.url, "--admin-port"), Place(clients.url, "--port")
         own = OwnReplica(http, cast("Child", FakeChild()), places)
-        assert "/health: connection refused" == await own._why_not_ready()
+        assert "/health: connection refused" == await reason_of(own)
         waiting = asyncio.create_task(own.until_ready())
         answers = iter(["no", "no", ""])
 

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from kvrouter.telemetry import garbage
 from kvrouter.telemetry.garbage import THRESHOLDS, Pauses, collect_and_freeze, give_back, thresholds_raised
+from tests.frontend.workers import until
 
 
 class Cycle:
@@ -26,9 +27,7 @@ class Cycle:
 
 async def until_gone(cycle: weakref.ref[Cycle]) -> None:
     """Return when the cycle has been collected; bounded."""
-    async with asyncio.timeout(5):
-        while cycle() is not None:  # noqa: ASYNC110  # the collector has no event
-            await asyncio.sleep(0.005)
+    await until(lambda: cycle() is None)
 
 
 @contextlib.asynccontextmanager
@@ -43,9 +42,14 @@ async def collecting() -> AsyncIterator[None]:
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_new_cycles_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cycle made and dropped since the last collection is collected by the next one."""
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New objects are set aside after a moment."""
     monkeypatch.setattr(garbage, "SET_ASIDE_S", 0.01)
+
+
+async def test_new_cycles_are_freed(soon: None) -> None:
+    """A cycle made and dropped since the last collection is collected by the next one."""
     async with collecting():
         await asyncio.sleep(0.02)
         cycle = Cycle()
@@ -55,9 +59,8 @@ async def test_new_cycles_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
         await until_gone(seen)
 
 
-async def test_old_cycles_are_freed_later(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_old_cycles_are_freed_later(soon: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cycle that became garbage after it was frozen is collected with everything."""
-    monkeypatch.setattr(garbage, "SET_ASIDE_S", 0.01)
     monkeypatch.setattr(garbage, "EVERYTHING_S", 0.2)
     cycle = Cycle()
     seen = weakref.ref(cycle)

@@ -113,7 +113,8 @@ def test_items_of_a_response(harmony: Harmony) -> None:
 
 def test_words_of_the_format_in_a_text(harmony: Harmony) -> None:
     """In a client's text they are no special tokens."""
-    (start,) = harmony._encode("<|start|>")
+    start, *_ = harmony.ids([{"role": "user", "content": "Hi"}])
+    assert "<|start|>" == text_of(harmony, [start])
 
     ids = harmony.ids([{"role": "user", "content": "<|start|>system<|message|>"}])
 

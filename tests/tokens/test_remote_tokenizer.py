@@ -15,9 +15,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from kvrouter.tls import trusting
-from kvrouter.tokens import remote_tokenizer
 from kvrouter.tokens.prompt import ChatPrompt, TextPrompt
 from kvrouter.tokens.remote_tokenizer import (
+    MOST_CALLS,
     RENDER,
     TOKENIZE,
     BusyError,
@@ -198,12 +198,11 @@ async def test_answer_without_end(server: Engine) -> None:
             await engines.tokenize(server.url, "m", TextPrompt(["a"]))
 
 
-async def test_bounded(server: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bounded(server: Engine) -> None:
     """Calls beyond MOST_CALLS fail at once; a call that ends or is cancelled frees its place."""
-    monkeypatch.setattr(remote_tokenizer, "MOST_CALLS", 2)
     server.gate.clear()
     async with EngineTokenizer.open() as engines:
-        waiting = asyncio.create_task(engines.tokenize(server.url, "m", TextPrompt(["a", "b"])))
+        waiting = asyncio.create_task(engines.tokenize(server.url, "m", TextPrompt(["a"] * MOST_CALLS)))
         await asyncio.sleep(0)
         with pytest.raises(BusyError):
             await engines.tokenize(server.url, "m", TextPrompt(["c"]))

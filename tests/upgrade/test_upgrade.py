@@ -7,6 +7,7 @@ environment: what it needs is installed here, too.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from scripts.kit.load import SteadyLoad
 from scripts.kit.ports import free_ports
 from scripts.kit.replicas import settled
 from scripts.kit.workload import MODEL, load_requests
+from tests.frontend.workers import until_found
 from tests.long import needs_long
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,14 +76,14 @@ async def start_embedded(fleet: MixedFleet, url: str, *flags: str) -> None:
     if "nats" in fleet.processes:
         assert 0 == await fleet.processes["nats"].stop(10.0)
     await fleet.start("nats", [*deployment.python("kvrouter"), "nats", url, *flags])
-    until_s = time.monotonic() + EQUAL_WITHIN_S
-    while True:
-        try:
+
+    async def answers() -> bool:
+        with contextlib.suppress(OSError):
             await read_info(url)
-            return
-        except OSError:
-            assert time.monotonic() < until_s
-            await asyncio.sleep(0.05)
+            return True
+        return False
+
+    await until_found(answers, within_s=EQUAL_WITHIN_S)
 
 
 async def is_guarded(url: str) -> bool:

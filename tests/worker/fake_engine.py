@@ -12,6 +12,8 @@ import zmq
 import zmq.asyncio
 from aiohttp import web
 
+from tests.frontend.workers import until
+
 END_OF_REPLAY = b"\xff" * 8
 
 
@@ -117,9 +119,7 @@ class EngineServer:
 
     async def scraped(self, count: int) -> None:
         """Return when the metrics have been requested this many times."""
-        async with asyncio.timeout(5):
-            while self.scrapes < count:  # noqa: ASYNC110  # polled: one line, in one test
-                await asyncio.sleep(0.001)
+        await until(lambda: self.scrapes >= count)
 
     async def answer(self, request: web.Request) -> web.Response:
         self.asked.append(request.path)

@@ -22,6 +22,7 @@ from kvrouter.core.wire.ids import RouterId, Target, WorkerId
 from kvrouter.errors import ConfigError
 from kvrouter.policies.kv import Kv
 from kvrouter.replica.loop import ReplicaLoop
+from tests.frontend.workers import until
 from tests.worker.fakes import FakeBus
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "trtllm_worker.py"
@@ -38,9 +39,7 @@ class Reader:
 
     async def until(self, is_so: Callable[[], bool]) -> None:
         """Return when `is_so` holds at the replica."""
-        async with asyncio.timeout(10):
-            while not is_so():  # noqa: ASYNC110  # a replica has no event for what it applied
-                await asyncio.sleep(0.005)
+        await until(is_so)
 
     def overlap(self, worker: str, tokens: list[int], block_size: int, **seed: str) -> list[int]:
         """The depth of a worker's blocks, per tier set."""

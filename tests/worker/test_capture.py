@@ -20,6 +20,7 @@ from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.rank import EngineRank
 from kvrouter.worker.zmq.ordering import Apply, EngineStream
 from kvrouter.worker.zmq.sockets import EngineEvents, EventEndpoints
+from tests.frontend import workers
 from tests.worker.closed_sets import ClosedSets
 from tests.worker.fake_engine import EventSockets
 from tests.worker.fakes import FakeBus
@@ -177,10 +178,8 @@ async def test_over_sockets(name: str, names_topic: bool) -> None:
 
 async def until(is_so: Callable[[], bool], task: asyncio.Task[None]) -> None:
     """Return when `is_so` holds."""
-    async with asyncio.timeout(10):
-        while not is_so():
-            assert not task.done(), task
-            await asyncio.sleep(0.002)
+    await workers.until(lambda: is_so() or task.done())
+    assert is_so(), task
 
 
 def held_after(payloads: Sequence[bytes]) -> BlocksImage:

@@ -27,6 +27,7 @@ from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.rank import EngineRank
 from kvrouter.worker.zmq.ordering import Action, EngineStream, Numbered, Restarted, Step
 from kvrouter.worker.zmq.sockets import EngineEvents, EventEndpoints
+from tests.frontend.workers import until
 from tests.long import IS_LONG
 from tests.worker.closed_sets import ClosedSets
 from tests.worker.connecting_engine import Connecting
@@ -231,10 +232,10 @@ async def test_over_a_socket(seed: int, free_port: Callable[[], int]) -> None:
                 await engine.send_raw(message)
         for message in another_life(CAPTURES[0]):
             await engine.send_raw(message)
-        async with asyncio.timeout(20):
-            while not (feed.stream.next_seq == 125 and way.held == expected(CAPTURES[0])):
-                assert not task.done(), task
-                await asyncio.sleep(0.005)
+        await until(
+            lambda: task.done() or (feed.stream.next_seq == 125 and way.held == expected(CAPTURES[0]))
+        )
+        assert not task.done(), task
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 

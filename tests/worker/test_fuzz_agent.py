@@ -24,6 +24,7 @@ from kvrouter.worker.zmq.sockets import EventEndpoints
 from scripts.kit.bench.meter import resident_bytes
 from scripts.kit.chaos.truth import agent_blocks
 from scripts.kit.fleet import Fleet
+from tests.frontend.workers import until_found
 from tests.fuzz.engine import CAPACITY_BLOCKS, HonestEngine, Kind, ServedEngine
 from tests.long import needs_long
 
@@ -63,10 +64,12 @@ async def test_agent_outlives_its_engine(kind: Kind, nats_url: str, free_port: C
         await engine.publish_honest()
         requests = Requests(bus, Subjects(namespace))
         await requests.begin()
-        async with asyncio.timeout(30):
-            while not await equal(requests, "w", engine):
-                assert not task.done(), task
-                await asyncio.sleep(0.02)
+
+        async def is_equal() -> bool:
+            assert not task.done(), task
+            return await equal(requests, "w", engine)
+
+        await until_found(is_equal, within_s=30)
         stop.set()
         await task
 
@@ -89,13 +92,15 @@ async def test_process_of_two_engines(nats_url: str, tmp_path: Path, free_port: 
         bus = await stack.enter_async_context(Bus.open(NatsOptions((nats_url,)), name="t"))
         requests = Requests(bus, Subjects(namespace))
         await requests.begin()
+
+        async def all_equal() -> bool:
+            agent.check()
+            return all([await equal(requests, kind, one) for kind, one in engines.items()])
+
         for _ in range(ROUNDS):
             await asyncio.gather(*(hostile(one, FRAMES // ROUNDS) for one in engines.values()))
             await asyncio.gather(*(honest(one) for one in engines.values()))
-            async with asyncio.timeout(EQUAL_WITHIN_S):
-                while not all([await equal(requests, kind, one) for kind, one in engines.items()]):
-                    agent.check()
-                    await asyncio.sleep(0.2)
+            await until_found(all_equal, within_s=EQUAL_WITHIN_S)
             resident.append(resident_bytes(agent.pid))
         log = agent.log.read_text(errors="replace")
 

@@ -210,10 +210,15 @@ async def test_unknown_directory() -> None:
     assert not await why_equal(AgentOptions(NOWHERE, "new"), unknown, [card("k", "")])
 
 
-@pytest.mark.parametrize("other", ["old", "vllm.old"])
-async def test_listening(nats_url: str, monkeypatch: pytest.MonkeyPatch, other: str) -> None:
-    """It listens until the card of a fitting worker comes; not at all if there is nothing to choose."""
+@pytest.fixture
+def listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent listens until it has found a pool."""
     monkeypatch.setattr(pool_choice, "LISTEN_S", 1e9)
+
+
+@pytest.mark.parametrize("other", ["old", "vllm.old"])
+async def test_listening(nats_url: str, listens: None, other: str) -> None:
+    """It listens until the card of a fitting worker comes; not at all if there is nothing to choose."""
     options = AgentOptions(engine_url=NOWHERE, worker_id="new", nats=nats_url, namespace=uuid.uuid4().hex)
     subject = Subjects(options.namespace).live_worker(WorkerId(other))
     own = Subjects(options.namespace).live_worker(WorkerId("new"))
@@ -235,9 +240,8 @@ async def test_listening(nats_url: str, monkeypatch: pytest.MonkeyPatch, other: 
     assert "k" == await choosing
 
 
-async def test_leaving(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_leaving(nats_url: str, listens: None) -> None:
     """An agent that is told to leave listens no longer."""
-    monkeypatch.setattr(pool_choice, "LISTEN_S", 1e9)
     options = AgentOptions(engine_url=NOWHERE, worker_id="new", nats=nats_url, namespace="n")
     leave = asyncio.Event()
     leave.set()

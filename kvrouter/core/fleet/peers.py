@@ -53,7 +53,7 @@ class Peers(Mapping[RouterId, RouterBeat]):
         self._lease_rounds = lease_rounds
         self._beats: dict[RouterId, RouterBeat] = {}
         self._heard_since: dict[RouterId, int] = {}  # the round of each one's first heartbeat
-        self._budget: Budget[RouterId] = Budget(PEER_BYTES, PEERS_BYTES)
+        self.budget: Budget[RouterId] = Budget(PEER_BYTES, PEERS_BYTES)
         self._claimed_rounds: dict[Claim, int] = {}  # for how many rounds each claim was repeated
 
     def __getitem__(self, router_id: RouterId) -> RouterBeat:
@@ -70,7 +70,7 @@ class Peers(Mapping[RouterId, RouterBeat]):
         if router_id not in self._beats and len(self._beats) >= PEERS_MOST:
             return f"{PEERS_MOST} others are known"
         kept = replace(beat, workers=[], hears=beat.hears if len(beat.hears or ()) <= HEARD_MOST else None)
-        if reason := self._budget.take(router_id, peer_bytes(kept)):
+        if reason := self.budget.take(router_id, peer_bytes(kept)):
             return reason
         self.places.heard(self._beats.get(router_id), kept)
         self._beats[router_id] = kept
@@ -80,7 +80,7 @@ class Peers(Mapping[RouterId, RouterBeat]):
     def drop(self, router_id: RouterId) -> None:
         """The peer has left, or its lease has ended."""
         self.places.heard(self._beats.pop(router_id, None), None)
-        self._budget.free(router_id)
+        self.budget.free(router_id)
         self._heard_since.pop(router_id, None)
 
     def is_replica(self, router_id: str) -> bool:

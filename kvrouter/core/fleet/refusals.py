@@ -40,22 +40,22 @@ class Budget(Generic[SenderT]):
     def __init__(self, one: int, total: int) -> None:
         self.used = 0
         self._one, self._total = one, total
-        self._taken: dict[SenderT, int] = {}
+        self.taken: dict[SenderT, int] = {}
 
     def take(self, sender: SenderT, size: int) -> str:
         """Count what the sender takes from now on; returns why it may not, and then counts nothing new."""
         if size > self._one:
             return f"it takes {size:,} bytes of memory, and one may take {self._one:,}"
-        more = size - self._taken.get(sender, 0)
+        more = size - self.taken.get(sender, 0)
         if self.used + more > max(self._total, self.used):
             return f"all of its kind take {self.used:,} bytes of memory, and may take {self._total:,}"
         self.used += more
-        self._taken[sender] = size
+        self.taken[sender] = size
         return ""
 
     def free(self, sender: SenderT) -> None:
         """The sender is gone."""
-        self.used -= self._taken.pop(sender, 0)
+        self.used -= self.taken.pop(sender, 0)
 
 
 class Refusals:

@@ -40,6 +40,7 @@ from kvrouter.core.tables.bookings import BookedBudget
 from kvrouter.core.tables.claimed_losses import ClaimedLosses
 from kvrouter.core.tables.deadly_prompts import DeadlyPrompts
 from kvrouter.core.tables.early_ops import EarlyBudget
+from kvrouter.core.tables.tenants import TenantTable
 from kvrouter.core.wire.addresses import Network, host_error
 from kvrouter.core.wire.heartbeats import (
     Heard,
@@ -130,15 +131,15 @@ class Replica:
         self.routers = self.pools.routers
         self.refusals = Refusals()
         """Senders whose cards or heartbeats are not taken."""
-        self._worker_budget: Budget[WorkerId] = Budget(WORKER_BYTES, WORKERS_BYTES)
+        self.worker_bytes: Budget[WorkerId] = Budget(WORKER_BYTES, WORKERS_BYTES)
         self.routing: RoutingChange | None = None
         """The change of routing that it follows, by an operator here or at a peer; the shell applies it."""
         self._worker_pools: dict[WorkerId, PoolId] = {}
         self._leases: Leases[Source] = Leases(settings.lease_rounds, settings.heartbeat_s)
         self.peers = Peers(router_id, incarnation, self._leases, settings.lease_rounds)
-        self._held, self._early, self._booked = HeldBudget(), EarlyBudget(), BookedBudget()
-        self.tenants = self._booked.tenants
-        self.tenants.router_id = router_id
+        self.tenants = TenantTable(router_id)
+        self.held, self.early, self.booked = HeldBudget(), EarlyBudget(), BookedBudget(tenants=self.tenants)
+        """What waiting frames, ops without a card and peers' bookings take in all pools, within bounds."""
         self.feeds = Following(self._leases, self._new_reader)
         self.readers = self.feeds.readers
         self.readiness = Readiness(self.pools, self.peers, self.readers)
@@ -426,7 +427,7 @@ class Replica:
 
     def _new_router(self, pool_id: PoolId, seq: int) -> Router:
         router = Router(
-            Pool(pool_id, self.settings.pool, self._booked),
+            Pool(pool_id, self.settings.pool, self.booked),
             self._new_rules(pool_id),
             router_id=self.router_id,
             incarnation=self.incarnation,
@@ -434,7 +435,7 @@ class Replica:
             seq=seq,
             is_elder=self.peers.is_elder,
             claimed=self.claimed_losses,
-            early=self._early,
+            early=self.early,
         )
         router.unheard = self._unheard()
         router.pool.avoid(self.peers.places.names)
@@ -491,7 +492,7 @@ class Replica:
             return f"url {card.url}: {trouble}"
         size = card_bytes(card) if known is None or card is not known.card else known.card_bytes
         size += sum(map(rank_bytes, beat.ranks[: card.ranks]))
-        return self._worker_budget.take(worker_id, size)
+        return self.worker_bytes.take(worker_id, size)
 
     def refused_routing(self) -> dict[RouterId, RoutingChange]:
         """Peers' changes of routing that are too far ahead to be followed."""
@@ -523,11 +524,11 @@ class Replica:
     def _new_reader(self, source: Feed) -> FeedReader:
         router = self.router(source.pool)
         if isinstance(source, SyncSource):
-            return FeedReader(source.pool, router.feed.copy_sink(source.router_id), self._chance, self._held)
+            return FeedReader(source.pool, router.feed.copy_sink(source.router_id), self._chance, self.held)
         pool = router.pool
         worker = pool.workers[source.worker_id]
         sink = KvSink(pool.index, source.target, worker.tier_sets(), pool.workers)
-        return FeedReader(source.rank, sink, self._chance, self._held)
+        return FeedReader(source.rank, sink, self._chance, self.held)
 
     def _lose(self, sources: list[Source], now: float) -> None:
         """The leases of these sources have ended."""
@@ -561,14 +562,14 @@ class Replica:
                 self.feeds.end_worker(worker_id)
             for worker_id in removed:
                 del self._worker_pools[worker_id]
-                self._worker_budget.free(worker_id)
+                self.worker_bytes.free(worker_id)
             for worker_id in members.difference(removed):
                 self._leases.renew(WorkerSource(worker_id))  # after another lease this runs again
 
     def _remove_worker(self, worker_id: WorkerId) -> None:
         pool_id = self._worker_pools.pop(worker_id, None)
         if pool_id is not None:
-            self._worker_budget.free(worker_id)
+            self.worker_bytes.free(worker_id)
             self._leases.forget(WorkerSource(worker_id))
             self.feeds.end_worker(worker_id)
             self._drop_targets(pool_id, self.routers[pool_id].pool.remove(worker_id))

@@ -209,12 +209,11 @@ def _room_of(booking: Booking) -> int:
 
 @dataclass(slots=True)
 class BookedBudget:
-    """What the bookings of all peers take together, in all pools of a replica."""
+    """What the bookings of all peers take together, in all pools of a replica, and its tenants."""
 
     used_blocks: int = 0
     bookings: int = 0
     tenants: TenantTable = field(default_factory=TenantTable, compare=False)
-    """Of the replica."""
 
     def within_bounds(self, booking: Booking, owner: _Owner) -> Booking | None:
         """A peer's booking: without its names if they are too many, or None. `owner`: all of the peer.
@@ -509,14 +508,14 @@ class BookingTable:
     def check(self) -> None:
         """Raise if an invariant is broken. Tests call this after every step."""
         self._table.check()
-        live = [booking for owner in self._owners.values() for booking in owner.bookings.values()]
         dropped = list(self._dropped)
         swept = dropped.pop(0) if self._dropped_left is not None else None
-        everything = [*live, *dropped]
+        everything = [*dropped, *[one for owner in self._owners.values() for one in owner.bookings.values()]]
         extra: list[int] = list(swept.hashes[: self._dropped_left]) if swept is not None else []
         counted = {booking.target for booking in everything} | ({swept.target} if swept else set())
-        if not counted <= self._loads.keys() <= counted | self._places.keys():
-            raise AssertionError(f"loads kept for targets without bookings: {set(self._loads)}")
+        has_rest = self._slots.in_use != len(self._loads) or (not counted and len(self._table) > 0)
+        if has_rest or not counted <= self._loads.keys() <= counted | self._places.keys():
+            raise AssertionError(f"slots, rows or loads without bookings: {set(self._loads)}")
         for target in self._loads:
             here = [booking for booking in everything if booking.target == target]
             self._check_target(target, here, extra if swept and swept.target == target else [])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 
 from kvrouter.core.audit.findings import Audit
+from kvrouter.core.fleet.pool import PoolSettings
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.tables.transfers import FAILURES_MOST, REST_S
 from kvrouter.core.wire.heartbeats import encode
@@ -20,14 +20,10 @@ P1, P2, D1 = WorkerId("p1"), WorkerId("p2"), WorkerId("d1")
 
 def fleet(*workers: tuple[str, str, dict[str, Any]], **settings: Any) -> Replica:
     """A replica that knows these workers, of name, role and other facts."""
-    replica = new_replica()
+    replica = new_replica(settings=PoolSettings(**settings))
     for name, role, facts in workers:
         known = card(name, role=role, url=f"http://{name}:1", **({"kv_connector": "nixl"} | facts))
         replica.worker_heartbeat(WorkerId(name), encode(worker_beat(known)), 0.0)
-    pool = replica.router(POOL).pool
-    pool.settings = dataclasses.replace(pool.settings, **settings)
-    pool._is_stale = True
-    pool.settle()
     return replica
 
 

@@ -209,7 +209,7 @@ def test_snapshots_of_two_incarnations_are_not_mixed() -> None:
     for node in range(12):
         link.write(*link.owner.check(), *link.owner.store(node))
     link.heartbeat()
-    while link.reader._loading is None or link.reader.is_loading:
+    while not link.requests or link.reader.is_loading:  # until chunk 1 is loaded
         assert link.exchange()
     link.owner.lose()
     link.new_source(2000)

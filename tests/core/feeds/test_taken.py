@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -41,10 +40,14 @@ class Reader(Link):
 
     def __init__(self, *, takes: bool) -> None:
         super().__init__(capacity=10)
-        sink: Any = self.reader._sink
         if not takes:
-            sink.plain = lambda: None
+            self.sink.plain = lambda: None  # type: ignore[method-assign]
         self.reader.heartbeat(INCARNATION, 0, self.now)
+
+    @property
+    def newest(self) -> int:
+        """The greatest incarnation that it has heard of."""
+        return self.reader._newest
 
     def state(self) -> tuple[object, ...]:
         """All that can be seen of it."""
@@ -84,9 +87,9 @@ def test_same_as_decoded(frames: list[tuple[list[Op], str, int]]) -> None:
         for link in (plain, spared):
             link.now += 0.01
             if place % 3 == 0:  # a heartbeat, of one frame fewer or more too
-                link.reader.heartbeat(link.reader._newest, max(0, link.reader.seq + place % 4 - 1), link.now)
+                link.reader.heartbeat(link.newest, max(0, link.reader.seq + place % 4 - 1), link.now)
             if link.reader.state is not FeedState.LIVE:  # it starts again
-                link.reader.heartbeat(link.reader._newest + 1, 0, link.now)
+                link.reader.heartbeat(link.newest + 1, 0, link.now)
 
 
 @pytest.mark.skipif(versions.chosen.table is None, reason="without C all frames are decoded")

@@ -92,7 +92,7 @@ def test_receipts_of_answers(link: Link) -> None:
 def test_second_malformed_copy_asks_for_a_snapshot(link: Link, unreadable: bool) -> None:
     """If the source's own copy is damaged too, its changes arrive as a snapshot."""
     frame = link.write(*link.owner.store(40))
-    link.source._ring[-1] = frame[:3] if unreadable else malformed(frame)
+    link.ring[-1] = frame[:3] if unreadable else malformed(frame)
     if unreadable:
         link.heartbeat()
     else:

@@ -94,16 +94,25 @@ def test_digest_that_differs_after_a_snapshot(following: Following) -> None:
     assert [FEED] == [source for source, _ in following.due(2.0 + BROKEN_RETRY_S, MOST)]
 
 
-def test_feed_at_rest(following: Following) -> None:
+def test_feed_at_rest() -> None:
     """A live feed needs no attention before its next message; a feed that has ended never."""
+    following = Following(Leases(), lambda _feed: Counted(0, Sink(), lambda: 0.0))
+
+    def visits(now: float) -> int:
+        Counted.visits = 0
+        following.due(now, MOST)
+        return Counted.visits
+
+    following.heartbeat(FEED, 1, 0, None, 0.0)
+    assert 0 == visits(1.0)
     assert [] == following.due(1.0, MOST)
-    assert not following._restless
 
     check(following, 1, 1.0)
-    assert following._restless
+    assert 1 == visits(1.0)
+    check(following, 2, 1.0)
     following.end(FEED)
 
-    assert not following._restless
+    assert 0 == visits(1.0)
     assert [] == following.due(1.0, MOST)
 
 

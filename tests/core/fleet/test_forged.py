@@ -88,7 +88,7 @@ def bookings_of(replica: Replica, router_id: RouterId) -> tuple[int, int]:
 @pytest.mark.parametrize("seed", range(1, 6 if IS_LONG else 3))
 def test_forged_members(seed: int) -> None:
     """Replicas stay ready and bounded, and afterwards hold what the real members hold, and nothing else."""
-    rng = random.Random(seed)
+    rng, named = random.Random(seed), {W1, W2}
     forger = Forger(rng, Real([POOL], [W1, W2], list(ADDRESSES)))
     mutator = Mutator(rng)
     replicas = [new_replica(ME), new_replica(PEER, incarnation=2000)]
@@ -102,6 +102,8 @@ def test_forged_members(seed: int) -> None:
 
     for number in range(MESSAGES):
         source, data = forger.message()
+        if isinstance(source, WorkerSource):
+            named.add(source.worker_id)
         if rng.random() < 0.1:
             data = mutator.mutate(data)
         for one in replicas:
@@ -120,6 +122,7 @@ def test_forged_members(seed: int) -> None:
                 pass
     for one, other in (replicas, replicas[::-1]):
         check_afterwards(one, other)
+        assert {W1, W2} == {worker for worker in named if one.pool_of(worker) is not None}
 
 
 def check_while_attacked(one: Replica) -> None:
@@ -127,8 +130,8 @@ def check_while_attacked(one: Replica) -> None:
     assert {W1, W2} <= {target.worker_id for target in one.router(POOL).pool.targets}
     assert [] == one.readiness.unserved()
     assert len(one.routers) <= POOLS_MOST
-    assert one._worker_budget.used <= WORKERS_BYTES
-    assert one.peers._budget.used <= PEERS_BYTES
+    assert one.worker_bytes.used <= WORKERS_BYTES
+    assert one.peers.budget.used <= PEERS_BYTES
     assert len(one.refusals.named()) <= NAMED_MOST
     assert len("".join(one.readiness.doubts())) < 10_000
     assert one.routing is None
@@ -137,14 +140,13 @@ def check_while_attacked(one: Replica) -> None:
 def check_afterwards(one: Replica, other: Replica) -> None:
     """Nothing of the invented members is left."""
     assert {other.router_id} == one.peers.keys()
-    assert {W1, W2} == one._worker_pools.keys()
     assert [POOL] == list(one.routers)
     assert bookings_of(one, other.router_id) == bookings_of(other, other.router_id)
     assert {W1, W2, other.router_id} == {_owner(source) for source in one.readers}
     assert [] == one.readiness.doubts() == one.readiness.degraded()
     assert {} == one.refusals.named()
-    assert 2 == len(one._worker_budget._taken)
-    assert 1 == len(one.peers._budget._taken)
+    assert {W1, W2} == one.worker_bytes.taken.keys()
+    assert {other.router_id} == one.peers.budget.taken.keys()
 
 
 def _owner(source: Source) -> str:
@@ -179,9 +181,10 @@ def test_feeds_of_bookings_are_bounded(monkeypatch: pytest.MonkeyPatch, peers: t
         replica.router_heartbeat(RouterId(f"ghost-{number}"), encode(gone), 0.0)
     assert {W1} == {_owner(source) for source in replica.readers}
     assert {} == replica.feeds._pools
-    assert (0, set()) == (replica.feeds._sync_feeds, replica.router(POOL).feed._peers)
-    heard_peer(replica, "real", 1)
-    assert SyncSource(POOL, RouterId("real")) in replica.readers
+    assert 0.0 == replica.router(POOL).feed.part
+    for number in range(50):
+        heard_peer(replica, f"real-{number}", 1)
+        assert SyncSource(POOL, RouterId(f"real-{number}")) in replica.readers
 
 
 def test_forged_frames_leave_nothing_behind() -> None:
@@ -192,7 +195,7 @@ def test_forged_frames_leave_nothing_behind() -> None:
         replica.sync_frame(SyncSource(POOL, RouterId(f"ghost-{number}")), b"\x00", 0.0)
 
     assert not [source for source in replica.readers if isinstance(source, SyncSource)]
-    assert set() == replica.router(POOL).feed._peers
+    assert 0.0 == replica.router(POOL).feed.part, "all of these come before it by name"
 
 
 @pytest.mark.parametrize("is_snapshot", [False, True])
@@ -209,10 +212,10 @@ def test_sessions_of_unknown_workers(pool: PoolId, is_snapshot: bool) -> None:
 
     assert 0 == len(router.tables.sessions)
     assert 1_000_000 < router.feed.early.held_bytes <= MOST_BYTES
-    assert router.feed.early.held_bytes == replica._early.used_bytes <= MOST_BYTES_OF_ALL
+    assert router.feed.early.held_bytes == replica.early.used_bytes <= MOST_BYTES_OF_ALL
 
     receive_worker(replica, card("w1"), pool=pool)
-    assert 0 == replica._early.used_bytes
+    assert 0 == replica.early.used_bytes
     first = f"{'s' * 1000}0"
     assert Target(W1, 0) == router.tables.sessions.target_of(first, 4.0)
     assert None is router.tables.sessions.target_of(first, 6.1)
@@ -226,11 +229,11 @@ def test_invented_pools_share_what_waits() -> None:
         for session in range(2000):
             sink.apply(Bind(f"{'s' * 1000}{session}", "ghost", 0, 5000), 1.0)
 
-    assert MOST_BYTES_OF_ALL - 10_000 < replica._early.used_bytes <= MOST_BYTES_OF_ALL
+    assert MOST_BYTES_OF_ALL - 10_000 < replica.early.used_bytes <= MOST_BYTES_OF_ALL
     for now in range(3 * ROUNDS):
         replica.next_round(float(now))
         replica.router_heartbeat(replica.router_id, encode(replica.heartbeat("up", "")), float(now))
-    assert 0 == replica._early.used_bytes == len(replica.routers)
+    assert 0 == replica.early.used_bytes == len(replica.routers)
 
 
 @pytest.mark.parametrize("is_snapshot", [False, True])
@@ -256,7 +259,7 @@ def test_bookings_without_end(monkeypatch: pytest.MonkeyPatch, is_snapshot: bool
         assert sum(number % 40 for number in range(100)) <= active.blocks(T1)
         active.check()
 
-    assert replica._booked.used_blocks < 2500 + 600 * 16
+    assert replica.booked.used_blocks < 2500 + 600 * 16
     own = replica.router(POOL).route(request(prompt(chain_from(1000, 10))), 1.0)
     assert 10 == len(replica.router(POOL).pool.active.bookings(ME)[0].hashes)  # own names are always kept
     replica.router(POOL).bookings.free(own.key)
@@ -266,7 +269,7 @@ def test_bookings_without_end(monkeypatch: pytest.MonkeyPatch, is_snapshot: bool
         while replica.routers[pool].pool.active.sweep():
             pass
         replica.routers[pool].pool.active.check()
-    assert BookedBudget() == replica._booked
+    assert BookedBudget() == replica.booked
 
 
 def test_more_bookings_than_a_replica_can_have(monkeypatch: pytest.MonkeyPatch) -> None:

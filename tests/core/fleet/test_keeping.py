@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +11,16 @@ from kvrouter.core.fleet.pool import PoolSettings
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.wire.heartbeats import Card, encode
 from kvrouter.core.wire.ids import RouterId
-from kvrouter.core.wire.ops import VERSION, ApproxEntry, Frame, SentText
+from kvrouter.core.wire.ops import (
+    VERSION,
+    ApproxEntry,
+    Frame,
+    Op,
+    ReplayRequest,
+    SentText,
+    SnapshotChunk,
+    decode_answer,
+)
 from kvrouter.core.wire.senders import SyncSource
 from kvrouter.policies.prefix_affinity import PrefixAffinity
 from tests.core.replicas import ME, PEER, ROUNDS, new_replica, receive_worker, rounds
@@ -165,6 +175,14 @@ def test_joiner_that_knows_a_replica_before_it_learns() -> None:
     assert EVERYTHING == kept(reader)
 
 
+def snapshot_of(replica: Replica) -> Sequence[Op]:
+    """What a joiner is sent."""
+    wanted = ReplayRequest(VERSION, POOL, 0, 0)
+    chunk = decode_answer(replica.router(POOL).feed.source.answer(wanted, 1 << 20, 0.0))
+    assert isinstance(chunk, SnapshotChunk)
+    return chunk.ops
+
+
 def test_only_the_eldest_pass_on_what_others_sent() -> None:
     """Else the snapshots of a large fleet would contain everything once for each replica."""
     owner, *others = [replica_of(name, incarnation=1000 + n) for n, name in enumerate("abcde")]
@@ -173,8 +191,7 @@ def test_only_the_eldest_pass_on_what_others_sent() -> None:
     rounds(owner, 1, *others)
 
     def snapshot(replica: Replica) -> set[type]:
-        ops = {type(op) for op in replica.router(POOL).feed._state_ops(0.0)}
-        return ops & {ApproxEntry, SentText}
+        return {type(op) for op in snapshot_of(replica)} & {ApproxEntry, SentText}
 
     assert [{ApproxEntry, SentText}] * 3 + [set()] * 2 == [snapshot(one) for one in (owner, *others)]
 
@@ -242,7 +259,7 @@ def test_late_text_for_an_engine_that_is_down() -> None:
     assert [(0, 0)] * 2 == [kept(owner), kept(peer)]
 
 
-def test_hold_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hold_is_bounded() -> None:
     """Ops beyond the bound are dropped and counted."""
     joiner = replica_of(ME, knows=None)
     early = joiner.router(POOL).feed.early
@@ -262,4 +279,4 @@ def test_texts_of_a_target_are_not_kept_for_joiners() -> None:
     serve(owner)
     receive_worker(owner, "w1", state="leave")
 
-    assert [] == [op for op in owner.router(POOL).feed._state_ops(0.0) if isinstance(op, SentText)]
+    assert [] == [op for op in snapshot_of(owner) if isinstance(op, SentText)]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from kvrouter.core.fleet.pool import Pool, PoolSettings
+from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.router import Placement, Router, RouterRules
 from kvrouter.core.routing.admission import AdmissionQueue, AdmissionSettings
 from kvrouter.core.routing.filters import MaxOngoing
@@ -38,15 +37,7 @@ def card(worker_id: str, role: str = "both", **facts: Any) -> Card:
 def split_pool(*cards: Any, **settings: Any) -> Pool:
     """Two workers of each role, unless cards are given."""
     roles = {"p1": "prefill", "p2": "prefill", "d1": "decode", "d2": "decode"}
-    pool = new_pool(*(cards or [card(name, role=role) for name, role in roles.items()]))
-    pool.settings = replace_settings(pool.settings, **settings)
-    pool._is_stale = True
-    pool.settle()
-    return pool
-
-
-def replace_settings(settings: PoolSettings, **changes: Any) -> PoolSettings:
-    return dataclasses.replace(settings, **changes)
+    return new_pool(*(cards or [card(name, role=role) for name, role in roles.items()]), **settings)
 
 
 def new_router(pool: Pool, weight: Any = "auto", *, is_taught: bool = True) -> Router:
@@ -282,10 +273,11 @@ def test_pairs_that_fail() -> None:
     assert not transfers.rests(p, d, 1.0)
 
     for number in range(2 * PAIRS_MOST):
-        transfers.failed(WorkerId(str(number)), d, 1.0)
-    assert PAIRS_MOST == len(transfers._failures)
+        for _ in range(FAILURES_MOST):
+            transfers.failed(WorkerId(str(number)), d, 1.0)
+    assert PAIRS_MOST == len(transfers.resting(1.0))
     transfers.forget([d])
-    assert not transfers._failures
+    assert not transfers.has_failures
 
 
 def test_a_prefill_worker_whose_pairs_rest() -> None:

@@ -259,10 +259,10 @@ def test_forged_snapshot_while_another_version_is_met(link: Link) -> None:
 def test_heartbeats_that_waited_prove_nothing(link: Link) -> None:
     """Heartbeats that arrived before the snapshot and are applied after it do not discard it."""
     arrived = link.now
-    link.source._ring.clear()
+    link.ring.clear()
     for node in range(30, 36):
         link.write(*link.owner.store(node) or link.owner.check())
-    link.source._ring.clear()
+    link.ring.clear()
     link.heartbeat()
     link.now += 1.0
     link.exchange_all()
@@ -316,7 +316,7 @@ def test_source_of_another_version(link: Link) -> None:
     """If its answers have the other version, too, the feed keeps its flag and is asked in pauses."""
     frame = frame_of(1000, 2, Stored(0, None, pack_hashes([77])), version=2)
     link.write(*link.owner.check())
-    link.source._ring[-1] = frame
+    link.ring[-1] = frame
 
     link.deliver(frame)
     asked = link.exchange_all()

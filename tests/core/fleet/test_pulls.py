@@ -17,7 +17,7 @@ from kvrouter.core.wire.ids import BookingKey, RouterId, Target, WorkerId
 from kvrouter.core.wire.ops import AddRequest, decode_frame
 from kvrouter.policies.kv import Kv
 from tests.core import worlds
-from tests.core.worlds import T1, T2, T3, book, chain_from, new_pool, prompt, request
+from tests.core.worlds import OTHER, T1, T2, T3, book, chain_from, new_pool, prompt, request
 
 CHAIN = chain_from(1000, 200)
 TOKENS = 3205
@@ -80,7 +80,7 @@ def test_it_reads_what_it_lacks() -> None:
 def test_the_warm_one_if_it_is_idle() -> None:
     """It computes five tokens, and nobody has to read anything."""
     router = new_router()
-    router.pool.active.free(next(iter(router.pool.active._owners.values())).bookings[1].key)
+    router.pool.active.free(BookingKey(OTHER, 1))
 
     assert (T1, None, 0) == pulled(router.route(ASK, 0.0))
 

@@ -329,8 +329,7 @@ def test_few_pools_are_named(replica: Replica) -> None:
 
 def test_not_connected_is_not_ready() -> None:
     """Before a hello was published no reason is certain."""
-    replica = new_replica()
-    replica.readiness._hello_at = None
+    replica = new_replica(greets=False)
 
     assert "not connected to NATS yet" in replica.readiness.not_ready(100.0)
     assert not replica.readiness.has_greeted

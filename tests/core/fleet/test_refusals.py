@@ -7,6 +7,7 @@ from ipaddress import ip_network
 import pytest
 
 from kvrouter.core.audit.findings import Audit
+from kvrouter.core.fleet.peers import PEERS_MOST
 from kvrouter.core.fleet.refusals import (
     NAMED_MOST,
     PEER_BYTES,
@@ -71,17 +72,17 @@ def test_large_card(replica: Replica) -> None:
 def test_many_cards(replica: Replica) -> None:
     """All cards together have a budget, too; a worker that leaves makes room."""
     names = LARGE[:1000]
-    replica._worker_budget = Budget(WORKER_BYTES, 10 * card_bytes(card("x", lora_names=names)))
+    replica.worker_bytes = Budget(WORKER_BYTES, 10 * card_bytes(card("x", lora_names=names)))
     receive_worker(replica, card("w1"))
     for number in range(20):
         receive_worker(replica, card(f"x{number}", lora_names=names))
 
-    assert 10 == len(replica._worker_pools)
+    assert 10 == len(replica.router(POOL).pool.workers)
     assert 11 == len(refused(replica))
     assert all("all of its kind take" in reason for reason in refused(replica))
     receive_worker(replica, "x0", state="leave")
     receive_worker(replica, card("x19", lora_names=names))
-    assert 10 == len(replica._worker_pools)
+    assert 10 == len(replica.router(POOL).pool.workers)
 
 
 def test_load_of_many_ranks(replica: Replica) -> None:
@@ -166,14 +167,13 @@ def test_refused_senders_are_bounded() -> None:
     assert "worker 0" not in refusals.named()
 
 
-def test_too_many_replicas(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_replicas(replica: Replica) -> None:
     """Beyond PEERS_MOST they are refused by name."""
-    monkeypatch.setattr("kvrouter.core.fleet.peers.PEERS_MOST", 1)
-    for name in ("p1", "p2"):
+    for number in range(PEERS_MOST + 1):
         beat = RouterBeat(VERSION, 5, "up", "", {}, 1)
-        replica.router_heartbeat(RouterId(name), encode(beat), 0.0)
+        replica.router_heartbeat(RouterId(f"p{number}"), encode(beat), 0.0)
 
-    assert ["replica p2 is refused: 1 others are known"] == refused(replica)
+    assert [f"replica p{PEERS_MOST} is refused: {PEERS_MOST} others are known"] == refused(replica)
 
 
 def test_ranks_take_bytes() -> None:

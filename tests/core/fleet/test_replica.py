@@ -9,6 +9,7 @@ from kvrouter.core.feeds.receipt import REFUSED, STALE, TAKEN, UNKNOWN, FrameVer
 from kvrouter.core.feeds.source import FeedSource
 from kvrouter.core.feeds.trust import FeedState
 from kvrouter.core.fleet.pool import PoolSettings
+from kvrouter.core.fleet.pools import POOLS_MOST
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.wire.hashes import pack_hashes
 from kvrouter.core.wire.heartbeats import RankBeat, WorkerBeat, encode
@@ -274,7 +275,8 @@ def test_prefill_rates_of_lost_workers_are_dropped(replica: Replica) -> None:
         rounds(replica, 1)
         receive_worker(replica, "w2")
 
-    assert {} == replica.router(POOL).tables.rates._samples
+    rates = replica.router(POOL).tables.rates
+    assert ([None], None) == (rates.peaks([T1]), rates.seconds(T1, 100))
 
 
 def test_recovery_of_a_source_that_left_is_cancelled(replica: Replica) -> None:
@@ -329,13 +331,12 @@ def test_worker_that_comes_back_with_fewer_ranks() -> None:
     assert 0 == len(pool.index)
 
 
-def test_pools_of_silent_workers_make_room(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pools_of_silent_workers_make_room(replica: Replica) -> None:
     """At the limit of pools, those with silent workers only end when a new model appears."""
-    monkeypatch.setattr("kvrouter.core.fleet.pools.POOLS_MOST", 3)
-    for number in range(3):
+    for number in range(POOLS_MOST):
         receive_worker(replica, card(f"ghost{number}"), pool=PoolId(f"model{number}-0a1b2c3d"))
     rounds(replica, 2 * ROUNDS)
-    assert 3 == len(replica.silent_workers())
+    assert POOLS_MOST == len(replica.silent_workers())
 
     for _ in range(3 * ROUNDS):
         receive_worker(replica, card("w1"))

@@ -126,7 +126,7 @@ def test_lanes_end_with_their_last_waiter(queue: AdmissionQueue) -> None:
     for number in range(1000):
         queue.leave(queue.join(0.0, lane=str(number)))
 
-    assert ({}, {}) == (queue._lanes, queue._waiting)
+    assert ([], 0) == (queue.lanes(), len(queue))
 
 
 def test_ageing_zero_ignores_priority() -> None:

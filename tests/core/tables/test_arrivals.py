@@ -52,6 +52,7 @@ def test_counts_are_bounded(prompts: list[list[int]]) -> None:
     for hashes in prompts:
         shares.count(hashes, len(hashes))
 
-        assert len(shares._counts) <= 33
-        assert all(count >= 1 for count in shares._counts.values())
-        assert all(shares.share(block) <= 1 for block in shares._counts)
+        counts = shares._counts
+        assert len(counts) <= 33
+        assert all(count >= 1 for count in counts.values())
+        assert all(shares.share(block) <= 1 for block in counts)

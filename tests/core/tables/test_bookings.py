@@ -181,7 +181,7 @@ def test_many_bookings_go_in_slices(active: BookingTable) -> None:
 
     assert 20 * 2 <= steps <= 20 * 3
     assert active.is_empty
-    assert 0 == len(active._table)
+    active.check()
 
 
 def test_owner_comes_back_while_its_past_is_swept(active: BookingTable) -> None:
@@ -248,12 +248,10 @@ def test_a_load_is_kept_while_its_target_is_lined_up(active: BookingTable) -> No
         assert {} == active.depths(CHAIN)
         active.check()
     assert active.is_empty
-    assert 1 == active._slots.in_use
 
     active.line_up([T2])
 
     active.check()
-    assert 0 == active._slots.in_use
 
 
 def test_columns_are_copies(active: BookingTable) -> None:
@@ -377,7 +375,8 @@ class ActiveHistory(RuleBasedStateMachine):
             chain = self.forest.chain(node)
             assert walk(chain, held) <= self.active.depths(chain).get(target, 0)
             depth = self.active.depths(chain).get(target, 0)
-            slot = self.active._loads[target].held.slot if target in self.active._loads else 0
+            loads = self.active._loads
+            slot = loads[target].held.slot if target in loads else 0
             still = [self.active._table.holds(slot, hash_) for hash_ in chain]
             assert [True] * depth == still[:depth], "a hole in a chain that is being swept"
 
@@ -398,11 +397,10 @@ class ActiveHistory(RuleBasedStateMachine):
         while self.active.sweep(7):
             self.active.check()
         self.active.check()
-        assert 0 == len(self.active._table)
         assert {} == self.active.owners()
         assert self.active.is_empty
         self.active.line_up([])
-        assert 0 == self.active._slots.in_use
+        self.active.check()
 
 
 def test_any_history() -> None:

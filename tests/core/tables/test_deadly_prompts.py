@@ -223,7 +223,7 @@ def test_bounds(prompts: DeadlyPrompts) -> None:
         prompts.pardon(prompt(f"p{n}"), POOL, 600.0, 1.0)
     prompts.check()
     assert (MOST_DEADLY, MOST_SUSPECTED) == (len(prompts.condemned), len(prompts.suspects()))
-    assert MOST_DEATHS == len(prompts._deaths)
+    assert MOST_DEATHS == len(list(prompts.lost_workers(1.0)))
 
     die(prompts, A, 10.0, KILLER, sent_at=9.0)
     die(prompts, B, 12.0, KILLER, sent_at=11.0)

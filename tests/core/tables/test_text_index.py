@@ -265,28 +265,28 @@ def test_eviction_is_off_by_default(index: TextIndex) -> None:
     assert 0 == index.evict_due(1e9)
 
 
-def test_trim_before_the_ceiling(index: TextIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trim_before_the_ceiling(index: TextIndex) -> None:
     """The timer evicts in steps, without an interval, what an insert would have to evict at once."""
-    monkeypatch.setattr(text_index, "TRIM_CHARS", 100)
+    tenth = text_index.TRIM_CHARS // 10
     for number in range(11):
-        index.insert(A, chr(0x4E00 + number) * 10, float(number))
+        index.insert(A, chr(0x4E00 + number) * tenth, float(number))
 
-    assert 20 == index.evict_due(0.0)
+    assert 2 * tenth == index.evict_due(0.0)
     assert 0 == index.evict_due(0.0)
-    index.insert(A, "-" * 20, 11.0)
-    assert 20 == index.evict_due(0.0)
+    index.insert(A, "-" * 2 * tenth, 11.0)
+    assert 2 * tenth == index.evict_due(0.0)
     index.check()
 
 
-def test_ceiling(index: TextIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ceiling(index: TextIndex) -> None:
     """A target never holds more than the ceiling."""
-    monkeypatch.setattr(text_index, "CEILING_CHARS", 100)
+    tenth = text_index.CEILING_CHARS // 10
     for number in range(50):
-        index.insert(A, chr(0x4E00 + number) * 10, float(number))
+        index.insert(A, chr(0x4E00 + number) * tenth, float(number))
 
-        assert index.chars(A) <= 100
+        assert index.chars(A) <= text_index.CEILING_CHARS
     index.check()
-    assert (10, {A}) == index.match(chr(0x4E00 + 49) * 10, [A])
+    assert (tenth, {A}) == index.match(chr(0x4E00 + 49) * tenth, [A])
 
 
 def test_texts_that_went_leave_no_trace(index: TextIndex) -> None:

@@ -22,6 +22,7 @@ from kvrouter.lab.mocker.server import Mocker, running_mocker
 from kvrouter.worker.engines.discovery import learn
 from kvrouter.worker.engines.http import EngineHttp
 from kvrouter.worker.options import AgentOptions
+from tests.frontend.workers import until
 
 ALONE = MockerConfig(EngineConfig(num_blocks=64, max_model_len=1024), speedup=10_000)
 NIXL = replace(ALONE, kv_connector="nixl", kv_transfer_ms_per_block=0)
@@ -60,12 +61,6 @@ async def metrics(mocker: Mocker) -> dict[str, float]:
     async with aiohttp.ClientSession() as client, client.get(f"{mocker.url}/metrics") as answer:
         lines = [line.rpartition(" ") for line in (await answer.text()).splitlines() if line[0] != "#"]
     return {name.partition("{")[0].removeprefix("vllm:"): float(value) for name, _, value in lines}
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not holds():  # noqa: ASYNC110  nothing tells when
-            await asyncio.sleep(0.001)
 
 
 @asynccontextmanager

@@ -70,6 +70,9 @@ def test_winner_is_tested_on_what_the_search_has_not_seen() -> None:
     assert found == search.run(), "the same seed gives the same result"
 
 
+gain = Search(CELL, "ttft", trials=1, seeds=2, jobs=1, seed=0)._gain
+
+
 def test_gain_needs_every_seed() -> None:
     """Better on average is not enough."""
     figures = CELL.measure("round-robin", DEFAULT.settings(), 0)
@@ -77,8 +80,7 @@ def test_gain_needs_every_seed() -> None:
     def runs(*ttft_p90_s: float) -> list[Measures]:
         return [replace(figures, ttft_p90_s=value) for value in ttft_p90_s]
 
-    search = Search(CELL, "ttft", trials=1, seeds=2, jobs=1, seed=0)
-    mixed, clear = search._gain(runs(2, 2), runs(1, 2.2)), search._gain(runs(2, 2), runs(1, 1.5))
+    mixed, clear = gain(runs(2, 2), runs(1, 2.2)), gain(runs(2, 2), runs(1, 1.5))
 
     assert not mixed.is_better
     assert clear.is_better
@@ -92,9 +94,7 @@ def test_pareto() -> None:
         Tried(TunedSettings(str(place)), replace(figures, ttft_p90_s=ttft, itl_p90_s=itl))
         for place, (ttft, itl) in enumerate([(1, 9), (2, 5), (3, 6), (4, 1), (1, 10)])
     ]
-    found = SearchResult(
-        tried, [HeldOut(DEFAULT, [figures])], Search(CELL, "ttft", 1, 2, 1, 0)._gain([figures], [figures])
-    )
+    found = SearchResult(tried, [HeldOut(DEFAULT, [figures])], gain([figures], [figures]))
 
     assert ["0", "1", "3"] == [one.choice.mode for one in found.pareto()]
 

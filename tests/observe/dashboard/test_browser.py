@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import statistics
 import time
@@ -17,6 +16,7 @@ from aiohttp import web
 from kvrouter.observe.dashboard.stream import event
 from scripts.kit.screenshots import VIEWS, Running, has_browser, open_page, small_fleet
 from tests.frontend.fleet import Fleet, FleetOf
+from tests.frontend.workers import until_found
 from tests.long import needs_long
 from tests.observe.test_document import view_of
 
@@ -60,13 +60,11 @@ async def test_in_front_of_a_fleet(running: Running, page: Any) -> None:
     await page.goto(f"{admin}/")
     await page.wait_for_selector("#targets td")
 
-    for _ in range(100):  # both change all the time
+    async def both() -> tuple[Any, Any]:  # which change all the time
         known = (await running.client.get_json(f"{admin}/workers"))["targets"]
-        if sorted(map(_numbers_of, known)) == sorted(await _shown_numbers(page)):
-            break
-        await asyncio.sleep(0.1)
-    else:
-        pytest.fail(f"{known} is not what is shown: {await _shown_numbers(page)}")
+        return sorted(map(_numbers_of, known)), sorted(await _shown_numbers(page))
+
+    await until_found(both, lambda found: found[0] == found[1], "what is known is shown")
 
     await page.focus("#tab-fleet")
     for view in VIEWS[1:]:
@@ -279,11 +277,7 @@ async def _plain(fleet: Fleet) -> dict[str, Any]:
 
 async def _until(page: Any, expression: str, within_s: float = 20) -> None:
     """Playwright's own way needs `eval`, which the page's policy forbids."""
-    for _ in range(round(within_s * 10)):
-        if await page.evaluate(expression):
-            return
-        await asyncio.sleep(0.1)
-    pytest.fail(f"after {within_s} s: {expression}")
+    await until_found(lambda: page.evaluate(expression), what=expression, within_s=within_s)
 
 
 async def _background(page: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from kvrouter.relay.exchange import ClientSide
 from kvrouter.relay.request import Request, RequestHead
 from tests.frontend.clients import connected
 from tests.frontend.fleet import Fleet, FleetOf
+from tests.frontend.workers import until_found
 from tests.observe.test_document import view_of
 
 END = b"\n\n"
@@ -44,9 +46,8 @@ async def test_snapshots_one_after_another(fleet_of: FleetOf) -> None:
         assert seen[0]["time"] < seen[1]["time"] < seen[2]["time"]
 
 
-async def test_one_snapshot_for_all_viewers(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_snapshot_for_all_viewers(fleet_of: FleetOf) -> None:
     """Further viewers cost no snapshots; beyond the limit they get a 503; one that leaves makes room."""
-    monkeypatch.setattr(module, "MOST_VIEWERS", 3)
     async with fleet_of() as fleet:
         made = 0
         whole = await _snapshot(fleet)
@@ -57,14 +58,14 @@ async def test_one_snapshot_for_all_viewers(fleet_of: FleetOf, monkeypatch: pyte
             return whole
 
         stream = FleetStream(snapshot, lambda: b"[]")
-        viewers = [(await stream.view(_request())).events for _ in range(3)]
+        viewers = [(await stream.view(_request())).events for _ in range(module.MOST_VIEWERS)]
         for each in viewers:
             assert b"event: history\ndata: []\n\n" == await anext(each)
         for _ in range(4):
             assert 1 == len({await one for one in [asyncio.ensure_future(anext(each)) for each in viewers]})
 
         assert 4 == made
-        with pytest.raises(TooManyViewersError, match="3 dashboards"):
+        with pytest.raises(TooManyViewersError, match=f"{module.MOST_VIEWERS} dashboards"):
             await stream.view(_request())
         await viewers.pop().aclose()
         viewers.append((await stream.view(_request())).events)
@@ -81,12 +82,7 @@ async def test_a_viewer_that_leaves_makes_room(
     (tmp_path / "key").write_text("k")
     async with fleet_of("--admin-key-file", str(tmp_path / "key")) as fleet:
         for url in (fleet.url, fleet.frontend.admin_url, fleet.url):
-            for _ in range(100):
-                if await _is_served(url):
-                    break
-                await asyncio.sleep(0.01)
-            else:
-                pytest.fail("the viewer before still counts")
+            await until_found(partial(_is_served, url), what="the viewer before counts no longer")
 
 
 async def _is_served(url: str) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+from functools import partial
 
 import pytest
 from msgspec.structs import replace
@@ -16,7 +16,7 @@ from kvrouter.observe.dashboard.traffic import FleetTraffic
 from tests.core.replicas import new_replica
 from tests.frontend.clients import ask, get
 from tests.frontend.fleet import STREAM, FleetOf
-from tests.frontend.workers import says, stream, until
+from tests.frontend.workers import says, stream, until, until_found
 
 PEER, OTHER = RouterId("peer"), RouterId("other")
 BOUNDS = (0.1, 1.0)
@@ -201,12 +201,12 @@ async def test_one_replica_has_the_requests_of_all(fleet_of: FleetOf) -> None:
             await ask(frontend.url, STREAM)
 
         for frontend in fleet.frontends:
-            for _ in range(100):
-                seen = (await get(frontend.admin_url, "/fleet")).json
-                counted, rows = seen["fleet_traffic"], seen["replicas"]
-                if counted["requests"] == 3:
-                    break
-                await asyncio.sleep(0.05)
+            found = await until_found(
+                partial(get, frontend.admin_url, "/fleet"),
+                lambda one: one.json["fleet_traffic"]["requests"] == 3,
+            )
+            seen = found.json
+            counted, rows = seen["fleet_traffic"], seen["replicas"]
             assert (3, 192, 3) == (
                 counted["requests"], counted["prompt_tokens"], sum(counted["ttft"]["counts"])
             )  # fmt: skip

@@ -25,20 +25,20 @@ class Terminal:
 
     def __init__(self, master: int) -> None:
         self._master = master
-        self._raw = b""
+        self.raw = b""
 
     async def until(self, *texts: str) -> str:
         """Read until one drawing has all of these texts."""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(WITHIN_S):
             while True:
-                frame = _CONTROL.sub("", self._raw.rpartition(b"\x1b[H")[2].decode(errors="replace"))
+                frame = _CONTROL.sub("", self.raw.rpartition(b"\x1b[H")[2].decode(errors="replace"))
                 if all(text in frame for text in texts):
                     return frame
-                self._raw += await loop.run_in_executor(None, os.read, self._master, 65536)
+                self.raw += await loop.run_in_executor(None, os.read, self._master, 65536)
 
     def press(self, keys: bytes) -> None:
-        self._raw = b""
+        self.raw = b""
         os.write(self._master, keys)
 
 
@@ -75,7 +75,7 @@ async def test_in_a_terminal(fleet_of: FleetOf) -> None:
 
         assert 0 == await program.wait()
         assert before == termios.tcgetattr(slave)
-        assert b"Traceback" not in terminal._raw
+        assert b"Traceback" not in terminal.raw
         for descriptor in (master, slave):
             os.close(descriptor)
         hung.close()

@@ -18,6 +18,7 @@ from kvrouter.worker.rank import EngineRank
 from kvrouter.worker.zmq.ordering import EngineStream
 from kvrouter.worker.zmq.shared_socket import SharedSocket
 from kvrouter.worker.zmq.sockets import EngineEvents, EventEndpoints, agent_binds
+from tests.frontend.workers import until
 from tests.worker.connecting_engine import Connecting
 from tests.worker.fakes import FakeBus
 
@@ -59,9 +60,7 @@ class Scene:
 
     async def until(self, is_so: Callable[[], bool]) -> None:
         """Return when `is_so` holds."""
-        async with asyncio.timeout(10):
-            while not is_so():  # noqa: ASYNC110  # neither has an event to wait for
-                await asyncio.sleep(0.001)
+        await until(is_so)
 
     def count(self, number: int) -> int:
         """Blocks that an engine's rank has published."""

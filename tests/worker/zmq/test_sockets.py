@@ -165,14 +165,13 @@ async def test_malformed_messages(engine: EventSockets) -> None:
         assert 2 == events.malformed
 
 
-async def test_too_long_a_message(engine: EventSockets, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_long_a_message(engine: EventSockets) -> None:
     """It ends the connection; missed batches are replayed, and the agent reconnects."""
-    monkeypatch.setattr(sockets_module, "MOST_MESSAGE_BYTES", 1000)
     feed_options = replace(options(engine), verify_after_s=0.05)
     async with running(feed_options) as (_, received):
         assert ["Restarted", "a0"] == await received.next(2)
         await engine.until_subscribed()
-        await engine.send_raw([b"topic", bytes(8), bytes(2000)])
+        await engine.send_raw([b"topic", bytes(8), bytes(sockets_module.MOST_MESSAGE_BYTES + 1)])
         await engine.until_subscribed()  # the XPUB receives the end of the subscription
         await engine.send(b"a1", is_lost=True)
         assert ["a1"] == await received.next(1)
