@@ -97,7 +97,8 @@ class PlacementAsk(Struct, frozen=True):
 
     def check(self) -> None:
         """Raise BadRequestError if there are several prompts."""
-        lists = [self.token_ids is not None, is_given(self.block_hashes) or is_given(self.sequence_hashes)]
+        hashes = (self.block_hashes, self.sequence_hashes)
+        lists = [self.token_ids is not None, any(is_given(one) and bytes(one) != b"[]" for one in hashes)]
         texts = [self.text is not None, is_given(self.messages), is_given(self.request)]
         if sum(lists) + sum(texts) > 1:
             what = "give one of token_ids, hashes, text, messages and request"
@@ -110,9 +111,7 @@ class PlacementAsk(Struct, frozen=True):
         return False not in {self.track_prefill_tokens, override.track_prefill_tokens}
 
     def of_tokens(self, request_id: str, pool: Pool) -> RouteRequest:
-        """The request, if it has no text. Raises BadRequestError or UnknownModelError."""
-        if self.lora_name and self.lora_name not in pool.lora_names:
-            raise UnknownModelError(f"no worker of {pool.model!r} has the adapter {self.lora_name[:100]!r}")
+        """The request, if it has no text. Raises BadRequestError."""
         lora_name = self.lora_name or (self.model_name if self.model_name in pool.lora_names else None)
         return RouteRequest(request_id, _prompts(self, pool, lora_name), lora_name=lora_name)
 
@@ -131,14 +130,15 @@ class PlacementAsk(Struct, frozen=True):
         return Wanted(WorkerId(worker.card.worker_id), rank)
 
     def excluded(self, pool: Pool) -> frozenset[Target]:
-        """The targets that must not serve it. Raises UnknownTargetError or NoWorkersError."""
+        """The targets that must not serve it. Raises UnknownModelError or NoWorkersError."""
+        if self.lora_name and self.lora_name not in pool.lora_names and not pool.settings.lora_multiplex:
+            raise UnknownModelError(f"no worker of {pool.model!r} has the adapter {self.lora_name[:100]!r}")
         if self.allowed_worker_ids is None:
             return frozenset()
         allowed = {*map(str, self.allowed_worker_ids)}
         excluded = frozenset(target for target in pool.targets if target.worker_id not in allowed)
         if len(excluded) == len(pool.targets):
-            error = UnknownTargetError if allowed.isdisjoint(pool.workers) else NoWorkersError
-            raise error(f"none of allowed_worker_ids serves {pool.model!r} now: see GET /workers")
+            raise NoWorkersError(f"none of allowed_worker_ids serves {pool.model!r} now: see GET /workers")
         return excluded
 
 

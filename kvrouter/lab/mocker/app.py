@@ -35,7 +35,7 @@ from kvrouter.lab.mocker.bodies import (
 )
 from kvrouter.lab.mocker.config import MockerConfig
 from kvrouter.lab.mocker.engine import Engine, EngineRequest
-from kvrouter.lab.mocker.fitting import DIMENSIONS, pieces_of
+from kvrouter.lab.mocker.fitting import DIMENSIONS, MOST_NUMBERS, pieces_of
 from kvrouter.lab.mocker.handover import Handover, LoadFailedError
 from kvrouter.lab.mocker.hashing import EnginePrompt
 from kvrouter.lab.mocker.messages_reply import MessagesReply
@@ -170,7 +170,7 @@ class MockService:
             shows_token_ids=bool(body.return_token_ids),
             options=body.stream_options or StreamOptions(),
             tool=body.demanded_tool,
-            arguments=encode(body.arguments).decode(),
+            arguments=body.arguments if body.demanded_tool else "{}",
             said=() if body.demanded_tool else pieces_of(body.schema),
             thinks=body.reasoning_tokens,
             shows_logprobs=body.shows_logprobs,
@@ -264,6 +264,10 @@ class MockService:
         prompts = token_prompts(body.input) or await self.text.encode(TextPrompt(text_prompts(body.input)))
         self._check_lengths(prompts, None)
         model, dimensions = body.model or self.config.model_name, body.dimensions or DIMENSIONS
+        if len(prompts) * dimensions > MOST_NUMBERS:
+            raise BadRequestError(
+                f"a mocker makes up {MOST_NUMBERS} numbers of a request at most", param="input"
+            )
         return _json(embedded(prompts, model, dimensions, is_packed=body.encoding_format == "base64"))
 
     async def tokenize(self, http: web.Request) -> web.Response:

@@ -98,14 +98,14 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
         return name if isinstance(name, str) else None
 
     @property
-    def arguments(self) -> Any:
-        """What the demanded tool is called with."""
-        for tool in self.tools or ():
-            function = tool.get("function") or tool
-            if function.get("name") == self.demanded_tool:
-                schema = function.get("parameters") or function.get("input_schema")
-                return fitting(schema) if schema else {}
-        return {}
+    def arguments(self) -> str:
+        """What the demanded tool is called with: a JSON object."""
+        named = [tool.get("function") or tool for tool in self.tools or ()]
+        for tool in [one for one in named if isinstance(one, dict) and one.get("name") == self.demanded_tool]:
+            schema = tool.get("parameters") or tool.get("input_schema")
+            found = fitting(schema) if isinstance(schema, dict) else ""
+            return found if found.startswith("{") else "{}"
+        return "{}"
 
     @property
     def schema(self) -> object:
@@ -128,9 +128,10 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
 
 def _schema_of(form: object) -> object:
     """Of `response_format`, or of `text.format` of a response."""
-    if not isinstance(form, dict) or form.get("type") not in {"json_object", "json_schema"}:
+    if not isinstance(form, dict) or form.get("type") not in ("json_object", "json_schema"):
         return None
-    return (form.get("json_schema") or form).get("schema") or {"type": "object"}
+    given = form.get("json_schema") or form
+    return (given.get("schema") if isinstance(given, dict) else None) or {"type": "object"}
 
 
 class CompletionBody(Body, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -60,7 +61,7 @@ def test_values_fit(schema: Any) -> None:
     """Any schema of the kinds that are understood."""
     validator = jsonschema_rs.validator_for(schema, validate_formats=True)
 
-    assert validator.is_valid(fitting(schema)), fitting(schema)
+    assert validator.is_valid(json.loads(fitting(schema))), fitting(schema)
 
 
 def test_references() -> None:
@@ -74,7 +75,20 @@ def test_references() -> None:
         "required": ["from", "to"],
     }
 
-    assert {"from": {"name": "mock"}, "to": {"name": "mock"}} == fitting(schema)
+    assert {"from": {"name": "mock"}, "to": {"name": "mock"}} == json.loads(fitting(schema))
+
+
+def test_parts_are_merged() -> None:
+    """`allOf`, an alternative beside properties, and a list whose end is the second alternative."""
+    required = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}
+    both = {"allOf": [required, {"required": ["b"]}]}
+    node = {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}}
+
+    assert {"a": None, "b": "mock"} == json.loads(fitting(both))
+    assert {"a": None, "b": "mock"} == json.loads(fitting(required | {"anyOf": [{"required": ["b"]}]}))
+    assert {"next": None} == json.loads(fitting(node | {"required": ["next"]}))
+    assert 0 < json.loads(fitting({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 0.05})) < 0.05
+    assert ["mock"] == json.loads(fitting({"type": "array", "minItems": 1.0}))
 
 
 @pytest.mark.parametrize(
@@ -90,6 +104,12 @@ def test_references() -> None:
         {"type": "integer", "multipleOf": 0},
         {"allOf": 7},
         {"enum": 7},
+        "not json",
+        {"type": []},
+        {"type": "number", "minimum": 1e308, "multipleOf": 1e-308},
+        {"type": "string", "minLength": 1_000_000},
+        {"type": "array", "minItems": 900, "items": {"const": "x" * 40_000}},
+        {"type": "integer", "minimum": 5, "maximum": 4},
     ],
 )
 def test_schemas_without_a_value(schema: Any) -> None:

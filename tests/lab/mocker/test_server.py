@@ -404,3 +404,47 @@ async def test_replay_gives_the_cache(mocker: Mocker, client: aiohttp.ClientSess
                 hashes.update(event.block_hashes)  # type: ignore[union-attr]
 
     assert hashes == set(mocker.engine.cache.cached_hashes())
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"structured_outputs": {"json": "not json"}},
+        {"structured_outputs": {"json": {"type": []}}},
+        {"structured_outputs": {"json": {"type": "object", "required": [None]}}},
+        {"response_format": {"type": "json_schema", "json_schema": "x"}},
+        {"response_format": {"type": ["json_schema"]}},
+        {"tools": [{"function": "f"}], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+    ],
+)
+async def test_hostile_schemas(client: aiohttp.ClientSession, asked: Json) -> None:
+    """An answer or a clear refusal, never an error of the mocker."""
+    async with client.post("/v1/completions", json={"prompt": PROMPT, **asked}) as response:
+        assert response.status in {200, 400}
+        assert ("error" in await response.json()) == (response.status == 400)
+
+
+async def test_json_of_a_completion(client: aiohttp.ClientSession) -> None:
+    """It ends when the JSON is whole, or is cut off by the limit."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    asked = {"structured_outputs": {"json": schema}}
+
+    (whole,) = (await complete(client, **asked))["choices"]
+    (cut,) = (await complete(client, **asked, max_tokens=1))["choices"]
+
+    assert ('{"a":0}', "stop") == (whole["text"], whole["finish_reason"])
+    assert ('{"a"', "length") == (cut["text"], cut["finish_reason"])
+
+
+async def test_embeddings(client: aiohttp.ClientSession) -> None:
+    """Of tokens: vectors in the order of the inputs, usage, and a bound."""
+    asked = {"model": None, "input": [[1, 2], [3], [1, 2]], "dimensions": 8}
+    async with client.post("/v1/embeddings", json=asked) as response:
+        answer = await response.json()
+    async with client.post("/v1/embeddings", json={"input": [[1]] * 100, "dimensions": 8192}) as refused:
+        assert 400 == refused.status
+
+    first, second, third = [one["embedding"] for one in answer["data"]]
+    assert 8 == len(first)
+    assert first == third != second
+    assert {"prompt_tokens": 5, "total_tokens": 5, "completion_tokens": 0} == answer["usage"]
