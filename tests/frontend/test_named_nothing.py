@@ -47,6 +47,7 @@ HARMLESS = {
     "openai_client.py: worker_id": "no part of a replica",
     "overrides.py: target": "what the client has sent",
     "worker_blocks.py: worker_id": "what the client has sent, behind the gate",
+    "asked.py: pool.model": "the model that a caller of placement asks for, behind the gate",
 }
 
 
