@@ -135,7 +135,7 @@ class OwnBookings:
         """The named blocks of a request, at most MAX_BOOKING_HASHES, and the number of its other blocks."""
         hashes = _union(request)
         named = hashes if len(hashes) <= MAX_BOOKING_HASHES else hashes[:MAX_BOOKING_HASHES]
-        return named, len(hashes) - len(named) + self._pool.unnamed_blocks(request)
+        return named, len(hashes) - len(named) + request.unnamed_blocks(self._pool.block_size)
 
     def remember(self, own: OwnBooking, choice: Candidate, selection: Selection, moment: Moment) -> None:
         """Record what later decisions depend on."""

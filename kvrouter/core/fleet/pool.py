@@ -21,7 +21,7 @@ from kvrouter.core.fleet.block_size import PoolBlockSize, others_note
 from kvrouter.core.fleet.places import OWN, place_of
 from kvrouter.core.fleet.refusals import card_bytes
 from kvrouter.core.fleet.split import Split, refusal, split_of
-from kvrouter.core.routing.candidates import Candidates, Roster, form_candidates, unnamed_blocks
+from kvrouter.core.routing.candidates import Candidates, Roster, form_candidates
 from kvrouter.core.routing.policy import Prompt, RouteRequest
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.approx import DEFAULT_TTL_S, ApproxIndex
@@ -472,10 +472,6 @@ class Pool:
         places = roster.every_place if places is None else places
         serving = [place for place in places if self._serves(roster.workers[place], request)]
         return formed.only([place for place in serving if roster.targets[place] not in exclude])
-
-    def unnamed_blocks(self, request: RouteRequest) -> int:
-        """Blocks that are charged and have no hash, as the end of the prompt was not tokenized."""
-        return unnamed_blocks(request, self.block_size) if self.block_size else 0
 
     def _serves(self, worker: Worker, request: RouteRequest) -> bool:
         if request.served_name:

@@ -591,7 +591,7 @@ def _all_blocks(request: RouteRequest, block_size: int) -> int:
     if len(request.prompts) == 1:
         return request.prompts[0].isl // block_size
     named = {hash_ for prompt in request.prompts for hash_ in prompt.hashes}
-    return len(named) + unnamed_blocks(request, block_size)
+    return len(named) + request.unnamed_blocks(block_size)
 
 
 def _held_in_flight(found: list[Found]) -> dict[Target, int]:
@@ -603,9 +603,3 @@ def _held_in_flight(found: list[Found]) -> dict[Target, int]:
         for target, depth in in_flight.items():
             held[target].update(prompt.hashes[:depth])
     return {target: len(blocks) for target, blocks in held.items()}
-
-
-def unnamed_blocks(request: RouteRequest, block_size: int) -> int:
-    """Blocks of prompts whose end was not tokenized: they are charged, and have no hash."""
-    # at least 0: a caller of the library may have hashed for another block size
-    return sum(max(0, prompt.isl // block_size - len(prompt.hashes)) for prompt in request.prompts)

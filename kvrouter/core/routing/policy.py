@@ -112,6 +112,13 @@ class RouteRequest(Struct, frozen=True, gc=False):
             return prompts[0].isl
         return sum([prompt.isl for prompt in prompts]) if prompts else 0
 
+    def unnamed_blocks(self, block_size: int) -> int:
+        """Blocks that are charged and have no hash: the end of their prompt was not tokenized."""
+        if not block_size:  # of a pool without a worker
+            return 0
+        # at least 0: a caller of the library may have hashed for another block size
+        return sum([max(0, prompt.isl // block_size - len(prompt.hashes)) for prompt in self.prompts])
+
     @property
     def is_named(self) -> bool:
         """Whether only workers with a name may serve it: that of an adapter, or of the base model."""

@@ -74,11 +74,12 @@ class _Fitting:
 
     def value(self, schema: object, depth: int) -> Any:
         whole = self._merged(schema, depth)
-        if "const" in whole or "enum" in whole:
+        is_given = "const" in whole or "enum" in whole
+        if is_given:
             found = whole["const"] if "const" in whole else whole["enum"][0]
         else:
             found = self._of_type(whole, depth + 1)
-        if not isinstance(found, dict | list) or "const" in whole or "enum" in whole:
+        if is_given or not isinstance(found, dict | list):  # else its parts have been counted
             self._text_left -= len(msgspec.json.encode(found))
         if self._text_left < 0:
             raise BadRequestError(f"the JSON schema needs more than {MOST_TEXT} characters")

@@ -174,7 +174,7 @@ def test_more_hashes_than_blocks() -> None:
     """A prompt hashed in smaller blocks makes no negative amount, which peers would reject."""
     pool = new_pool(card("w1", block_size=32))
 
-    assert 0 == pool.unnamed_blocks(request(prompt(CHAIN)))
+    assert 0 == request(prompt(CHAIN)).unnamed_blocks(pool.block_size)
 
 
 def test_silent_worker_that_is_unreachable() -> None:
