@@ -50,10 +50,6 @@ class Kv(BuiltInPolicy):
     sessions = "preferred"
     reads_speed = True  # whatever its own weight: a request may ask for `auto`
 
-    @property
-    def compares_seconds(self) -> bool:
-        return self.overlap_weight == AUTO
-
     def flags_without_effect(self) -> list[str]:
         """The flags that were given, and that weight `auto` does not use."""
         given = {

@@ -53,10 +53,6 @@ class TwoStage(BuiltInPolicy):
             raise ConfigError(f"stage one over {self.blocks} blocks: use at least 1")
 
     @property
-    def compares_seconds(self) -> bool:
-        return self.within.compares_seconds
-
-    @property
     def overlap_weight(self) -> OverlapWeight:  # type: ignore[override]
         return self.within.overlap_weight
 

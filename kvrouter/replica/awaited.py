@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
+from kvrouter.bus import Bus
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.long_wait import LongWait
 
@@ -16,20 +15,10 @@ NO_TARGET = "look at the log of each agent, which says what its engine lacks; kv
 _LOOK_EVERY_S = 1.0
 
 
-class Connection(Protocol):
-    """The part of a Bus that is asked here."""
-
-    @property
-    def connected(self) -> bool: ...
-
-    @property
-    def outage_reason(self) -> str: ...
-
-
 class AwaitedWorkers:
     """Looks whether requests would wait for workers, once a second at most however often `look` is called."""
 
-    def __init__(self, replica: Replica, bus: Connection, namespace: str) -> None:
+    def __init__(self, replica: Replica, bus: Bus, namespace: str) -> None:
         self._replica = replica
         self._bus = bus
         self.namespace = namespace

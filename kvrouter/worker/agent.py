@@ -127,7 +127,7 @@ async def _serve_in_pool(
             rejoining=Rejoining(bus, options, pool_name(options, facts)) if may_move else None,
         )
         metrics.bus = bus
-        with metrics.including(agent):
+        with metrics.including(agent.view):
             return await agent.run(file)
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from msgspec import Struct
 
@@ -31,24 +30,16 @@ class AgentView(Struct, frozen=True):
     ranks: Sequence[RankView]
 
 
-class Viewed(Protocol):
-    """An agent."""
-
-    def view(self) -> AgentView:
-        """What it knows now."""
-        ...
-
-
 class MetricsOf:
     """What the metrics are read from: the agents that run now, and their bus."""
 
     def __init__(self) -> None:
         self.bus: Bus | None = None
-        self._agents: list[Viewed] = []
+        self._agents: list[Callable[[], AgentView]] = []
 
     @contextlib.contextmanager
-    def including(self, agent: Viewed) -> Iterator[None]:
-        """Show an agent while inside."""
+    def including(self, agent: Callable[[], AgentView]) -> Iterator[None]:
+        """Show an agent, which tells what it knows now, while inside."""
         self._agents.append(agent)
         try:
             yield
@@ -59,7 +50,7 @@ class MetricsOf:
         if self.bus is not None:
             yield "kvrouter_nats_connected", {}, self.bus.connected
         for agent in list(self._agents):
-            view = agent.view()
+            view = agent()
             labels = {"worker": view.worker}
             yield "kvrouter_agent_state", {**labels, "state": view.state}, 1
             for rank in view.ranks:

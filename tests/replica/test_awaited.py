@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from structlog.testing import capture_logs
 
+from kvrouter.bus import Bus
 from kvrouter.core.fleet.replica import Replica, ReplicaSettings
 from kvrouter.core.fleet.router import RouterRules
 from kvrouter.core.wire.heartbeats import State
@@ -16,12 +18,9 @@ from kvrouter.replica.awaited import NO_TARGET, NO_WORKER, AwaitedWorkers
 from tests.core.worlds import W1, card, fixed, worker_beat
 
 
-@dataclass
-class FakeBus:
+def a_bus(*, connected: bool = True, outage_reason: str = "") -> Bus:
     """A connection that is there, or not."""
-
-    connected: bool = True
-    outage_reason: str = ""
+    return cast(Bus, SimpleNamespace(connected=connected, outage_reason=outage_reason))
 
 
 def new_replica() -> Replica:
@@ -33,7 +32,7 @@ def new_replica() -> Replica:
     return replica
 
 
-def said(replica: Replica, bus: FakeBus, until_s: int = 30) -> list[tuple[float, str, str]]:
+def said(replica: Replica, bus: Bus, until_s: int = 30) -> list[tuple[float, str, str]]:
     """Waited seconds, reason and remedy of each line of a wait that begins now."""
     workers = AwaitedWorkers(replica, bus, "ns")
     with capture_logs() as logs:
@@ -45,7 +44,7 @@ def said(replica: Replica, bus: FakeBus, until_s: int = 30) -> list[tuple[float,
 
 def test_no_worker() -> None:
     """A replica that has seen no worker says how to start an agent, and where to look."""
-    lines = said(new_replica(), FakeBus())
+    lines = said(new_replica(), a_bus())
 
     assert [(10, NO_WORKER), (20, NO_WORKER)] == [(waited, remedy) for waited, _, remedy in lines]
     assert "no worker" in lines[0][1]
@@ -56,7 +55,7 @@ def test_known_worker(state: State) -> None:
     """A worker that takes no requests is named with its state; one that takes them is not awaited."""
     replica = new_replica()
     replica.take_worker_beat(W1, worker_beat(card(W1), state=state), 0.0)
-    lines = said(replica, FakeBus(), 15)
+    lines = said(replica, a_bus(), 15)
 
     if state == "up":
         assert not lines
@@ -68,15 +67,15 @@ def test_known_worker(state: State) -> None:
 
 def test_without_nats() -> None:
     """Without NATS the bus says what it waits for: nothing is known of workers."""
-    bus = FakeBus(connected=False, outage_reason="refused: start NATS")
+    bus = a_bus(connected=False, outage_reason="refused: start NATS")
     assert not said(new_replica(), bus)
     assert "refused: start NATS" in AwaitedWorkers(new_replica(), bus, "ns").remedy()
 
 
 def test_a_wait_that_was_over_begins_again() -> None:
     """Each outage has its own ten seconds."""
-    replica, bus = new_replica(), FakeBus()
-    workers = AwaitedWorkers(replica, bus, "ns")
+    bus = SimpleNamespace(connected=True, outage_reason="")
+    workers = AwaitedWorkers(new_replica(), cast(Bus, bus), "ns")
     with capture_logs() as logs:
         for at in range(30):
             bus.connected = at % 9 != 0

@@ -16,7 +16,7 @@ from typing import Literal
 from msgspec import Struct
 
 from kvrouter.core.routing.candidates import Candidates
-from kvrouter.core.routing.policy import Candidate, OverlapWeight, PolicyHooks, RouteRequest
+from kvrouter.core.routing.policy import AUTO, Candidate, OverlapWeight, PolicyHooks, RouteRequest
 from kvrouter.core.routing.rests import Rests
 from kvrouter.core.tables.arrivals import Arrivals, PrefixShares
 from kvrouter.core.tables.no_hit_lru import NoHitLru
@@ -104,8 +104,8 @@ class BuiltInPolicy(PolicyHooks, ABC):
 
     @property
     def compares_seconds(self) -> bool:
-        """Whether it predicts seconds of prefill (weight `auto`), unless a moment has doubts."""
-        return False
+        """Whether it predicts seconds of prefill, unless a moment has doubts."""
+        return self.overlap_weight == AUTO
 
     @abstractmethod
     def pick(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> int:

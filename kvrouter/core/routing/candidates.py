@@ -420,14 +420,8 @@ def form_candidates(
     `with_prefills`: whether it may be asked for seconds of prefill. `one_less`: workers that compute the last
     block again that they could reuse.
     """
-    # copies, in the order of the roster: bookings that follow do not change this decision's columns
-    charged, blocks, requests = active.lined_up()
-    none = roster.nothing
-    prefills = active.prefills_lined_up() if with_prefills else (none, none, none, _NEVER)
+    columns, none = _loads_of(roster, active, with_prefills=with_prefills), roster.nothing
     if not request.prompts:  # no block is known, so no target differs
-        columns = _Columns(
-            none, none, none, none, none, charged, blocks, requests, *prefills, roster.beats(),
-        )  # fmt: skip
         return Candidates(roster, columns, {}, block_size)
     found = [
         (
@@ -440,10 +434,9 @@ def form_candidates(
     reuses_in_flight = inflight_overlap and request.reads_cache
     count = len(roster.targets)
     own_blocks = _all_blocks(request, block_size) if count else 0
-    columns = _Columns(
-        array("q", [request.isl]) * count, array("q", [own_blocks]) * count,
-        none[:], none[:], none[:], charged, blocks, requests, *prefills, roster.beats(),
-    )  # fmt: skip
+    columns.own_prefill_tokens = array("q", [request.isl]) * count
+    columns.own_decode_blocks = array("q", [own_blocks]) * count
+    columns.overlap_blocks, columns.widest_blocks, columns.indexed_blocks = none[:], none[:], none[:]
     for prompt, cached, in_flight in found:
         reused = _reused(in_flight, roster, block_size) if in_flight and reuses_in_flight else {}
         if one_less:
@@ -461,6 +454,31 @@ def form_candidates(
         if place is not None:
             columns.own_decode_blocks[place] -= held
     return Candidates(roster, columns, found[0][1], block_size)
+
+
+def _loads_of(roster: Roster, active: BookingTable, *, with_prefills: bool) -> _Columns:
+    """The load of each target, without the request itself."""
+    # copies, in the order of the roster: bookings that follow do not change this decision's columns
+    charged, blocks, requests = active.lined_up()
+    none = roster.nothing
+    unfinished, heads, context, began = (
+        active.prefills_lined_up() if with_prefills else (none, none, none, _NEVER)
+    )
+    return _Columns(
+        own_prefill_tokens=none,
+        own_decode_blocks=none,
+        overlap_blocks=none,
+        widest_blocks=none,
+        indexed_blocks=none,
+        charged_tokens=charged,
+        active_blocks=blocks,
+        requests=requests,
+        unfinished=unfinished,
+        head_tokens=heads,
+        context_tokens=context,
+        began=began,
+        beats=roster.beats(),
+    )
 
 
 def _find(prompt: Prompt, roster: Roster, index: BlockIndex, block_size: int) -> Cached:
