@@ -382,6 +382,8 @@ class Attempt:
             self._pass_last(data)
         else:
             self._pass_on(data)
+            if self._is_flowing and self._was_at_boundary and not self._is_paused:
+                self._near_native()
 
     def received_chunk(self, data: bytes) -> None:
         """`received` for an event amid a stream, without the steps that cannot apply to it.
@@ -407,9 +409,13 @@ class Attempt:
         if self._client.is_slow:
             self._hold_up()
             return
+        self._near_native()
+
+    def _near_native(self) -> None:
+        """Whole chunks were passed on; after some of them C does that."""
         self._until_native -= 1
         if not self._until_native:
-            self._loop.call_soon(self._pass_natively)  # by then this chunk is written
+            self._loop.call_soon(self._pass_natively)  # by then they are written
 
     def taken_back(self, stream: native.Stream) -> None:
         """C passes on no longer: what follows comes here."""
@@ -512,8 +518,13 @@ class Attempt:
     def _is_plain(self, reader: EventReader, data: bytes) -> bool:
         """Whether a read commits this attempt without being parsed."""
         body = self._body
-        is_part = body is not None and not body.is_over and self._seam is None
-        return is_part and not reader.rest and self._client.begun is None and is_plain_output(data)
+        if body is None or body.is_over or reader.rest or self._client.begun is not None:
+            return False
+        if self._seam is not None:
+            passes_chunks = self._content is not None and body.is_at_boundary and not self._client.is_http_10
+            if not passes_chunks or not self._seam.passes(data):
+                return False
+        return is_plain_output(data)
 
     def _judge_stream(self, head: ResponseHead, events: list[Event]) -> None:
         """Judge a stream by its newest events."""
@@ -632,6 +643,10 @@ class Attempt:
         """Pass on what is held of a stream whose client has its head already."""
         begun.has_output, self._begun, self._keeps_alive = True, begun, begun.keeps_alive
         reader, body = self._reader, self._body
+        if self._events and self._events[0] is _OUTPUT:  # they pass as they are
+            held, self._held, self._events = bytes(self._held), bytearray(), []
+            self._pass_on(held)
+            return
         if head.is_event_stream and head.status < 300:
             rest = reader.rest if reader is not None else b""
             text, content, self._content = self._unsent(begun) + rest, self._content, None  # has no chunks
@@ -666,10 +681,7 @@ class Attempt:
 
     def _pass_on(self, data: bytes, head: bytes = b"") -> None:
         client, body = self._client, self._body
-        content = data if self._content is None else self._content.feed(data)
-        if self._begun is not None:
-            content = self._begun.frame(content) if content else b""
-        client.write(head + content)
+        client.write(head + self._framed(data))
         if self._seam is not None and self._seam.failure is not None:
             error, self._seam.failure = self._seam.failure, None
             self._break_off(_reported(error).reason)
@@ -686,6 +698,19 @@ class Attempt:
             self._flow(self._head is not None and self._head.is_chunked and self._seam.is_chunked)
         if client.is_slow:
             self._hold_up()
+
+    def _framed(self, data: bytes) -> bytes:
+        """A read as the client gets it."""
+        seam, body = self._seam, self._body
+        is_in_chunks = self._content is not None and body is not None and body.is_at_boundary
+        if seam is not None and is_in_chunks and self._was_at_boundary and seam.passes(data):
+            if seam.may_move:
+                seam.keep(data)
+            return data
+        content = data if self._content is None else self._content.feed(data)
+        if self._begun is not None:
+            return self._begun.frame(content) if content else b""
+        return content
 
     def _keep(self, data: bytes) -> None:
         """Keep the last reads, for their usage and how they end."""

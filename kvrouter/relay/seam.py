@@ -31,6 +31,8 @@ RECORDS_BYTES = 256 * 1024 * 1024
 # What an object takes beside its bytes.
 _OBJECT_BYTES = 48
 _ENDS = (b"\n\n", b"\n\r\n", b"\r\r")
+# Of a chunk that ends an event. The line with its size is the only other one that ends so.
+_CHUNK_END = b"\n\n\r\n"
 _MOST_END = 2  # bytes of an end that may have come before
 
 
@@ -88,6 +90,12 @@ class Seam(Begun, kw_only=True):
     def record(self) -> bytes:
         """The events that the client has of the first worker, before they were rewritten."""
         return content_of(b"".join([one if isinstance(one, bytes) else one.record() for one in self._kept]))
+
+    def passes(self, chunks: bytes) -> bool:
+        """Whether these whole chunks pass as they are: each ends an event, and none may be a failure."""
+        if not (self.is_chunked and self.is_plain and chunks.endswith(_CHUNK_END)):
+            return False
+        return 2 * chunks.count(_CHUNK_END) == chunks.count(b"\r\n") and not names_failure(chunks)
 
     def keep(self, chunks: bytes) -> None:
         """Whole events have been passed on, each in chunks."""

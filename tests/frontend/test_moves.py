@@ -123,6 +123,13 @@ def with_tokenizer(tmp_path: Path) -> str:
     return f"--model-path={save_tokenizer(tmp_path / 'm')}"
 
 
+@pytest.fixture(params=[True, False], ids=["C", "Python"])
+def passes_on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who passes on what follows the first chunks."""
+    if not request.param:
+        monkeypatch.setattr(streams, "native", None)
+
+
 TWO = (engine(1), engine(2))
 
 
@@ -259,11 +266,16 @@ async def test_failed_move(fleet_of: FleetOf, with_tokenizer: str, name: str) ->
         assert len(got.errors) == 1, got
 
 
-def odd(place: Callable[[list[bytes]], Iterable[bytes]], *, dies: bool = True, created: int = 1) -> Script:
-    """An engine whose answer is sent in chunks of its own, from its events."""
+def odd(
+    place: Callable[[list[bytes]], Iterable[bytes]], *, dies: bool = True, created: int = 1, together: int = 1
+) -> Script:
+    """An engine whose answer is sent in chunks of its own, from its events; so many of them in one write."""
 
     async def script(received: Received, wire: Wire) -> None:
-        await wire.send(SSE_HEAD, *map(chunk, place(list(events_of(received, created)))))
+        chunks = [*map(chunk, place(list(events_of(received, created))))]
+        await wire.send(
+            SSE_HEAD, *[b"".join(chunks[at : at + together]) for at in range(0, len(chunks), together)]
+        )
         if dies:
             wire.reset()
         else:
@@ -280,15 +292,33 @@ ODD: dict[str, tuple[str, Callable[[list[bytes]], Iterable[bytes]]]] = {
 }
 
 
+ERROR = b'data: {"error": {"message": "broken", "code": 500}}\n\n'
+TOGETHER: dict[str, Callable[[list[bytes]], Iterable[bytes]]] = {
+    "events": lambda events: events[:14],
+    "parts of events": lambda events: [*events[:6], events[6][:30], events[6][30:], events[7], events[8][:9]],
+    "an error": lambda events: [*events[:7], ERROR, events[7]],
+    "parts of an error": lambda events: [*events[:7], ERROR[:10], ERROR[10:]],
+    "parts of the first event": lambda events: [events[0][:40], events[0][40:], *events[1:9]],
+}
+
+
+@pytest.mark.parametrize("case", TOGETHER)
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.usefixtures("passes_on")
+async def test_several_chunks_a_read(fleet_of: FleetOf, with_tokenizer: str, case: str, path: str) -> None:
+    """Reads of several chunks pass as they are where each chunk is an event, and C takes over after a few."""
+    async with fleet_of(*FLAGS, with_tokenizer, scripts=TWO, **VLLM) as fleet:
+        want = await whole(fleet, path)
+        for together in (2, 3, 5):
+            got = await moved(fleet, path, odd(TOGETHER[case], together=together), engine(2))
+            assert parts(got) == want, together
+
+
 @pytest.mark.parametrize("case", ODD)
-@pytest.mark.parametrize("in_c", [True, False], ids=["C", "Python"])
-async def test_odd_engines(
-    fleet_of: FleetOf, with_tokenizer: str, monkeypatch: pytest.MonkeyPatch, case: str, *, in_c: bool
-) -> None:
+@pytest.mark.usefixtures("passes_on")
+async def test_odd_engines(fleet_of: FleetOf, with_tokenizer: str, case: str) -> None:
     """However an engine frames its events, only whole ones reach the client, each at once."""
     path, place = ODD[case]
-    if not in_c:
-        monkeypatch.setattr(streams, "native", None)
     async with fleet_of(*FLAGS, with_tokenizer, scripts=TWO, **VLLM) as fleet:
         want = await whole(fleet, path)
         got = await moved(fleet, path, odd(place), engine(2))

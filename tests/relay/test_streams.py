@@ -249,3 +249,33 @@ def test_reads_cut_anywhere(seed: int) -> None:
         assert back == [True]
         assert data[:20] == stream.received
         loop.close()
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("word", [FAILED, event("", "abort")], ids=["error", "abort"])
+def test_failure_in_any_chunks(seed: int, word: bytes) -> None:
+    """Nothing of an event with a failure is passed on, however its chunks and reads are cut."""
+    native = pytest.importorskip("kvrouter.relay.native.streams")
+    rng, back = random.Random(seed), list[bool]()
+    (engine, worker), (client, reader) = socket.socketpair(), socket.socketpair()
+    with engine, worker, client, reader:
+        reader.setblocking(False)
+        loop = native.StreamLoop(pytest.fail)
+        stream = loop.add(worker.fileno(), client.fileno(), lambda: back.append(True), 1 << 24)
+        good, most = (
+            b"".join([chunk(event("x" * rng.randrange(9))) for _ in range(3)]),
+            rng.choice((1, 3, 9, 90)),
+        )
+        places = [0, *sorted(rng.sample(range(1, len(word)), len(word) // (most + 1))), len(word)]
+        data = good + b"".join([chunk(word[begin:end]) for begin, end in pairwise(places)])
+        got, cuts = b"", sorted(rng.sample(range(1, len(data)), rng.choice((0, 2, 20))))
+        for begin, end in pairwise([0, *cuts, len(data)]):
+            if not back:
+                engine.sendall(data[begin:end])
+                loop.run()
+                with contextlib.suppress(BlockingIOError):
+                    got += reader.recv(len(data))
+        assert back == [True]
+        assert good.startswith(got)
+        assert data.startswith(got + stream.received)
+        loop.close()

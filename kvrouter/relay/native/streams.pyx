@@ -194,6 +194,14 @@ cdef bint _ends_event(const char *data, Py_ssize_t size) noexcept nogil:
     )
 
 
+cdef Py_ssize_t _last_word(char *near, Py_ssize_t kept, const char *data, Py_ssize_t size) noexcept nogil:
+    """Keep the last bytes, up to WORD, of the `kept` ones and these; how many."""
+    cdef Py_ssize_t old = max(0, min(kept, WORD - size)), new = min(size, WORD)
+    memmove(near, near + kept - old, old)
+    memcpy(near + old, data + size - new, new)
+    return old + new
+
+
 cdef Py_ssize_t _past_chunks(
     const char *data, Py_ssize_t size, Py_ssize_t left, Py_ssize_t *whole
 ) noexcept nogil:
@@ -201,8 +209,9 @@ cdef Py_ssize_t _past_chunks(
 
     `whole`, if it is not NULL: where the last chunk ends that ends an event. Then the bytes may end anywhere.
     """
-    cdef Py_ssize_t at = left, chunk
+    cdef Py_ssize_t at = left, chunk, got, kept = 0
     cdef int digit
+    cdef char near[2 * WORD]
     while at < size:
         chunk = 0
         while True:
@@ -227,8 +236,16 @@ cdef Py_ssize_t _past_chunks(
         at += 1
         if _is_ping(data + at, size - at):
             return -1
-        if whole != NULL and at + chunk + 2 <= size and _ends_event(data + at, chunk + 2):
-            whole[0] = at + chunk + 2
+        if whole != NULL:
+            got = min(chunk, size - at)
+            if kept:  # amid an event: the word of a failure may be in several chunks
+                memcpy(near + kept, data + at, min(got, WORD))
+                if _names_failure(near, kept + min(got, WORD)):
+                    return -1
+            if at + chunk + 2 <= size and _ends_event(data + at, chunk + 2):
+                whole[0], kept = at + chunk + 2, 0
+            else:
+                kept = _last_word(near, kept, data + at, got)
         at += chunk + 2
     return at - size
 
