@@ -129,10 +129,13 @@ class PlacementAsk(Struct, frozen=True):
             raise UnknownTargetError(f"no worker {name} serves {pool.model!r}: see GET /workers")
         return Wanted(WorkerId(worker.card.worker_id), rank)
 
-    def excluded(self, pool: Pool) -> frozenset[Target]:
-        """The targets that must not serve it. Raises UnknownModelError or NoWorkersError."""
+    def check_adapter(self, pool: Pool) -> None:
+        """Raise UnknownModelError if no worker serves it."""
         if self.lora_name and self.lora_name not in pool.lora_names and not pool.settings.lora_multiplex:
             raise UnknownModelError(f"no worker of {pool.model!r} has the adapter {self.lora_name[:100]!r}")
+
+    def excluded(self, pool: Pool) -> frozenset[Target]:
+        """The targets that must not serve it. Raises NoWorkersError if none is left."""
         if self.allowed_worker_ids is None:
             return frozenset()
         allowed = {*map(str, self.allowed_worker_ids)}

@@ -83,6 +83,7 @@ class Placing:
     async def select(self, asked: PlacementAsk) -> dict[str, Any]:
         """The best target; nothing is booked. With an id, it is kept for `reserve_kept`."""
         router, request = await self._wanted(asked, asked.id or new_request_id())
+        asked.check_adapter(router.pool)
         await pause_after(request.isl)
         now = self._now()
         decision = router.decide(request, now, exclude=asked.excluded(router.pool))
@@ -96,6 +97,7 @@ class Placing:
     async def reserve(self, asked: PlacementAsk, caller: str) -> dict[str, Any]:
         """The best target, or the one that is named, booked."""
         router, request = await self._wanted(asked, asked.id or new_request_id())
+        asked.check_adapter(router.pool)
         await pause_after(request.isl)
         return self.book(router, request, caller, asked)
 

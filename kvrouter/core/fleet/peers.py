@@ -53,7 +53,7 @@ class Peers(Mapping[RouterId, RouterBeat]):
         self._lease_rounds = lease_rounds
         self._beats: dict[RouterId, RouterBeat] = {}
         self._heard_since: dict[RouterId, int] = {}  # the round of each one's first heartbeat
-        self.budget: Budget[RouterId] = Budget(PEER_BYTES, PEERS_BYTES)
+        self.budget: Budget[RouterId] = Budget(PEER_BYTES, PEERS_BYTES)  # of heartbeats
         self._claimed_rounds: dict[Claim, int] = {}  # for how many rounds each claim was repeated
 
     def __getitem__(self, router_id: RouterId) -> RouterBeat:

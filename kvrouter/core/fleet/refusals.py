@@ -39,8 +39,10 @@ class Budget(Generic[SenderT]):
 
     def __init__(self, one: int, total: int) -> None:
         self.used = 0
-        self._one, self._total = one, total
+        """Of all of them."""
         self.taken: dict[SenderT, int] = {}
+        """Of each."""
+        self._one, self._total = one, total
 
     def take(self, sender: SenderT, size: int) -> str:
         """Count what the sender takes from now on; returns why it may not, and then counts nothing new."""

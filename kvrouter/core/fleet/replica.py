@@ -131,7 +131,7 @@ class Replica:
         self.routers = self.pools.routers
         self.refusals = Refusals()
         """Senders whose cards or heartbeats are not taken."""
-        self.worker_bytes: Budget[WorkerId] = Budget(WORKER_BYTES, WORKERS_BYTES)
+        self.worker_bytes: Budget[WorkerId] = Budget(WORKER_BYTES, WORKERS_BYTES)  # cards and heartbeats
         self.routing: RoutingChange | None = None
         """The change of routing that it follows, by an operator here or at a peer; the shell applies it."""
         self._worker_pools: dict[WorkerId, PoolId] = {}
