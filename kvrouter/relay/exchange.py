@@ -522,7 +522,7 @@ class Attempt:
             return False
         if self._seam is not None:
             passes_chunks = self._content is not None and body.is_at_boundary and not self._client.is_http_10
-            if not passes_chunks or not self._seam.passes(data):
+            if not passes_chunks or not self._seam.passes(bytes(self._held)):
                 return False
         return is_plain_output(data)
 
@@ -643,7 +643,7 @@ class Attempt:
         """Pass on what is held of a stream whose client has its head already."""
         begun.has_output, self._begun, self._keeps_alive = True, begun, begun.keeps_alive
         reader, body = self._reader, self._body
-        if self._events and self._events[0] is _OUTPUT:  # they pass as they are
+        if self._events and self._events[-1] is _OUTPUT:  # what is held passes as it is
             held, self._held, self._events = bytes(self._held), bytearray(), []
             self._pass_on(held)
             return

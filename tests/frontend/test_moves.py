@@ -92,7 +92,7 @@ def cuts(path: str, *, is_chunked: bool) -> list[int]:
     Without chunks only before the last token: an orderly end after it is a good one.
     """
     data = sent_by(path, is_chunked=is_chunked)
-    last = len(data) if is_chunked else data.index(b'"finish_reason": "length"')
+    last = len(data) if is_chunked else data.index(b'"finish_reason":"length"')
     ends = [end.end() for end in re.finditer(rb"\n\n(\r\n)?", data)][3:-1]
     places = {*range(ends[0], last, 211), *[end + near for end in ends for near in (-4, -2, 0, 1)]}
     return sorted([at for at in places if at < last])
@@ -332,7 +332,7 @@ async def test_odd_engines(fleet_of: FleetOf, with_tokenizer: str, case: str) ->
 
 async def test_second_worker_that_cannot_be_read(fleet_of: FleetOf, with_tokenizer: str) -> None:
     """Its events are not left out in silence: the client gets the error event."""
-    bad = odd(lambda events: [one.replace(b'"choices": [', b'"choices": [5, ') for one in events], dies=False)
+    bad = odd(lambda events: [one.replace(b'"choices":[', b'"choices":[5,') for one in events], dies=False)
     async with fleet_of(*FLAGS, with_tokenizer, scripts=TWO, **VLLM) as fleet:
         got = parts(await moved(fleet, COMPLETIONS, dying(1, events=5), bad))
         assert ([], 0) == (got.reasons, got.ends)
@@ -485,7 +485,7 @@ async def test_no_tokens_left(fleet_of: FleetOf, with_tokenizer: str) -> None:
         for path in BODIES:
             want = await whole(fleet, path)
             data = sent_by(path)
-            last = data.index(b'"finish_reason": "length"')
+            last = data.index(b'"finish_reason":"length"')
             start = data.rindex(b"\r\n", 0, data.rindex(b"data:", 0, last))
             cut = data.rindex(b"\n\n\r\n", 0, start) + 4
             got = parts(await moved(fleet, path, dying(1, cut), engine(2)))
@@ -493,7 +493,7 @@ async def test_no_tokens_left(fleet_of: FleetOf, with_tokenizer: str) -> None:
             more: Any = {"max_tokens": 39}
             short = await whole(fleet, path, **more)
             shorter = sent_by(path, **more)
-            end = shorter.index(b"\n\n\r\n", shorter.index(b'"finish_reason": "length"')) + 4
+            end = shorter.index(b"\n\n\r\n", shorter.index(b'"finish_reason":"length"')) + 4
             got = parts(await moved(fleet, path, dying(1, end), engine(2), **more))
             assert got == short
             assert len(fleet.requests) >= 2

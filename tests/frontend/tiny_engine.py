@@ -56,7 +56,8 @@ def events_of(received: Received, created: int) -> Iterator[bytes]:
     head = {"id": f"cmpl-{name}", "object": kind, "created": created, "model": body["model"]}
 
     def event(choices: list[Any], **more: Any) -> bytes:
-        return b"data: " + json.dumps(head | {"choices": choices} | more).encode() + b"\n\n"
+        written = json.dumps(head | {"choices": choices} | more, separators=(",", ":"))
+        return b"data: " + written.encode() + b"\n\n"
 
     if is_chat:
         role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
