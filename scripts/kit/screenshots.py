@@ -101,10 +101,11 @@ async def take(
         await page.goto(f"{admin_url}/")
         await page.wait_for_selector("#figures dd")
         await page.wait_for_timeout(wait_ms)
-        await page.select_option("#span", "300")  # the fleet is young
         for view in VIEWS:
             await page.click(f"#tab-{view}")
             await page.wait_for_timeout(500)
+            if view == "traffic":
+                await page.select_option("#span", "300")  # the fleet is young
             if view == "decisions" and (newest := await page.query_selector("#list tbody button")):
                 await newest.click()
                 await page.wait_for_selector("#candidates td")

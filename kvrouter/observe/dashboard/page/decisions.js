@@ -3,6 +3,8 @@
 import { fill, find, number, say } from "./table.js";
 
 const MOST_ROWS = 200;
+// Of targets that were removed for one reason.
+const MOST_NAMES = 10;
 const SUMMARY = [
   ["Request", (row) => row.request_id, String],
   ["Time", (row) => row.time, (value) => new Date(value * 1000).toLocaleTimeString("en-GB")],
@@ -40,10 +42,11 @@ export async function drawList(ask, press) {
 
 // Of what the candidates were compared by: seconds (weight auto), the cost in blocks, or the terms of another mode.
 function comparedBy(terms) {
-  if (terms.seconds) return { unit: "ms", value: (one) => inMs(one.terms.seconds?.total), columns: inSeconds };
-  if ("cost" in terms) return { unit: "blocks", value: (one) => one.terms.cost, columns: inBlocks };
+  if (terms.seconds)
+    return { unit: "ms", value: (one) => inMs(one.terms.seconds?.total), columns: inSeconds, said: inTime };
+  if ("cost" in terms) return { unit: "blocks", value: (one) => one.terms.cost, columns: inBlocks, said: inCost };
   const [first = ""] = "total" in terms ? ["total"] : Object.keys(terms);
-  return { unit: first, value: (one) => one.terms[first], columns: ({ terms }) => Object.keys(terms).map(term) };
+  return { term: first, value: (one) => one.terms[first], columns: ({ terms }) => Object.keys(terms).map(term) };
 }
 
 const term = (title) => [title, (one) => one.terms[title], written];
@@ -56,7 +59,8 @@ function inSeconds({ terms }) {
 
 function inBlocks({ terms }) {
   const titles = { prefill_blocks: "Prefill blocks", decode_blocks: "Decode blocks" };
-  return Object.entries(titles).filter(([part]) => part in terms).map(([part, title]) => [title, (one) => one.terms[part], short]);
+  const parts = Object.keys(titles).filter((part) => part in terms);
+  return parts.map((part) => [titles[part], (one) => one.terms[part], short]);
 }
 
 export async function explain(ask, requestId) {
@@ -76,10 +80,10 @@ export async function explain(ask, requestId) {
 // Why it went there, in one sentence: what the chosen target was compared by, and the next best one.
 function sentence(role, half, { mode, overlap_weight: weight }) {
   const chosen = half.candidates.find((one) => name(one) === half.winner);
-  const { unit, value } = comparedBy(chosen?.terms ?? {});
-  if (!unit) return `${half.winner} was chosen by mode ${mode}.`;
-  const said = { ms: inTime, blocks: inCost }[unit]?.(chosen.terms, weight) ?? `${unit} ${written(value(chosen))} by mode ${mode}`;
-  return `${role ? `${role} at ` : ""}${half.winner}: ${said}; ${next(half, chosen, value, unit)}.`;
+  const { term, value, said } = comparedBy(chosen?.terms ?? {});
+  if (term === "") return `${half.winner} was chosen by mode ${mode}.`;
+  const compared = said?.(chosen.terms, weight) ?? `${term} ${written(value(chosen))} by mode ${mode}`;
+  return `${role && `${role} at `}${half.winner}: ${compared}; ${next(half, chosen, value, said)}.`;
 }
 
 function inTime({ seconds: { total, waiting, own_prefill: own, ...others } }) {
@@ -90,11 +94,12 @@ function inTime({ seconds: { total, waiting, own_prefill: own, ...others } }) {
   // the parts add up as they are written
   const parts = `${ms(waiting)} waiting + ${(Number(ms(first)) - Number(ms(waiting))).toFixed(digits)} own`;
   const added = Object.entries(others).filter(([, value]) => Number(ms(value)));
-  const priced = added.map(([part, value]) => ` + ${ms(value)} ${part}`).join("");
-  return `first token in ${ms(first)} ms: ${parts}${priced ? `; compared ${ms(total)}${priced.replace(" +", " with")}` : ""}`;
+  const priced = added.map(([part, value]) => `${ms(value)} ${part}`).join(" + ");
+  return `first token in ${ms(first)} ms: ${parts}${priced && `; compared ${ms(total)} with ${priced}`}`;
 }
 
-function inCost({ cost, overlap_weight: used, prefill_blocks: prefill, decode_blocks: decode, overlap_blocks: overlap }, weight) {
+function inCost(terms, weight) {
+  const { cost, overlap_weight: used, prefill_blocks: prefill, decode_blocks: decode, overlap_blocks: overlap } = terms;
   if (used === undefined) {
     const isDifference = Math.abs(cost - decode + overlap) < 0.05;
     return `cost ${short(cost)} blocks${isDifference ? `: ${short(decode)} decode - ${short(overlap)} cached` : ""}`;
@@ -108,14 +113,15 @@ function inCost({ cost, overlap_weight: used, prefill_blocks: prefill, decode_bl
 }
 
 // The target that would be tried next, else the nearest one; or the one that was better, as in a draw.
-function next({ order = [], candidates }, chosen, value, unit) {
+function next({ order = [], candidates }, chosen, value, isLowBest) {
   const others = candidates.filter((one) => one !== chosen && typeof value(one) === "number");
   if (!others.length) return "no other candidate";
-  const near = [...others].sort((a, b) => Math.abs(value(a) - value(chosen)) - Math.abs(value(b) - value(chosen)))[0];
-  const second = others.find((one) => name(one) === order[1]) ?? near;
+  const apart = (one) => Math.abs(value(one) - value(chosen));
+  const nearest = others.reduce((near, one) => (apart(one) < apart(near) ? one : near));
+  const second = others.find((one) => name(one) === order[1]) ?? nearest;
   const least = others.reduce((low, one) => (value(one) < value(low) ? one : low));
   const isLowest = value(chosen) <= value(least) * (1 + 1e-9);
-  if (isLowest || !["ms", "blocks"].includes(unit)) return `next best ${short(value(second))} (${name(second)})`;
+  if (isLowest || !isLowBest) return `next best ${short(value(second))} (${name(second)})`;
   return `lowest ${short(value(least))} (${name(least)})`;
 }
 
@@ -126,7 +132,11 @@ function more(decision, attempts) {
   if (decision.unseen_bookings > 0.05)
     said.push(`About ${decision.unseen_bookings} requests of other replicas were not known yet: replicas spread over targets.`);
   if (decision.terms_of === "now") said.push("Its terms are computed from the tables as they are now.");
-  said.push(...decision.removed.map((one) => `${name(one)} was no candidate: ${one.by}.`));
+  for (const why of new Set(decision.removed.map((one) => one.by))) {
+    const names = decision.removed.filter((one) => one.by === why).map(name);
+    const others = names.length > MOST_NAMES ? ` and ${names.length - MOST_NAMES} others` : "";
+    said.push(`No candidates: ${names.slice(0, MOST_NAMES).join(", ")}${others}: ${why}.`);
+  }
   return said.join(" ");
 }
 
@@ -137,7 +147,7 @@ function drawHalf(id, half) {
   const compared = [`Compared, ${unit}`, value, short, { bar: (one) => Math.max(0, (value(one) ?? 0) / most) }];
   const shown = [
     ["Candidate", name, String],
-    ...(["ms", "blocks"].includes(unit) ? [compared] : []),
+    ...(unit ? [compared] : []),
     ...columns(chosen),
     ["Overlap blocks", (one) => one.overlap_blocks, number],
     ["In flight", (one) => one.requests, number],

@@ -202,7 +202,9 @@ function newSquare() {
 
 function arrange(all) {
   const made = all.map((square) => square.made);
+  const focused = made.find((one) => one === document.activeElement);
   find("squares").replaceChildren(...made);
+  focused?.focus();
   if (!made.some((one) => one.tabIndex === 0)) made[0].tabIndex = 0;
 }
 

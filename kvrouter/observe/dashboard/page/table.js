@@ -54,8 +54,8 @@ export function drawSpark(spark, values) {
   const most = values.reduce((high, value) => Math.max(high, value ?? 0), 1);
   const x = SPARK.width / Math.max(1, values.length - 1);
   const y = (SPARK.height - 2) / most;
-  const point = (value, at) => (isKnown(value) ? `${(at * x).toFixed(1)},${(SPARK.height - 1 - value * y).toFixed(1)} ` : "");
-  const points = values.map(point).join("");
+  const point = (value, at) => `${(at * x).toFixed(1)},${(SPARK.height - 1 - value * y).toFixed(1)} `;
+  const points = values.map((value, at) => (isKnown(value) ? point(value, at) : "")).join("");
   if (spark.points !== points) spark.firstChild.setAttribute("points", (spark.points = points));
 }
 

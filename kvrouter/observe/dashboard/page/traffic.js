@@ -11,7 +11,7 @@ const SPAN_S = 10;
 const samples = []; // snapshots, or the fields of them that are kept; of the last minute, and one before
 const points = [];
 
-export const newest = () => samples.at(-1);
+const newest = () => samples.at(-1);
 
 // The newest sample that is at least so old, or else the oldest.
 function before(seconds) {
@@ -106,6 +106,13 @@ const LINES = [["--mark", []], ["--good", [6, 3]], ["--bad", [2, 3]]];
 const MARKERS = ["solid", "dashed", "dotted"];
 const clock = (time) => (time ? new Date(time * 1000).toLocaleTimeString("en-GB") : "–");
 const minutes = (time) => clock(time).slice(0, -3);
+const TIMES = {
+  label: "time of day",
+  size: 30,
+  space: 80,
+  incrs: [60, 120, 300, 600],
+  values: (_, times) => times.map(minutes),
+};
 const written = (value) => (value === null || value === undefined ? "–" : value.toFixed(value < 10 ? 1 : 0));
 // What the legend shows while the cursor is elsewhere.
 const latest = (plot, series) => plot.data[series]?.at(-1);
@@ -124,7 +131,8 @@ function make(host, [id, title, unit, least, lines]) {
     host.style.color = `var(${name})`; // a canvas needs the colour itself, not what it depends on
     return getComputedStyle(host).color;
   };
-  const axis = { stroke: colour("--faint"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, labelSize: 18 };
+  const grid = { stroke: colour("--line"), width: 1 };
+  const axis = { stroke: colour("--faint"), grid, ticks: { show: false }, labelSize: 18 };
   const holder = document.createElement("div");
   holder.id = `plot-${id}`;
   host.append(holder);
@@ -142,10 +150,7 @@ function make(host, [id, title, unit, least, lines]) {
     height: HEIGHT,
     legend: { markers: { dash: (_, at) => MARKERS[at - 1] } },
     series: [{ label: "time", value: (plot, time, at) => clock(time ?? latest(plot, at)) }, ...series],
-    axes: [
-      { ...axis, label: "time of day", size: 30, space: 80, values: (_, times) => times.map(minutes), incrs: [60, 120, 300, 600] },
-      { ...axis, label: unit, size: 50 },
-    ],
+    axes: [{ ...axis, ...TIMES }, { ...axis, label: unit, size: 50 }],
     scales: { x: { range }, y: { range: (_, low, high) => [0, Math.max(least, (high ?? 0) * 1.1)] } },
   };
   host.style.color = "";
