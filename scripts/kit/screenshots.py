@@ -2,8 +2,9 @@
 
     python -m scripts.kit.screenshots DIRECTORY
 
-Starts a small fleet and takes VIEW-light.png and VIEW-dark.png of each view, with a real browser: Playwright
-(pip install playwright) and Debian's chromium. A minute.
+Starts a small fleet and takes VIEW-light.png and VIEW-dark.png of each view, then fleet-60.png and
+fleet-1000.png of as many targets, with a real browser: Playwright (pip install playwright) and Debian's
+chromium. Prints how long the page needs for these. Two minutes.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
+import json
 import shutil
+import statistics
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -28,12 +31,29 @@ VIEWS = ("fleet", "traffic", "decisions", "agreement", "prefixes", "clients")
 Scheme = Literal["light", "dark"]
 SCHEMES: tuple[Scheme, ...] = ("light", "dark")
 _WRONG = {"error", "warning"}
-_WIDTH, _HEIGHT = 1180, 560
+_WIDTH, _HEIGHT = 1180, 620
 # The page's figures are of the last minute, and differences of two looks, one a second.
 _LOOKS_MS = 4_000
 _ENGINES = 4
 _REQUESTS_A_SECOND = 6.0
 _SEEN_S = 40.0
+# Workers, ranks of each, hosts: of the large fleets.
+_LARGE = {60: (60, 1, 15), 1_000: (1_000, 1, 125)}
+_UPDATES = 20
+_DRAWN_WITHIN_S = 60.0
+
+# Notes of each snapshot that the page has drawn the milliseconds of its script, and those with the layout.
+# `painted`: the milliseconds from the opening of the page until the first one was on the screen.
+COUNTING = """
+    window.drawn = [];
+    document.addEventListener("drawn", ({ detail }) => {
+        const began = performance.now();
+        document.body.offsetHeight;
+        drawn.push([detail, detail + performance.now() - began]);
+        if (drawn.length === 1)
+            requestAnimationFrame(() => setTimeout(() => (window.painted = performance.now())));
+    });
+"""
 
 
 def has_browser() -> bool:
@@ -84,11 +104,110 @@ async def take(
         for view in VIEWS:
             await page.click(f"#tab-{view}")
             await page.wait_for_timeout(500)
-            if view == "decisions" and (newest := await page.query_selector("#list td button")):
+            if view == "traffic":
+                await page.select_option("#span", "300")  # the fleet is young
+            if view == "decisions" and (newest := await page.query_selector("#list tbody button")):
                 await newest.click()
                 await page.wait_for_selector("#candidates td")
             await page.screenshot(path=directory / f"{view}-{scheme}.png")
     return wrong
+
+
+class Snapshots:
+    """Events of a fleet in which the numbers change, sent as fast as the page takes them.
+
+    `plain`: a snapshot as the stream has it, with a target to copy.
+    """
+
+    def __init__(self, plain: dict[str, Any], workers: int, ranks: int = 8, hosts: int = 1) -> None:
+        self._plain = plain
+        self._workers, self._ranks, self._hosts = workers, ranks, hosts
+        self.sent = 0
+        self.bytes = 0
+
+    async def serve_at(self, page: Any, events: int) -> None:
+        async def serve(route: Any) -> None:
+            body = b"".join(self._events(events))
+            await route.fulfill(body=body, content_type="text/event-stream")
+
+        await page.add_init_script(COUNTING)
+        await page.route("**/fleet/stream", serve)
+
+    def _events(self, number: int) -> Iterator[bytes]:
+        columns, (first, *_) = self._plain["targets"]["columns"], self._plain["targets"]["rows"]
+        template = dict(zip(columns, first, strict=True))
+        for _ in range(number):
+            self.sent += 1
+            numbered = [(worker, rank) for worker in range(self._workers) for rank in range(self._ranks)]
+            rows = [list((template | self._target(*one)).values()) for one in numbered]
+            changed = later(self._plain, self.sent, requests=self.sent)
+            table = {"columns": columns, "rows": rows}
+            data = json.dumps(self._plain | changed | {"targets": table}).encode()
+            self.bytes = len(data)
+            yield b"data: " + data + b"\n\n"
+
+    def _target(self, worker: int, rank: int) -> dict[str, Any]:
+        """What differs from the target that is copied."""
+        load = (worker * 7 + rank * 3 + self.sent * (1 + worker % 3)) % 9
+        return {
+            "worker": f"w{worker}",
+            "rank": rank,
+            "url": f"http://10.0.0.{worker % self._hosts}:8000",
+            "requests": load,
+            "kv_usage": load / 10,
+            "prompt_tokens": 1_000 * self.sent,
+            "overlap_tokens": 100 * (worker % 10) * self.sent,
+            "ttft_sum_s": 0.01 * (1 + worker % 7) * self.sent,
+            "ttft_count": self.sent,
+            "eligible": worker % 50 != 17,
+            "problems": ["its engine reports no KV events"] if worker % 50 == 23 else [],
+        }
+
+
+def later(sample: dict[str, Any], seconds: float, **counters: int) -> dict[str, Any]:
+    """What of a snapshot differs some seconds later."""
+    traffic = sample["fleet_traffic"] | counters
+    return sample | {"time": sample["time"] + seconds, "fleet_traffic": traffic}
+
+
+async def _measure(admin_url: str, plain: dict[str, Any], directory: Path, targets: int) -> list[str]:
+    """Print what the page needs for so many targets, and take a picture of them."""
+    snapshots, said, wrong = Snapshots(plain, *_LARGE[targets]), [], []
+    for events in (1, _UPDATES):
+        async with open_page() as (page, found):
+            tools = await page.context.new_cdp_session(page)
+            await snapshots.serve_at(page, events)
+            await tools.send("Performance.enable", {"timeDomain": "threadTicks"})
+            await page.goto(f"{admin_url}/")
+            async with asyncio.timeout(_DRAWN_WITHIN_S):
+                while not await page.evaluate(f"drawn.length >= {events} && window.painted"):
+                    await page.wait_for_timeout(100)
+            said.append(await _spent(page, tools, events))
+            await page.screenshot(path=directory / f"fleet-{targets}.png")
+            wrong += found
+    print(f"{targets} targets, {snapshots.bytes / 1000:.0f} KB; the first: {said[0]}; an update: {said[1]}")
+    return wrong
+
+
+async def _spent(page: Any, tools: Any, events: int) -> str:
+    """What a snapshot took: by the clock, and of the processor, as other programs may run here, too."""
+    metrics = (await tools.send("Performance.getMetrics"))["metrics"]
+    busy_ms = {one["name"]: 1000 * one["value"] / events for one in metrics}
+    script_ms = statistics.median(script for script, _ in await page.evaluate("drawn"))
+    layout_ms = busy_ms["LayoutDuration"] + busy_ms["RecalcStyleDuration"]
+    shown = f"on the screen after {await page.evaluate('painted'):.0f} ms, " if events == 1 else ""
+    return (
+        f"{shown}script {script_ms:.0f} ms; of the processor {busy_ms['TaskDuration']:.0f} ms, "
+        f"{layout_ms:.0f} of them style and layout"
+    )
+
+
+async def _plain(running: Running) -> dict[str, Any]:
+    """The newest snapshot, as the stream sends it."""
+    fleet: dict[str, Any] = await running.client.get_json(f"{running.deployed.replicas[0].admin_url}/fleet")
+    columns = list(fleet["targets"][0])
+    rows = [list(row.values()) for row in fleet["targets"]]
+    return fleet | {"targets": {"columns": columns, "rows": rows}}
 
 
 async def _take_all(directory: Path) -> int:
@@ -97,6 +216,9 @@ async def _take_all(directory: Path) -> int:
             await asyncio.sleep(_SEEN_S)
             admin_url = running.deployed.replicas[0].admin_url
             wrong = [text for scheme in SCHEMES for text in await take(admin_url, directory, scheme=scheme)]
+            plain = await _plain(running)
+            for targets in _LARGE:
+                wrong += await _measure(admin_url, plain, directory, targets)
     for text in wrong:
         print(f"the browser said: {text}")
     return 1 if wrong else 0

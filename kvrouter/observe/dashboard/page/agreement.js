@@ -1,6 +1,6 @@
 // The agreement view: who hears whom, how far the copies are behind, and the digests that differed.
 
-import { fill, find, number } from "./table.js";
+import { fill, find, number, say } from "./table.js";
 
 const NOT_REPORTED = "not reported";
 const PEERS = [
@@ -10,7 +10,7 @@ const PEERS = [
   ["Requests in flight", (row) => row.bookings, number],
   ["Requests ended", (row) => row.requests, number],
   ["Failed", (row) => row.failed, number],
-  ["Caches it follows", (row) => row.caches, feeds, (row) => (row.caches && !isWell(row.caches) ? "bad" : "")],
+  ["Caches it follows", (row) => feeds(row.caches), String, { kind: ({ caches }) => (caches && !isWell(caches) ? "bad" : "") }],
   ["Routing revision", (row) => row.revision, number],
 ];
 
@@ -43,21 +43,27 @@ export function draw({ replicas, replicas_lost: lost, workers_lost: workers }) {
   const pairs = replicas.flatMap((listener) => replicas.map((speaker) => isBad(listener, speaker)));
   const bad = pairs.filter(Boolean).length;
   const caches = replicas.filter((row) => row.caches && !isWell(row.caches)).length;
-  find("agreed").textContent = bad || caches
-    ? `${bad} pairs of replicas, and the copies of caches in ${caches} replicas, are not in step or were not once.`
-    : `${number(replicas.length)} replicas: all hear each other, and no digest has differed.`;
+  say(
+    find("agreed"),
+    bad || caches
+      ? `${bad} pairs of replicas, and the copies of caches in ${caches} replicas, are not in step or were not once.`
+      : `${number(replicas.length)} replicas: all hear each other, and no digest has differed.`,
+  );
   find("agreed").className = bad || caches ? "bad" : "";
-  find("lost").textContent = lost || workers
-    ? `Lost since the start of this replica: replicas ${number(lost)}, workers ${number(workers)}. Their heartbeats ended ` +
-      "without a last one, as after a crash or behind a network that is cut; the tables do not have them."
-    : "";
+  say(
+    find("lost"),
+    lost || workers
+      ? `Lost since the start of this replica: replicas ${number(lost)}, workers ${number(workers)}. Their heartbeats ended ` +
+        "without a last one, as after a crash or behind a network that is cut; the tables do not have them."
+      : "",
+  );
   const columns = [
     ["Hears", (row) => row.router_id, String],
     ...replicas.map((speaker) => [
       speaker.router_id,
       (listener) => heard(listener, speaker),
       String,
-      (listener) => (isBad(listener, speaker) ? "bad" : ""),
+      { kind: (listener) => (isBad(listener, speaker) ? "bad" : "") },
     ]),
   ];
   fill(find("matrix"), columns, replicas);

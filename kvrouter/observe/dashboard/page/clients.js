@@ -1,6 +1,6 @@
 // The clients view: who asks this replica for how much, the last minute next to the ten before it.
 
-import { fill, find, number, share } from "./table.js";
+import { fill, find, number, say, share } from "./table.js";
 
 let spans = { now_s: 0, before_s: 0 };
 
@@ -28,9 +28,11 @@ export async function draw(ask) {
   const answer = await ask("clients");
   spans = answer;
   const before = spans.before_s ? `; in brackets the ${Math.round(spans.before_s)} seconds before` : "";
-  find("asking").textContent =
+  say(
+    find("asking"),
     `The requests that this replica has ended in the last ${Math.round(spans.now_s)} seconds${before}. First the clients ` +
-    "whose requests took most time, those in flight included; beyond 100, the others are one row. Behind a load balancer, " +
-    "--trusted-proxies makes their own addresses known.";
+      "whose requests took most time, those in flight included; beyond 100, the others are one row. Behind a load " +
+      "balancer, --trusted-proxies makes their own addresses known.",
+  );
   fill(find("asked-by"), COLUMNS, answer.clients);
 }

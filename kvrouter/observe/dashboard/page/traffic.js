@@ -4,13 +4,14 @@
 import { find, sum } from "./table.js";
 
 const HOUR_S = 3600;
+const QUARTER_S = 900;
 const MINUTE_S = 60;
 // Each point is the difference to the sample of so many seconds before; so far apart are points, but for the newest.
 const SPAN_S = 10;
 const samples = []; // snapshots, or the fields of them that are kept; of the last minute, and one before
 const points = [];
 
-export const newest = () => samples.at(-1);
+const newest = () => samples.at(-1);
 
 // The newest sample that is at least so old, or else the oldest.
 function before(seconds) {
@@ -67,6 +68,11 @@ export function remember(sample) {
   while (sample.time - points[0][0] > HOUR_S) points.shift();
 }
 
+// The values of a point, in this order.
+const VALUES = [
+  "time", "ttft", "ttft_90", "rate", "failed", "tokens", "chosen", "best", "pooled", "regret", "apart", "apart_90",
+];
+
 function point({ seconds, grown, times, cached }, time) {
   const inMs = (value) => (value === null ? null : value * 1000);
   const inPercent = (value) => (value === null ? null : value * 100);
@@ -85,53 +91,89 @@ function point({ seconds, grown, times, cached }, time) {
   ];
 }
 
+// Each plot: its title, its unit, the least that its axis shows, and its lines.
 const PLOTS = [
-  ["ttft", "Time to first token, ms", { median: 1, "90 %": 2 }],
-  ["rate", "Requests a second", { ended: 3, failed: 4 }],
-  ["apart", "Time between tokens, ms", { median: 10, "90 %": 11 }],
-  ["tokens", "Output tokens a second", { tokens: 5 }],
-  ["cached", "Prompt tokens cached, %", { chosen: 6, "best target": 7, "one pooled cache": 8 }],
-  ["regret", "Predicted delay against the earliest target, ms", { mean: 9 }],
+  ["ttft", "Time to first token", "ms", 1, { median: "ttft", "90 %": "ttft_90" }],
+  ["rate", "Requests", "per second", 1, { ended: "rate", failed: "failed" }],
+  ["apart", "Time between tokens", "ms", 1, { median: "apart", "90 %": "apart_90" }],
+  ["tokens", "Output tokens", "per second", 1, { tokens: "tokens" }],
+  ["cached", "Prompt tokens cached", "%", 100, { chosen: "chosen", "best target": "best", "one pooled cache": "pooled" }],
+  ["regret", "Predicted delay against the earliest target", "ms", 1, { mean: "regret" }],
 ];
-const HEIGHT = 150;
-const COLOURS = ["--mark", "--good", "--bad"];
+const HEIGHT = 190;
+// Lines differ in their dashes, too: not all people see the colours.
+const LINES = [["--mark", []], ["--good", [6, 3]], ["--bad", [2, 3]]];
+const MARKERS = ["solid", "dashed", "dotted"];
 const clock = (time) => (time ? new Date(time * 1000).toLocaleTimeString("en-GB") : "–");
+const minutes = (time) => clock(time).slice(0, -3);
+const TIMES = {
+  label: "time of day",
+  size: 30,
+  space: 80,
+  incrs: [60, 120, 300, 600],
+  values: (_, times) => times.map(minutes),
+};
 const written = (value) => (value === null || value === undefined ? "–" : value.toFixed(value < 10 ? 1 : 0));
 // What the legend shows while the cursor is elsewhere.
 const latest = (plot, series) => plot.data[series]?.at(-1);
 let drawn = [];
 
-function make(host, [id, title, lines]) {
+const span = () => Number(find("span").value);
+
+// The whole time that is chosen, also where there are no points yet.
+function range() {
+  const end = newest()?.time ?? Date.now() / 1000;
+  return [end - span(), end];
+}
+
+function make(host, [id, title, unit, least, lines]) {
   const colour = (name) => {
     host.style.color = `var(${name})`; // a canvas needs the colour itself, not what it depends on
     return getComputedStyle(host).color;
   };
-  const axis = { stroke: colour("--faint"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false } };
+  const grid = { stroke: colour("--line"), width: 1 };
+  const axis = { stroke: colour("--faint"), grid, ticks: { show: false }, labelSize: 18 };
   const holder = document.createElement("div");
   holder.id = `plot-${id}`;
   host.append(holder);
   const series = Object.keys(lines).map((label, at) => ({
     label,
-    stroke: colour(label === "failed" ? "--bad" : COLOURS[at]),
+    stroke: colour(label === "failed" ? "--bad" : LINES[at][0]),
+    dash: LINES[at][1],
     width: 1.5,
+    points: { show: false },
     value: (plot, value, at) => written(value ?? latest(plot, at)),
   }));
   const options = {
     title,
     width: host.clientWidth > 900 ? host.clientWidth / 2 - 16 : host.clientWidth,
     height: HEIGHT,
+    legend: { markers: { dash: (_, at) => MARKERS[at - 1] } },
     series: [{ label: "time", value: (plot, time, at) => clock(time ?? latest(plot, at)) }, ...series],
-    axes: [{ ...axis, space: 80, values: (_, times) => times.map(clock) }, { ...axis, size: 60 }],
-    scales: { y: { range: (_, low, high) => [0, Math.max(1, high ?? 1) * 1.1] } },
+    axes: [{ ...axis, ...TIMES }, { ...axis, label: unit, size: 50 }],
+    scales: { x: { range }, y: { range: (_, low, high) => [0, Math.max(least, (high ?? 0) * 1.1)] } },
   };
   host.style.color = "";
-  return { plot: new uPlot(options, [[]], holder), lines: Object.values(lines) };
+  const plot = new uPlot(options, [[]], holder);
+  for (const canvas of holder.querySelectorAll("canvas")) {
+    canvas.role = "img";
+    canvas.ariaLabel = `${title}, ${unit}: the newest values are below`;
+  }
+  return { plot, lines: Object.values(lines) };
+}
+
+function since(seconds) {
+  const first = (newest()?.time ?? 0) - seconds;
+  return points.filter(([time]) => time >= first);
 }
 
 // The points of the time that is chosen.
-export function shown() {
-  const since = (newest()?.time ?? 0) - Number(find("span").value);
-  return points.filter(([time]) => time >= since);
+export const shown = () => since(span());
+
+// The last quarter of an hour of one value.
+export function recent(name) {
+  const at = VALUES.indexOf(name);
+  return since(QUARTER_S).map((one) => one[at]);
 }
 
 // Draw into the view; once more from the start if its width or the colours have changed.
@@ -142,6 +184,6 @@ export function draw(host, again = false) {
     drawn = PLOTS.map((one) => make(host, one));
   }
   const chosen = shown();
-  const column = (at) => chosen.map((one) => one[at]);
-  drawn.forEach(({ plot, lines }) => plot.setData([column(0), ...lines.map(column)]));
+  const column = (name) => chosen.map((one) => one[VALUES.indexOf(name)]);
+  drawn.forEach(({ plot, lines }) => plot.setData([column("time"), ...lines.map(column)]));
 }
