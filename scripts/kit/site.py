@@ -62,9 +62,15 @@ def site_links(markdown: str, *, source: str, page: str) -> str:
         target = posixpath.normpath(posixpath.join(folder, path))
         if (inside := _site_path(target)) is None:
             return text
-        return f"{mark}[{text}]({posixpath.relpath(inside, own or '.')}{anchor or ''})"
+        shown = _title(target) if path.endswith(text) and text.endswith(".md") else text
+        return f"{mark}[{shown}]({posixpath.relpath(inside, own or '.')}{anchor or ''})"
 
     return _LINK.sub(replaced, markdown)
+
+
+def _title(target: str) -> str:
+    """Return the heading of a page: in the site its file has no name."""
+    return (ROOT / target).read_text().partition("\n")[0].removeprefix("# ")
 
 
 def _site_path(target: str) -> str | None:

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
         ("[a](docs/results.md#the-demo)", "[a](results.md#the-demo)"),
         ("![a](docs/plots/demo-ttft.svg)", "![a](plots/demo-ttft.svg)"),
         ("[`a`](CONTRIBUTING.md)", "[`a`](CONTRIBUTING.md)"),
+        ("[results.md](docs/results.md#the-demo)", "[What was measured](results.md#the-demo)"),
         ("[a](docs/changes/README.md)", "a"),
         ("[a](kvrouter/errors.py)", "a"),
         ("[a](https://example.com/b.md)", "[a](https://example.com/b.md)"),
