@@ -22,6 +22,7 @@ CODE = [
     for path in sorted((ROOT / room).rglob("*.py"))
     if path != INVENTED
 ]
+TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
 LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")
 CITATION = re.compile(r"\bdocs/[\w/-]+\.md(?:#[\w-]+)?")
 CITED_FILE = re.compile(r"(?<![\w/.])(?:kvrouter|scripts|docs|core)/[\w/]+\.[a-z]{1,3}\b")
@@ -70,14 +71,13 @@ def without_braces(path: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_cited_tests_exist(page: Path) -> None:
     """A test that a page names as evidence can be run."""
-    files = sorted((ROOT / "tests").rglob("test_*.py"))
     cited = CITED_TEST.findall(page.read_text())
 
     missing = [
         f"{path}::{name}"
         for citation, name in cited
         for path in without_braces(citation)
-        if not any(str(file).endswith(f"/{path}") and f"def {name}" in file.read_text() for file in files)
+        if not any(str(file).endswith(f"/{path}") and f"def {name}" in file.read_text() for file in TESTS)
     ]
 
     assert [] == missing

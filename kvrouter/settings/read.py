@@ -252,12 +252,25 @@ class _SettingsReader(Generic[S]):
             version_flags=[],
             result_action="return_value",
         )
-        app.default(collecting(self._declared.values()))
+        app.default(collecting(self._perhaps_given(words, tables)))
         try:
             given: dict[str, Any] = app(words, exit_on_error=False, print_error=False, verbose=False)
         except cyclopts.CycloptsError as error:
             raise ConfigError(self._message(error)) from None
         return {name: given.get(one.parameter, one.default) for name, one in self._declared.items()}
+
+    def _perhaps_given(self, words: Sequence[str], tables: Mapping[str, Any]) -> list[Declared]:
+        """The settings that cyclopts has to know: it takes 60 ms for all of a frontend's."""
+        flags = {re.split(r"[=.]", word)[0] for word in words}
+        keys = {key for table in tables.values() for key in table}
+        names = {*self._environ, *flags, *map(_spelled, flags | keys)}
+        return [
+            one
+            for one in self._declared.values()
+            if one.is_required
+            or one.setting.is_positional
+            or not names.isdisjoint({one.name, one.variable, one.setting.variable, *one.spellings})
+        ]
 
     def _variables(self, _app: object, _commands: object, arguments: Iterable[Any]) -> None:
         """Give each argument without a flag the value of its variable; note where values come from."""
@@ -440,6 +453,11 @@ def _texts(one: Declared, value: Any, where: str) -> list[str]:
         return [str(item).lower() if isinstance(item, bool) else str(item) for item in items]
     except ValueError:  # a hexadecimal number with thousands of digits
         raise ConfigError(f"{where}: the number has too many digits") from None
+
+
+def _spelled(name: str) -> str:
+    """A flag or key as settings are declared: cyclopts takes underscores and capitals, too."""
+    return name.replace("_", "-").lower()
 
 
 def _quoted(one: Declared, token: Any) -> str:
