@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import socket
 import subprocess
@@ -25,6 +26,9 @@ from tests.frontend.fleet import FleetOf, running_fleet
 from tests.long import IS_LONG
 
 _START_TIMEOUT_S = 10.0
+
+# A session holds millions of objects, and a full collection of them takes a second: it comes rarely.
+gc.set_threshold(10_000, 20, 50)
 
 # No test is timed: a shared machine may take any time for an example.
 hypothesis.settings.register_profile(

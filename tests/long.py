@@ -12,7 +12,7 @@ IS_LONG = bool(os.environ.get("KVROUTER_TEST_LONG"))
 
 
 def examples(count: int, short: int = 0, **more: Any) -> settings:
-    """`count` examples in the long form, others in each run; otherwise `short`, or a tenth, always the same."""
+    """`count` examples in the long form, others in each run; else `short`, or a tenth, always the same."""
     return settings(max_examples=count if IS_LONG else short or max(10, count // 10), **more)
 
 

@@ -25,7 +25,7 @@ COMMANDS = {
 def names_in(module: Path) -> Iterator[str]:
     """The kinds of engines that stand as texts in a module, each with its line."""
     source = module.read_text(encoding="utf-8")
-    if not any(f'{quote}{kind}{quote}' in source for kind in KINDS for quote in "\"'"):
+    if not any(f"{quote}{kind}{quote}" in source for kind in KINDS for quote in "\"'"):
         return
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant) and node.value in KINDS:

@@ -261,9 +261,10 @@ class _SettingsReader(Generic[S]):
 
     def _perhaps_given(self, words: Sequence[str], tables: Mapping[str, Any]) -> list[Declared]:
         """The settings that cyclopts has to know: it takes 60 ms for all of a frontend's."""
-        flags = {re.split(r"[=.]", word)[0] for word in words}
-        keys = {key for table in tables.values() for key in table}
-        names = {*self._environ, *flags, *map(_spelled, flags | keys)}
+        given = {re.split(r"[=.]", word)[0] for word in words}
+        given |= {key for table in tables.values() for key in table}
+        # cyclopts takes underscores and capitals, too
+        names = {*self._environ, *given, *(name.replace("_", "-").lower() for name in given)}
         return [
             one
             for one in self._declared.values()
@@ -453,11 +454,6 @@ def _texts(one: Declared, value: Any, where: str) -> list[str]:
         return [str(item).lower() if isinstance(item, bool) else str(item) for item in items]
     except ValueError:  # a hexadecimal number with thousands of digits
         raise ConfigError(f"{where}: the number has too many digits") from None
-
-
-def _spelled(name: str) -> str:
-    """A flag or key as settings are declared: cyclopts takes underscores and capitals, too."""
-    return name.replace("_", "-").lower()
 
 
 def _quoted(one: Declared, token: Any) -> str:

@@ -971,12 +971,11 @@ async def test_not_compared(fleet_of: FleetOf, tiny: Path, often: None, flags: t
 
 # fastokens, and the prefix-token cache
 
-REFERENCE = "--tokenizer-backend=huggingface"
-
 
 async def test_the_library_is_shown(fleet_of: FleetOf, tiny: Path) -> None:
     """/workers names the library that serves each model, and /metrics how its ids compared."""
-    async with fleet_of("--model-path", str(tiny), "--router-mode", "kv") as fleet:
+    flags = ("--model-path", str(tiny), "--router-mode", "kv", "--tokenizer-backend=auto")
+    async with fleet_of(*flags) as fleet:
         fast = fleet.frontend.tokens.encoders.default.fast
         assert fast is not None
         await asyncio.to_thread(fast.compared.result, 30)
@@ -991,7 +990,7 @@ async def test_the_library_is_shown(fleet_of: FleetOf, tiny: Path) -> None:
 
 async def test_too_much_waits_for_the_tokenizer(fleet_of: FleetOf, tiny: Path) -> None:
     """A prompt above what may wait gets 503 and the time to come again; those that wait are served."""
-    flags = ("--model-path", str(tiny), "--router-mode", "kv", "--tokenizer-workers=1", REFERENCE)
+    flags = ("--model-path", str(tiny), "--router-mode", "kv", "--tokenizer-workers=1")
     async with fleet_of(*flags, "--tokenizer-queue-mib=1") as fleet:
         encoder, release = fleet.frontend.tokens.encoders.default, threading.Event()
         jobs = encoder.jobs
@@ -1011,7 +1010,7 @@ async def test_too_much_waits_for_the_tokenizer(fleet_of: FleetOf, tiny: Path) -
 
 async def test_prefix_cache_is_shown(fleet_of: FleetOf, tiny: Path) -> None:
     """/workers and the metrics contain what the prefix cache holds and saves."""
-    async with fleet_of("--model-path", str(tiny), "--router-mode", "kv", REFERENCE) as fleet:
+    async with fleet_of("--model-path", str(tiny), "--router-mode", "kv") as fleet:
         await fleet.ask(COMPLETION)
         await fleet.ask(COMPLETION)
 
@@ -1026,7 +1025,7 @@ async def test_prefix_cache_is_shown(fleet_of: FleetOf, tiny: Path) -> None:
 
 async def test_several_models(fleet_of: FleetOf, tiny: Path) -> None:
     """A model with its own directory is tokenized and compared with that tokenizer."""
-    flags = ("--model-path", f"m={tiny}", "--router-mode", "kv", REFERENCE)
+    flags = ("--model-path", f"m={tiny}", "--router-mode", "kv")
     async with fleet_of(*flags, scripts=(engine(tiny),)) as fleet:
         await until(lambda: state(fleet) == "equal", "the probe is compared")
         await fleet.ask(COMPLETION)

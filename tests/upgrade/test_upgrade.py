@@ -159,6 +159,7 @@ async def test_upgrade_and_rollback(previous: Path, tmp_path: Path, first: str) 
     await client.close()
 
 
+@needs_long("ten seconds")
 async def test_an_older_agent_beside_a_group(previous: Path, tmp_path: Path) -> None:
     """An older agent, and one of this version in a group, each with a user of NATS: both are served.
 
