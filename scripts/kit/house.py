@@ -57,8 +57,8 @@ FILES = 25
 # 40 heads that differ in the path only, 10 frames that are spaced. 60 for depths of a prompt in columns, 50
 # for heartbeats without news, 40 for what is loaded late, 15 for odd events of streams that move, 32
 # for bodies of calls that are no JSON or name what is not there. 257 for what mockers make up: JSON that fits
-# a schema, arguments of tools, reasoning, embeddings. 12 that spare a start 55 ms: cyclopts knows only settings
-# that may have been given.
+# a schema, arguments of tools, reasoning, embeddings. 12 that spare a start 55 ms: cyclopts knows
+# only settings that may have been given.
 LINES = 78_740
 COMMENTS = 30
 # Of docs/, as `wc -w` counts them, without docs/changes. Each fact is said once, and somebody acts on it.
