@@ -487,8 +487,9 @@ async def test_engines_that_fail(fleet_of: FleetOf, script: Script, use_events: 
         assert first.header("x-kvrouter-worker") == second.header("x-kvrouter-worker")
         ready = await readiness(fleet)
         assert "degraded" == ready["status"]
-        assert "chats are routed by what was sent where" in ready["reasons"][0]
-        assert "/tokenize" in ready["reasons"][0]
+        # a slow machine has time for one more reason: no worker publishes events
+        (reason,) = [one for one in ready["reasons"] if "chats are routed by what was sent where" in one]
+        assert "/tokenize" in reason
 
 
 async def test_engine_that_returns(fleet_of: FleetOf, tiny: Path, soon: None) -> None:
