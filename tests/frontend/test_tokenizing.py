@@ -591,11 +591,12 @@ async def test_second_engine(
     monkeypatch.setattr(engines_way, "AVOIDED_S", 1e9)
     monkeypatch.setattr(engines_way, "REQUEST_TIMEOUT_S", 20.0)
     is_silent = script is SILENT
-    monkeypatch.setattr(engines_way, "LATE_SHARE", 0.001 if is_silent else 0.9)
+    monkeypatch.setattr(engines_way, "LATE_SHARE", 0.01 if is_silent else 0.9)
     flags = ("--tokenizer", "remote", "--router-mode", "kv", "--no-use-kv-events")
     async with fleet_of(*flags, scripts=(failing(script), engine(tiny))) as fleet:
         requests = 0
-        while not tokenizing(fleet.workers[0]) or requests < 4:  # which one is asked first is random
+        # Which one is asked first is random. A slow machine may give up a silent one before that has read.
+        while requests < 4 or (requests < 50 and not tokenizing(fleet.workers[0])):
             assert 200 == (await fleet.ask(ROUTES[path](f"{requests} {TEXT}"), path=path)).status
             requests += 1
 
