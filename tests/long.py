@@ -12,8 +12,8 @@ IS_LONG = bool(os.environ.get("KVROUTER_TEST_LONG"))
 
 
 def examples(count: int, short: int = 0, **more: Any) -> settings:
-    """`count` examples in the long form; otherwise `short`, or a fifth: each run draws others."""
-    return settings(max_examples=count if IS_LONG else short or max(10, count // 5), **more)
+    """`count` examples in the long form, others in each run; else `short`, or a tenth, always the same."""
+    return settings(max_examples=count if IS_LONG else short or max(10, count // 10), **more)
 
 
 def needs_long(why: str) -> pytest.MarkDecorator:

@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 PAGES = [
     ROOT / "README.md",
@@ -22,6 +20,7 @@ CODE = [
     for path in sorted((ROOT / room).rglob("*.py"))
     if path != INVENTED
 ]
+TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
 LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")
 CITATION = re.compile(r"\bdocs/[\w/-]+\.md(?:#[\w-]+)?")
 CITED_FILE = re.compile(r"(?<![\w/.])(?:kvrouter|scripts|docs|core)/[\w/]+\.[a-z]{1,3}\b")
@@ -43,10 +42,10 @@ def broken(links: list[str], page: Path, base: Path) -> Iterator[str]:
             yield link
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_somewhere() -> None:
     """A page that moves takes its links along."""
-    assert [] == list(broken(LINK.findall(page.read_text()), page, page.parent))
+    found = {page: list(broken(LINK.findall(page.read_text()), page, page.parent)) for page in PAGES}
+    assert {} == {page: links for page, links in found.items() if links}
 
 
 def test_code_cites_pages_that_exist() -> None:
@@ -67,29 +66,26 @@ def without_braces(path: str) -> list[str]:
     return [path.replace(braces[0], part) for part in braces[1].split(",")] if braces else [path]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_cited_tests_exist(page: Path) -> None:
+def test_cited_tests_exist() -> None:
     """A test that a page names as evidence can be run."""
-    files = sorted((ROOT / "tests").rglob("test_*.py"))
-    cited = CITED_TEST.findall(page.read_text())
-
     missing = [
-        f"{path}::{name}"
-        for citation, name in cited
+        f"{page}: {path}::{name}"
+        for page in PAGES
+        for citation, name in CITED_TEST.findall(page.read_text())
         for path in without_braces(citation)
-        if not any(str(file).endswith(f"/{path}") and f"def {name}" in file.read_text() for file in files)
+        if not any(str(file).endswith(f"/{path}") and f"def {name}" in file.read_text() for file in TESTS)
     ]
 
     assert [] == missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_cited_files_exist(page: Path) -> None:
+def test_cited_files_exist() -> None:
     """A page names files from the root of the repository, files of the core also from kvrouter/."""
-    cited = CITED_FILE.findall(page.read_text())
-
     assert [] == [
-        file for file in cited if not any((base / file).exists() for base in (ROOT, ROOT / "kvrouter"))
+        f"{page}: {file}"
+        for page in PAGES
+        for file in CITED_FILE.findall(page.read_text())
+        if not any((base / file).exists() for base in (ROOT, ROOT / "kvrouter"))
     ]
 
 

@@ -24,7 +24,10 @@ COMMANDS = {
 
 def names_in(module: Path) -> Iterator[str]:
     """The kinds of engines that stand as texts in a module, each with its line."""
-    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+    source = module.read_text(encoding="utf-8")
+    if not any(f"{quote}{kind}{quote}" in source for kind in KINDS for quote in "\"'"):
+        return
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant) and node.value in KINDS:
             yield f"{module.relative_to(PACKAGE.parent)}:{node.lineno}: {node.value!r}"
 

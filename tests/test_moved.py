@@ -32,12 +32,11 @@ def test_names_that_scripts_used() -> None:
     assert importlib.import_module("kvrouter.mocker.answers").Answer
 
 
-@pytest.mark.parametrize("name", ["simulate", "verify"])
-async def test_commands(name: str) -> None:
+async def test_command() -> None:
     """`python -m kvrouter.X` runs the command."""
-    command = ("-P", "-m", f"kvrouter.{name}", "--help")
+    command = ("-P", "-m", "kvrouter.simulate", "--help")
     process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=PIPE)
     out, _ = await process.communicate()
 
     assert process.returncode == 0
-    assert f"kvrouter {name}" in out.decode()
+    assert "kvrouter simulate" in out.decode()

@@ -18,9 +18,11 @@ from kvrouter.bus import Bus, NatsOptions, Subjects, endings
 from kvrouter.core.wire.heartbeats import decode_router_beat, decode_worker_beat
 from kvrouter.core.wire.ids import WorkerId
 from kvrouter.core.wire.senders import RouterSource, WorkerSource
+from tests.long import needs_long
 
 PROGRAM = Path(__file__).with_name("ending_program.py")
 PATIENCE_S = 40.0
+ON_UVLOOP = needs_long("another program")
 
 
 @dataclass
@@ -78,7 +80,7 @@ async def running(
 
 @pytest.mark.parametrize(
     "end",
-    ["run to its end", "left open", "closed", "closed, on uvloop"],
+    ["run to its end", "left open", "closed", pytest.param("closed, on uvloop", marks=ON_UVLOOP)],
     ids=lambda end: end.replace(" ", "-"),
 )
 async def test_program_that_ends(nats_url: str, end: str) -> None:
@@ -95,7 +97,7 @@ async def test_program_that_ends(nats_url: str, end: str) -> None:
     ("end", "code"),
     [
         ("signalled", -signal.SIGTERM),
-        ("signalled, on uvloop", -signal.SIGTERM),
+        pytest.param("signalled, on uvloop", -signal.SIGTERM, marks=ON_UVLOOP),
         ("signalled, with a handler", 3),
     ],
     ids=["asyncio", "uvloop", "own-handler"],

@@ -100,6 +100,8 @@ def frontend_flags(
     """The command line of a frontend."""
     flags = ["--host", "127.0.0.1", "--port", "0", "--nats", nats_url, "--namespace", namespace]
     model = ["--model-path", str(model_path)] if model_path else []
+    # fastokens is compared at each start, for 0.3 s of CPU time: test_no_flags and test_fast_ids have it
+    model += ["--tokenizer-backend", "huggingface"]
     return [*flags, "--router-replica-sync", "--drain-grace-s", "0", "--drain-timeout-s", "5", *model, *more]
 
 

@@ -24,6 +24,7 @@ from tests.e2e.engine_process import HEARTBEAT_S, EngineProcess, running_agents
 from tests.e2e.fleet import PATIENCE_S, frontend_flags, running_agent, until
 from tests.e2e.test_worker_drain import CONFIG, agent_process
 from tests.frontend.workers import until_found
+from tests.long import needs_long
 
 ASSUMING = ["--no-use-kv-events"]
 TEXTS = {"x-kvrouter-mode": "prefix-affinity"}
@@ -107,6 +108,7 @@ async def test_snapshot_before_the_card(nats_url: str, tiny: Path) -> None:
         assert (worker_id, 12) == await ask(http, joiner.url, PROMPTS[0])
 
 
+@needs_long("ten seconds")
 async def test_two_replicas_killed_in_turn(nats_url: str, tiny: Path, free_port: Callable[[], int]) -> None:
     """Two replicas are killed and started in turn: what the first has sent is known to the last."""
     namespace = uuid.uuid4().hex

@@ -74,7 +74,9 @@ def written(usage: dict[str, Any]) -> int:
 @pytest.mark.parametrize("api", ["chat", "completions", "messages", "responses"])
 async def test_a_growing_conversation(nats_url: str, tiny: Path, api: str) -> None:
     """12 turns through two replicas: all on one worker, each predicted exactly."""
-    async with running_fleet(nats_url, uuid.uuid4().hex, mockers=2, engine_model=tiny) as fleet:
+    default = ("--tokenizer-backend=auto",)
+    fleet_of_two = running_fleet(nats_url, uuid.uuid4().hex, mockers=2, engine_model=tiny, flags=default)
+    async with fleet_of_two as fleet:
         conversation = Conversation(api)
         workers, predicted, cached = set(), [], []
         for number in range(TURNS):

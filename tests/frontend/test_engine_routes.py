@@ -50,12 +50,11 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize(("engine", "method", "path"), ROUTES, ids=" ".join)
-def test_every_route_has_its_place(engine: str, method: str, path: str) -> None:
+def test_every_route_has_its_place() -> None:
     """A route of an engine's wheel is relayed, or closed with a reason: a new one must be thought about."""
-    is_relayed = (method, path) in {(method, path) for method, path, _ in relayed()}
+    passed_on = {(method, path) for method, path, _ in relayed()}
 
-    assert is_relayed != (path in CLOSED), (engine, method, path)
+    assert [] == [route for route in ROUTES if (route[1:] in passed_on) == (route[2] in CLOSED)]
 
 
 def test_no_route_is_invented() -> None:

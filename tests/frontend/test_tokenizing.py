@@ -487,8 +487,9 @@ async def test_engines_that_fail(fleet_of: FleetOf, script: Script, use_events: 
         assert first.header("x-kvrouter-worker") == second.header("x-kvrouter-worker")
         ready = await readiness(fleet)
         assert "degraded" == ready["status"]
-        assert "chats are routed by what was sent where" in ready["reasons"][0]
-        assert "/tokenize" in ready["reasons"][0]
+        # a slow machine has time for one more reason: no worker publishes events
+        (reason,) = [one for one in ready["reasons"] if "chats are routed by what was sent where" in one]
+        assert "/tokenize" in reason
 
 
 async def test_engine_that_returns(fleet_of: FleetOf, tiny: Path, soon: None) -> None:
@@ -590,11 +591,12 @@ async def test_second_engine(
     monkeypatch.setattr(engines_way, "AVOIDED_S", 1e9)
     monkeypatch.setattr(engines_way, "REQUEST_TIMEOUT_S", 20.0)
     is_silent = script is SILENT
-    monkeypatch.setattr(engines_way, "LATE_SHARE", 0.001 if is_silent else 0.9)
+    monkeypatch.setattr(engines_way, "LATE_SHARE", 0.01 if is_silent else 0.9)
     flags = ("--tokenizer", "remote", "--router-mode", "kv", "--no-use-kv-events")
     async with fleet_of(*flags, scripts=(failing(script), engine(tiny))) as fleet:
         requests = 0
-        while not tokenizing(fleet.workers[0]) or requests < 4:  # which one is asked first is random
+        # Which one is asked first is random. A slow machine may give up a silent one before that has read.
+        while requests < 4 or (requests < 50 and not tokenizing(fleet.workers[0])):
             assert 200 == (await fleet.ask(ROUTES[path](f"{requests} {TEXT}"), path=path)).status
             requests += 1
 
@@ -971,12 +973,11 @@ async def test_not_compared(fleet_of: FleetOf, tiny: Path, often: None, flags: t
 
 # fastokens, and the prefix-token cache
 
-REFERENCE = "--tokenizer-backend=huggingface"
-
 
 async def test_the_library_is_shown(fleet_of: FleetOf, tiny: Path) -> None:
     """/workers names the library that serves each model, and /metrics how its ids compared."""
-    async with fleet_of("--model-path", str(tiny), "--router-mode", "kv") as fleet:
+    flags = ("--model-path", str(tiny), "--router-mode", "kv", "--tokenizer-backend=auto")
+    async with fleet_of(*flags) as fleet:
         fast = fleet.frontend.tokens.encoders.default.fast
         assert fast is not None
         await asyncio.to_thread(fast.compared.result, 30)
@@ -991,7 +992,7 @@ async def test_the_library_is_shown(fleet_of: FleetOf, tiny: Path) -> None:
 
 async def test_too_much_waits_for_the_tokenizer(fleet_of: FleetOf, tiny: Path) -> None:
     """A prompt above what may wait gets 503 and the time to come again; those that wait are served."""
-    flags = ("--model-path", str(tiny), "--router-mode", "kv", "--tokenizer-workers=1", REFERENCE)
+    flags = ("--model-path", str(tiny), "--router-mode", "kv", "--tokenizer-workers=1")
     async with fleet_of(*flags, "--tokenizer-queue-mib=1") as fleet:
         encoder, release = fleet.frontend.tokens.encoders.default, threading.Event()
         jobs = encoder.jobs
@@ -1011,7 +1012,7 @@ async def test_too_much_waits_for_the_tokenizer(fleet_of: FleetOf, tiny: Path) -
 
 async def test_prefix_cache_is_shown(fleet_of: FleetOf, tiny: Path) -> None:
     """/workers and the metrics contain what the prefix cache holds and saves."""
-    async with fleet_of("--model-path", str(tiny), "--router-mode", "kv", REFERENCE) as fleet:
+    async with fleet_of("--model-path", str(tiny), "--router-mode", "kv") as fleet:
         await fleet.ask(COMPLETION)
         await fleet.ask(COMPLETION)
 
@@ -1026,7 +1027,7 @@ async def test_prefix_cache_is_shown(fleet_of: FleetOf, tiny: Path) -> None:
 
 async def test_several_models(fleet_of: FleetOf, tiny: Path) -> None:
     """A model with its own directory is tokenized and compared with that tokenizer."""
-    flags = ("--model-path", f"m={tiny}", "--router-mode", "kv", REFERENCE)
+    flags = ("--model-path", f"m={tiny}", "--router-mode", "kv")
     async with fleet_of(*flags, scripts=(engine(tiny),)) as fleet:
         await until(lambda: state(fleet) == "equal", "the probe is compared")
         await fleet.ask(COMPLETION)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from kvrouter.errors import BadRequestError, RequestTooLargeError, UnsupportedCodingError
 from kvrouter.relay.codings import codings_of, unpack
 from tests.frontend.fleet import BODY, FleetOf
+from tests.long import examples
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -97,6 +98,7 @@ def test_not_packed_as_said(coding: str, spoil: Callable[[bytes], bytes]) -> Non
 
 
 @pytest.mark.parametrize("coding", ["gzip", "zstd"])
+@examples(100)
 @given(parts=st.lists(st.binary(max_size=500), min_size=1, max_size=8), random=st.randoms())
 def test_parts(coding: str, parts: list[bytes], random: Random) -> None:
     """A body of several members or frames is all of them, also where one is larger than a slice."""

@@ -191,7 +191,8 @@ async def test_next_request_after_a_cut_stream(fleet_of: FleetOf, begins: str, c
     said = [chunk(last) if "no chunks" not in begins else last] if last else []
     dying = ends(*BEGUN[begins], *said)
     flags = ("--idle-timeout-s", "0.3") if ends is says_and_stalls else ()
-    async with fleet_of(*flags, scripts=(in_turn(dying, OK),)) as fleet, fleet.connected() as client:
+    own = ("--deadly-prompt-ttl-s", "0")  # the same prompt need not wait until its loss is explained
+    async with fleet_of(*flags, *own, scripts=(in_turn(dying, OK),)) as fleet, fleet.connected() as client:
         response = await client.ask(STREAM)
         stays = response.is_whole and response.header("connection") == "keep-alive"
         assert stays == (begins != "no chunks") or cut == "part of an event"

@@ -103,10 +103,12 @@ async def test_same_bytes(fleet_of: FleetOf, batch: int, passes: list[int]) -> N
     """The two versions pass on the same bytes of any stream, and end it alike."""
     native = versions.in_use()
     plays = [play_of(SEEDS * batch + number) for number in range(SEEDS)]
-    async with fleet_of("--retries", "0", scripts=(in_turn(*(play.script for play in plays)),)) as fleet:
+    # a prompt that has lost its worker would wait for a second before it is sent again
+    flags = ("--retries", "0", "--deadly-prompt-ttl-s", "0")
+    async with fleet_of(*flags, scripts=(in_turn(*(play.script for play in plays)),)) as fleet:
         found = [await ask(fleet) for _ in plays]
     versions.choose(versions.PYTHON)
-    async with fleet_of("--retries", "0", scripts=(in_turn(*(play.script for play in plays)),)) as fleet:
+    async with fleet_of(*flags, scripts=(in_turn(*(play.script for play in plays)),)) as fleet:
         expected = [await ask(fleet) for _ in plays]
 
     for play, one, other in zip(plays, found, expected, strict=True):

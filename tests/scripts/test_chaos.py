@@ -17,7 +17,6 @@ from scripts.kit.chaos import faults
 from scripts.kit.chaos.faults import ROWS
 from scripts.kit.chaos.judge import Excuse, Leftovers, RowResult, judge, table
 from scripts.kit.chaos.script import NO_HAPROXY, main
-from scripts.kit.chaos.stage import Stage
 from scripts.kit.chaos.truth import EngineWatch, phantom_blocks
 from scripts.kit.http_client import HttpError
 from scripts.kit.load import LoadRequest, Outcome
@@ -189,9 +188,6 @@ def test_phantoms() -> None:
     assert 1 == phantom_blocks(row(*CHAIN), set(CHAIN), engine)
 
 
-# --- HAProxy, and the command line ---
-
-
 # --- the moment at which a worker is killed, and what is left afterwards ---
 
 
@@ -235,19 +231,6 @@ async def test_requests_wait_at_the_worker() -> None:
     assert 2 == len(waiting)
     prompts = {json.dumps(json.loads(request.body)["prompt"]) for request in replicas.sent}
     assert (3, 1) == (len(replicas.sent), len(prompts))
-
-
-async def test_leftovers_are_given_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Events may be in flight when the load has ended; only blocks that stay are leftovers."""
-    found = iter([Leftovers(index_blocks=3), Leftovers()])
-
-    async def looked(_self: Stage) -> Leftovers:
-        return next(found)
-
-    monkeypatch.setattr(Stage, "_leftovers", looked)
-
-    nothing: Any = None
-    assert Leftovers() == await Stage(nothing, nothing, nothing, nothing, nothing, {}).leftovers()
 
 
 def test_row_names() -> None:

@@ -47,7 +47,7 @@ def test_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("# why\ndef long() -> None:\n" + "    pass\n" * 60, "a function of 61 lines"),
         ("# why\nclass Long:\n" + "    x = 1\n" * 300, "Long has 301 lines"),
         ("x = 1\n" * 100, "0.0 comments"),
-        ("# why\nx = 1\n" * house.LINES, f"{2 * house.LINES} lines"),
+        ("\n" * (house.LINES + 1), f"{house.LINES + 1} lines"),
     ],
 )
 def test_limits(source: str, trouble: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

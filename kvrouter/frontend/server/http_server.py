@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import socket
 import ssl
@@ -134,9 +135,9 @@ class Site:
         listed = {(method, path) for method, path in routes.listed() if path and method != "HEAD"}
         listed.add(("GET", OPENAPI_PATH))
         root = self.root_path
-        whole = json_answer(document(listed, is_keyed=gate is not open_gate, root_path=root))
+        whole = _document(frozenset(listed), is_keyed=gate is not open_gate, root_path=root)
         for_operators = {(method, path) for method, path, _ in self._for_operators}
-        part = json_answer(document(listed - for_operators, root_path=root))
+        part = _document(frozenset(listed - for_operators), is_keyed=False, root_path=root)
 
         async def view(_request: Request) -> Answer:
             return whole if has_operators_routes(gate) else part
@@ -146,6 +147,12 @@ class Site:
     async def _root(self, _request: Request) -> Answer:
         """The root path without its last slash: the page's links are relative to the path with it."""
         return Answer(307, b"", {"location": f"{self.root_path.rpartition('/')[2]}/"})
+
+
+@functools.cache
+def _document(routes: frozenset[tuple[str, str]], *, is_keyed: bool, root_path: str) -> Answer:
+    """Kept: it is slow to make, and most ports have the same."""
+    return json_answer(document(routes, is_keyed=is_keyed, root_path=root_path))
 
 
 def _without_metrics(path: str) -> str:

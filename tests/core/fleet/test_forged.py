@@ -23,7 +23,7 @@ from tests.fuzz.forged import Forger, Real
 from tests.fuzz.mutate import Mutator
 from tests.long import IS_LONG
 
-MESSAGES = 10_000  # by each seed
+MESSAGES = 10_000 if IS_LONG else 3000  # by each seed
 SLICES_A_SECOND = 100
 # A forged heartbeat states the longest interval: its lease is 50 rounds of one second.
 LONGEST_LEASE = 10 * ROUNDS
