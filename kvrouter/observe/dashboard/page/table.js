@@ -10,7 +10,10 @@ const isKnown = (value) => value !== null && value !== undefined && !Number.isNa
 const NUMBERS = new Intl.NumberFormat("en"); // toLocaleString makes one for each number
 export const number = (value) => (isKnown(value) ? NUMBERS.format(value) : "–");
 export const share = (value) => (isKnown(value) ? `${Math.round(value * 100)} %` : "–");
-export const seconds = (value) => (isKnown(value) ? `${Math.round(value * 1000)} ms` : "–");
+export function seconds(value) {
+  if (!isKnown(value)) return "–";
+  return value < 1 ? `${Math.round(value * 1000)} ms` : `${value.toFixed(1)} s`;
+}
 // Seconds as people say them: 90 s, 12 min, 5 h, 3 d.
 export function age(value) {
   if (!isKnown(value)) return "–";
