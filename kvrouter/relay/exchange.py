@@ -645,6 +645,7 @@ class Attempt:
         reader, body = self._reader, self._body
         if self._events and self._events[-1] is _OUTPUT:  # what is held passes as it is
             held, self._held, self._events = bytes(self._held), bytearray(), []
+            self._content = ChunkContent()  # these are whole chunks; the former one had only seen a part
             self._pass_on(held)
             return
         if head.is_event_stream and head.status < 300:

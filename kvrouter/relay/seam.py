@@ -10,6 +10,7 @@ they are copied only if another worker goes on.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -31,8 +32,8 @@ RECORDS_BYTES = 256 * 1024 * 1024
 # What an object takes beside its bytes.
 _OBJECT_BYTES = 48
 _ENDS = (b"\n\n", b"\n\r\n", b"\r\r")
-# Of a chunk that ends an event. The line with its size is the only other one that ends so.
-_CHUNK_END = b"\n\n\r\n"
+# Chunks that end events. No CR: else a chunk could end amid a word, unseen.
+_EVENTS = re.compile(rb"(?:[0-9a-fA-F]{1,16}\r\n[^\r]*\n\n\r\n)+")
 _MOST_END = 2  # bytes of an end that may have come before
 
 
@@ -93,9 +94,8 @@ class Seam(Begun, kw_only=True):
 
     def passes(self, chunks: bytes) -> bool:
         """Whether these whole chunks pass as they are: each ends an event, and none may be a failure."""
-        if not (self.is_chunked and self.is_plain and chunks.endswith(_CHUNK_END)):
-            return False
-        return 2 * chunks.count(_CHUNK_END) == chunks.count(b"\r\n") and not names_failure(chunks)
+        is_whole = self.is_chunked and self.is_plain and _EVENTS.fullmatch(chunks) is not None
+        return is_whole and not names_failure(chunks)
 
     def keep(self, chunks: bytes) -> None:
         """Whole events have been passed on, each in chunks."""

@@ -30,7 +30,7 @@ CLASS_LINES = 300
 # next frame goes, and count what it took; Bus reports all messages of a read at once. BlockIndex answers by
 # slot, too; Replica knows heartbeats without news.
 LARGER = {
-    "Attempt": 628, "Replica": 501, "FeedReader": 467, "BlockIndex": 436, "Pool": 399, "Agent": 379,
+    "Attempt": 629, "Replica": 501, "FeedReader": 467, "BlockIndex": 436, "Pool": 399, "Agent": 379,
     "BookingTable": 366, "Completions": 353, "Bus": 341, "EngineBlocks": 330, "Examination": 316,
     "ReferenceEngine": 351,  # with both halves of a request, and blocks of a peer
     "Router": 250, "OwnBookings": 250, "SyncFeed": 250,  # one router in three
@@ -57,9 +57,9 @@ FILES = 25
 # 40 heads that differ in the path only, 10 frames that are spaced. 60 for depths of a prompt in columns, 50
 # for heartbeats without news, 40 for what is loaded late, 15 for odd events of streams that move, 32
 # for bodies of calls that are no JSON or name what is not there. 257 for what mockers make up: JSON that fits
-# a schema, arguments of tools, reasoning, embeddings. 28 for reads of several chunks and an adapter's check.
+# a schema, arguments of tools, reasoning, embeddings. 29 for reads of several chunks and an adapter's check.
 # 21 that spare a start 55 ms: cyclopts knows only settings that may have been given.
-LINES = 78_777
+LINES = 78_778
 COMMENTS = 30
 # Of docs/, as `wc -w` counts them, without docs/changes. Each fact is said once, and somebody acts on it.
 # 60,000, and what came after that: troubleshooting, new rows of the comparison.

@@ -281,3 +281,46 @@ def test_failure_in_any_chunks(seed: int, word: bytes) -> None:
         assert good.startswith(got)
         assert data.startswith(got + stream.received)
         loop.close()
+
+
+ENDINGS = {
+    "an event a chunk": lambda one: [one],
+    "its last line end as a chunk": lambda one: [one[:-1], one[-1:]],
+    "its empty line as a chunk": lambda one: [one[:-2], one[-2:]],
+    "CRLF, the last one as a chunk": lambda one: [one[:-2] + b"\r\n", b"\r\n"],
+    "CRLF, both as a chunk": lambda one: [one[:-2], b"\r\n\r\n"],
+    "CR": lambda one: [one[:-2] + b"\r\r"],
+    "a byte a chunk": lambda one: [one[at : at + 1] for at in range(len(one))],
+}
+
+
+@pytest.mark.parametrize("way", ENDINGS)
+def test_events_at_once(way: str) -> None:
+    """Of a stream that may move, C passes on an event when it has ended, however it ends."""
+    native = pytest.importorskip("kvrouter.relay.native.streams")
+    (engine, worker), (client, reader) = socket.socketpair(), socket.socketpair()
+    with engine, worker, client, reader:
+        reader.setblocking(False)
+        loop = native.StreamLoop(pytest.fail)
+        loop.add(worker.fileno(), client.fileno(), pytest.fail, 1 << 24)
+        for number in range(9):
+            data = b"".join(map(chunk, ENDINGS[way](event(f"{number}"))))
+            engine.sendall(data)
+            loop.run()
+            assert data == reader.recv(len(data) + 1)
+        loop.close()
+
+
+def test_end_amid_a_chunk() -> None:
+    """C gives a stream back whose chunks end amid the next event: whole events must not wait for it."""
+    native = pytest.importorskip("kvrouter.relay.native.streams")
+    back = list[bool]()
+    (engine, worker), (client, reader) = socket.socketpair(), socket.socketpair()
+    with engine, worker, client, reader:
+        loop = native.StreamLoop(pytest.fail)
+        stream = loop.add(worker.fileno(), client.fileno(), lambda: back.append(True), 1 << 24)
+        data = chunk(event("a") + event("b")[:20])
+        engine.sendall(data)
+        loop.run()
+        assert (back, stream.received) == ([True], data)
+        loop.close()

@@ -187,11 +187,24 @@ cdef bint _is_ping(const char *content, Py_ssize_t size) noexcept nogil:
     )
 
 
-cdef bint _ends_event(const char *data, Py_ssize_t size) noexcept nogil:
-    """Whether the content of a chunk, with its line end, ends an event."""
-    return (size > 4 and memcmp(data + size - 4, b"\n\n\r\n", 4) == 0) or (
-        size > 5 and memcmp(data + size - 5, b"\n\r\n\r\n", 5) == 0
+cdef bint _ends_event(const char *last, Py_ssize_t size) noexcept nogil:
+    """Whether an event ends with these bytes of its content (_ENDS in seam.py)."""
+    return (
+        (size > 1 and memcmp(last + size - 2, b"\n\n", 2) == 0)
+        or (size > 2 and memcmp(last + size - 3, b"\n\r\n", 3) == 0)
+        or (size > 1 and memcmp(last + size - 2, b"\r\r", 2) == 0)
     )
+
+
+cdef bint _has_end(const char *data, Py_ssize_t size) noexcept nogil:
+    """Whether an event ends within these bytes."""
+    cdef Py_ssize_t at
+    for at in range(1, size):
+        if data[at] == data[at - 1] and (data[at] == 10 or data[at] == 13):
+            return True
+        if data[at] == 10 and data[at - 1] == 13 and at > 1 and data[at - 2] == 10:
+            return True
+    return False
 
 
 cdef Py_ssize_t _last_word(char *near, Py_ssize_t kept, const char *data, Py_ssize_t size) noexcept nogil:
@@ -242,10 +255,13 @@ cdef Py_ssize_t _past_chunks(
                 memcpy(near + kept, data + at, min(got, WORD))
                 if _names_failure(near, kept + min(got, WORD)):
                     return -1
-            if at + chunk + 2 <= size and _ends_event(data + at, chunk + 2):
+                if _has_end(near, kept + (WORD if got > WORD else got - 1)):
+                    return -1
+            kept = _last_word(near, kept, data + at, got)
+            if at + chunk + 2 <= size and _ends_event(near, kept):
                 whole[0], kept = at + chunk + 2, 0
-            else:
-                kept = _last_word(near, kept, data + at, got)
+            elif _has_end(data + at, got - 1):  # an event has ended amid the chunk, and must not wait
+                return -1
         at += chunk + 2
     return at - size
 
@@ -298,10 +314,12 @@ cdef bint _pass(Stream stream, double now):
         return False
     if stream.most:  # a part of an event must not reach the client: its worker may not send the rest
         stream.held = _buffer[whole:size]
+        if whole < size and _data_lines(_buffer + whole, size - whole):
+            stream.active_at = now
         size, left = whole, 0
         if size == 0:
             return True
-    lines = _data_lines(_buffer, size)
+    lines = _data_lines(_buffer, size) + (size > 4 and memcmp(_buffer, b"data:", 5) == 0)
     if lines or stream.left:  # else a comment, which is no output
         stream.events += lines
         stream.active_at = now
