@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from scripts.kit.bench.instructions import START_S
 from scripts.kit.bench.meter import conclude, machine
+from scripts.kit.bench.wire.routers import Workers
 from scripts.kit.bench.wire.stage import Stage, open_stage
 from scripts.kit.bench.wire.targets import OURS, OURS_KV
 from scripts.kit.bench.wire.works import MODEL
@@ -147,8 +148,9 @@ async def run(flags: argparse.Namespace) -> int:
         raise FleetError("valgrind is not on PATH: install it")
     before, rows, figures = MachineTime.now(), list[tuple[str, ...]](), list[dict[str, Any]]()
     async with open_stage() as stage:
+        workers = await stage.workers(PACE_MS)
         for mode in (OURS_KV, OURS):
-            async for case, way, step in _longest(stage, mode, flags):
+            async for case, way, step in _longest(stage, workers, mode, flags):
                 rows.append((mode, case, way, f"{step.instructions:,}", step.name))
                 print(*rows[-1], flush=True)
                 figures.append({"mode": mode, "case": case, "way": way, "instructions": step.instructions})
@@ -159,9 +161,8 @@ async def run(flags: argparse.Namespace) -> int:
     return int(any(one["instructions"] > MOST for one in figures))
 
 
-async def _longest(stage: Stage, mode: str, flags: argparse.Namespace) -> Any:
+async def _longest(stage: Stage, workers: Workers, mode: str, flags: argparse.Namespace) -> Any:
     """Of each case and way: its name, the way, the step."""
-    workers = await stage.workers(PACE_MS)
     steps = Steps(stage.directory / f"steps-{mode.replace(' ', '-')}")
     more = ["--router-replica-sync"]
     counted = await stage.ours(mode, workers, more=more, under=steps.command, timeout_s=3 * START_S)
