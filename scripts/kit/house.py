@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL_LINES = 60
 FUNCTION_LINES = 60
 CLASS_LINES = 300
-# Classes that were longer when the limit came (issue "The request, the router, the cost"). They may shrink.
+# Classes that were longer when the limit came (issue "The request, the router, the cost"): each limit is its
+# size.
 # Pool has the roles of its targets since prefill and decode are apart; Agent learns restarted engines again;
 # Attempt hands committed streams to C and takes them back; Completions asks for blocks of a peer; Replica,
 # BookingTable and Completions have four lines more each for tenants. Attempt and Completions know of streams
@@ -30,8 +31,8 @@ CLASS_LINES = 300
 # next frame goes, and count what it took; Bus reports all messages of a read at once. BlockIndex answers by
 # slot, too; Replica knows heartbeats without news.
 LARGER = {
-    "Attempt": 629, "Replica": 501, "FeedReader": 467, "BlockIndex": 436, "Pool": 399, "Agent": 379,
-    "BookingTable": 366, "Completions": 353, "Bus": 341, "EngineBlocks": 330, "Examination": 316,
+    "Attempt": 629, "Replica": 501, "FeedReader": 467, "BlockIndex": 436, "Pool": 394, "Agent": 379,
+    "BookingTable": 366, "Completions": 347, "Bus": 341, "EngineBlocks": 313,
     "ReferenceEngine": 351,  # with both halves of a request, and blocks of a peer
     "Router": 250, "OwnBookings": 250, "SyncFeed": 250,  # one router in three
 }  # fmt: skip
@@ -58,8 +59,10 @@ FILES = 25
 # for heartbeats without news, 40 for what is loaded late, 15 for odd events of streams that move, 32
 # for bodies of calls that are no JSON or name what is not there. 257 for what mockers make up: JSON that fits
 # a schema, arguments of tools, reasoning, embeddings. 29 for reads of several chunks and an adapter's check.
-# 21 that spare a start 55 ms: cyclopts knows only settings that may have been given.
-LINES = 78_778
+# 22 that spare a start 55 ms: cyclopts knows only settings that may have been given.
+LINES = 78_779
+# Of *.pyx and *.pxi, which LINES does not count.
+CYTHON_LINES = 2693
 COMMENTS = 30
 # Of docs/, as `wc -w` counts them, without docs/changes. Each fact is said once, and somebody acts on it.
 # 60,000, and what came after that: troubleshooting, new rows of the comparison.
@@ -107,16 +110,17 @@ def shortcuts(source: str) -> Counter[str]:
     return found
 
 
-def above(sources: dict[Path, str]) -> Iterator[str]:
-    """What is above its limit."""
+def above(sources: dict[Path, str], cython: int) -> Iterator[str]:
+    """What is above its limit; a class that has shrunk below its own is, too. `cython`: lines of that."""
     for path, source in sources.items():
         functions, classes = sizes(source)
         longest = max(functions, default=0)
         if longest > FUNCTION_LINES:
             yield f"{path}: a function of {longest} lines, more than {FUNCTION_LINES}"
         for name, length in classes:
-            if length > LARGER.get(name, CLASS_LINES):
-                yield f"{path}: {name} has {length} lines, more than {LARGER.get(name, CLASS_LINES)}"
+            most = LARGER.get(name, CLASS_LINES)
+            if length > most or (most > CLASS_LINES and length < most):
+                yield f"{path}: {name} has {length} lines, and the limit is {most}"
     named = Counter(name for source in sources.values() for name in {name for name, _ in sizes(source)[1]})
     for name in sorted(name for name, modules in named.items() if modules > 1 and name not in TWICE):
         yield f"class {name}: in {named[name]} modules"
@@ -126,6 +130,8 @@ def above(sources: dict[Path, str]) -> Iterator[str]:
     lines = sum(source.count("\n") for source in sources.values())
     if lines > LINES:
         yield f"{lines} lines, more than {LINES}"
+    if cython > CYTHON_LINES:
+        yield f"{cython} lines of Cython, more than {CYTHON_LINES}"
     share = 1000 * sum(map(comments, sources.values())) / lines
     if share < COMMENTS:
         yield f"{share:.1f} comments per 1,000 lines, fewer than {COMMENTS}"
@@ -171,7 +177,10 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"lines with a comment per 1,000   {1000 * written / lines:.1f}")
     words = doc_words(root)
     print(f"words of docs/                   {words}")
-    found = list(above(sources))
+    native = [path for kind in ("*.pyx", "*.pxi") for path in (root / "kvrouter").rglob(kind)]
+    cython = sum(path.read_text().count("\n") for path in native)
+    print(f"lines of Cython                  {cython}")
+    found = list(above(sources, cython))
     tests = [shortcuts(path.read_text()) for path in (root / "tests").rglob("*.py")]
     for what, most in SHORTCUTS.items():
         count = sum(one[what] for one in tests)

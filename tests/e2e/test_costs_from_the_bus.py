@@ -24,6 +24,7 @@ from tests.frontend.workers import until_found
 BLOCK = 16
 # The first token of a prompt comes soon, the next one never: what was sent stays as it is.
 STILL = Timing(decode_seq_s=1e6)
+SLOPE = 7.8e-7  # docs/concepts/decide.md
 STORED, REMOVED, CLEARED = 1, 2, 3
 ADD_REQUEST, MARK_PREFILL_COMPLETED, FREE, PROGRESS = 16, 17, 18, 19
 
@@ -71,16 +72,26 @@ class Subscriber:
         """How many bookings there are."""
         return len(self.bookings)
 
+    def charged(self, worker: str) -> int:
+        """Tokens of prefill that are computed there or wait."""
+        return sum(booking[7] for key, booking in self._of(worker) if key in self.computing)
+
+    def context(self, worker: str) -> int:
+        """Tokens of the prompts that have been computed there."""
+        return sum(booking[5] for key, booking in self._of(worker) if key not in self.computing)
+
+    def _of(self, worker: str) -> list[tuple[tuple[str, int], list[Any]]]:
+        return [(key, booking) for key, booking in self.bookings.items() if booking[2] == worker]
+
     def terms(self, worker: str, prompt: Sequence[int]) -> tuple[float, int]:
         """`prefill_blocks` and `decode_blocks` of a prompt there, by docs/concepts/design.md#cost."""
-        own = [(key, booking) for key, booking in self.bookings.items() if booking[2] == worker]
-        charged = sum(booking[7] for key, booking in own if key in self.computing)
+        own = self._of(worker)
         active = {hash_ for _, booking in own for hash_ in hashes_in(booking[4])}
         nameless = sum(booking[8] if len(booking) > 8 else 0 for _, booking in own)
         hashes = sequence_hashes(block_hashes(prompt, BLOCK))
         in_flight = held_of(hashes, active)
         reused = min(max(held_of(hashes, self.blocks[worker]), in_flight), (len(prompt) - 1) // BLOCK)
-        prefill_tokens = charged + len(prompt) - reused * BLOCK
+        prefill_tokens = self.charged(worker) + len(prompt) - reused * BLOCK
         return prefill_tokens / BLOCK, len(active) + nameless + len(prompt) // BLOCK - in_flight
 
 
@@ -136,13 +147,23 @@ async def shown(fleet: Fleet, frontend: int, prompt: Sequence[int], weight: str)
     return {row["worker_id"]: row["terms"] for row in answer["candidates"]}
 
 
+async def prefill_speed(fleet: Fleet, frontend: int) -> dict[str, Any]:
+    """What one frontend has learnt of it: nobody can know that from the bus alone."""
+    (pool,) = (await fleet.workers(frontend))["pools"]
+    found: dict[str, Any] = pool["prefill"]
+    return found
+
+
 def prompt_of(group: int, length: int, own: int) -> list[int]:
     """A prompt that shares four blocks with its group."""
     return [*range(group * 1000, group * 1000 + 64), *range(50_000 + 100 * own, 50_000 + 100 * own + length)]
 
 
 async def test_every_weight(heard: tuple[Fleet, Subscriber]) -> None:
-    """Both replicas show the terms and the cost that KV events and bookings alone give."""
+    """Both replicas show the terms and the cost that KV events and bookings alone give.
+
+    Seconds also need the speed of prefill. How long a prefill has run, and arrivals, are not compared.
+    """
     fleet, subscriber = heard
     for number in range(24):  # from here on prefill has a speed, which `auto` compares
         await _stream(fleet, fleet.frontends[number % 2].url, prompt_of(3, 90, number), 1)
@@ -166,9 +187,13 @@ async def test_every_weight(heard: tuple[Fleet, Subscriber]) -> None:
             for worker, terms in rows.items():
                 prefill_blocks, decode_blocks = subscriber.terms(worker, prompt)
                 assert (prefill_blocks, decode_blocks) == (terms["prefill_blocks"], terms["decode_blocks"])
-                used = terms["equivalent_weight"] if weight == "auto" else float(weight)
-                assert used * prefill_blocks + decode_blocks == pytest.approx(terms["cost"])
-                if weight == "auto":
-                    seconds = terms["seconds"]
-                    parts = seconds["waiting"] + seconds["own_prefill"] + seconds["congestion"]
-                    assert parts == pytest.approx(seconds["total"])
+                if weight != "auto":
+                    assert float(weight) * prefill_blocks + decode_blocks == pytest.approx(terms["cost"])
+                    continue
+                seconds, speed = terms["seconds"], await prefill_speed(fleet, frontend)
+                token_s = (1 + SLOPE * subscriber.context(worker)) / speed["tokens_per_s"]
+                own_s = speed["fixed_s"] + (BLOCK * prefill_blocks - subscriber.charged(worker)) * token_s
+                assert own_s == pytest.approx(seconds["own_prefill"], rel=1e-3, abs=6e-5)  # as it is rounded
+                assert bool(subscriber.charged(worker)) == (seconds["waiting"] > 0)
+                parts = seconds["waiting"] + seconds["own_prefill"] * (1 + terms["gamma"])
+                assert parts == pytest.approx(seconds["total"])

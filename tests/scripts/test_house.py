@@ -35,6 +35,7 @@ def test_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "arrows between folders of core/": "1",
         "lines with a comment per 1,000": "200.0",
         "words of docs/": "0",
+        "lines of Cython": "0",
         "private reads of tests": "0",
         "patches of tests": "0",
         "sleeps of tests": "0",

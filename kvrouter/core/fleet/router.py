@@ -25,7 +25,7 @@ from kvrouter.core.routing.candidates import Candidates
 from kvrouter.core.routing.decisions import Decided, DecisionRing
 from kvrouter.core.routing.filters import Filter
 from kvrouter.core.routing.pairs import Pair, Sharing, choose_pair
-from kvrouter.core.routing.policy import Candidate, RouteRequest
+from kvrouter.core.routing.policy import AUTO, Candidate, RouteRequest
 from kvrouter.core.routing.pulls import with_pulls
 from kvrouter.core.routing.selection import Decision, Modes, Selection
 from kvrouter.core.tables.bookings import PULL, Booking
@@ -223,7 +223,7 @@ class Router:
                 Decided(request, moment, selection, order, candidates, eligible, refused, sharing)
             )
         choice = best[0]
-        if policy.compares_seconds:
+        if policy.compares_seconds or request.overlap_weight == AUTO:
             self.tables.shares.count(*candidates.held_of(request))
         prefill = None if pair is None else computed or _book_prefill(self, request, pair, policy, now)
         pull = eligible.pull_of(choice.target) if pair is None and pool.split.peers else None

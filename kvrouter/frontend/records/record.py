@@ -4,8 +4,9 @@
                                                          ^ │
                                         another worker ──┘ └── decided ──> sent ──> first byte ──> ended
 
-It is written where the request is served, and read once when it is over (readers.py). To note a time is one
-reading of the clock, so nothing asks first whether a log or a trace wants it.
+It is written where the request is served. An attempt is read when it has ended, and the request when it is
+over (readers.py). To note a time is one reading of the clock, so nothing asks first whether a log or a trace
+wants it.
 """
 
 from __future__ import annotations
