@@ -298,6 +298,12 @@ TOGETHER: dict[str, Callable[[list[bytes]], Iterable[bytes]]] = {
     "parts of events": lambda events: [*events[:6], events[6][:30], events[6][30:], events[7], events[8][:9]],
     "an error": lambda events: [*events[:7], ERROR, events[7]],
     "parts of an error": lambda events: [*events[:7], ERROR[:10], ERROR[10:]],
+    "parts of an error behind empty lines": lambda events: [
+        *events[:6],
+        b"\r\n".join(events[6:9]),
+        ERROR[:10],
+        ERROR[10:],
+    ],
     "parts of the first event": lambda events: [events[0][:40], events[0][40:], *events[1:9]],
 }
 

@@ -7,8 +7,10 @@ import contextlib
 import random
 import re
 import socket
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -220,16 +222,23 @@ def test_record(most: int) -> None:
         loop.close()
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_reads_cut_anywhere(seed: int) -> None:
-    """Of a stream that may move, C passes on whole events, and keeps the beginning of the next one."""
+@contextlib.contextmanager
+def in_c(returned: Callable[[], None]) -> Iterator[tuple[socket.socket, socket.socket, Any, Any]]:
+    """A stream that may move, which C passes on: its engine, what its client reads, the loop, the stream."""
     native = pytest.importorskip("kvrouter.relay.native.streams")
-    rng, back = random.Random(seed), list[bool]()
     (engine, worker), (client, reader) = socket.socketpair(), socket.socketpair()
     with engine, worker, client, reader:
         reader.setblocking(False)
         loop = native.StreamLoop(pytest.fail)
-        stream = loop.add(worker.fileno(), client.fileno(), lambda: back.append(True), 1 << 24)
+        yield engine, reader, loop, loop.add(worker.fileno(), client.fileno(), returned, 1 << 24)
+        loop.close()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_reads_cut_anywhere(seed: int) -> None:
+    """Of a stream that may move, C passes on whole events, and keeps the beginning of the next one."""
+    rng, back = random.Random(seed), list[bool]()
+    with in_c(lambda: back.append(True)) as (engine, reader, loop, stream):
         texts = [event("x" * rng.choice((1, 9, 90, 900, 9000))) for _ in range(60)]
         data = b"".join([chunk(text[: len(text) // 2]) + chunk(text[len(text) // 2 :]) for text in texts])
         ends = [0, *[found.end() for found in re.finditer(rb"\n\n\r\n", data)]]
@@ -250,20 +259,14 @@ def test_reads_cut_anywhere(seed: int) -> None:
         loop.run()
         assert back == [True]
         assert data[:20] == stream.received
-        loop.close()
 
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("word", [FAILED, event("", "abort")], ids=["error", "abort"])
 def test_failure_in_any_chunks(seed: int, word: bytes) -> None:
     """Nothing of an event with a failure is passed on, however its chunks and reads are cut."""
-    native = pytest.importorskip("kvrouter.relay.native.streams")
     rng, back = random.Random(seed), list[bool]()
-    (engine, worker), (client, reader) = socket.socketpair(), socket.socketpair()
-    with engine, worker, client, reader:
-        reader.setblocking(False)
-        loop = native.StreamLoop(pytest.fail)
-        stream = loop.add(worker.fileno(), client.fileno(), lambda: back.append(True), 1 << 24)
+    with in_c(lambda: back.append(True)) as (engine, reader, loop, stream):
         good, most = (
             b"".join([chunk(event("x" * rng.randrange(9))) for _ in range(3)]),
             rng.choice((1, 3, 9, 90)),
@@ -280,7 +283,6 @@ def test_failure_in_any_chunks(seed: int, word: bytes) -> None:
         assert back == [True]
         assert good.startswith(got)
         assert data.startswith(got + stream.received)
-        loop.close()
 
 
 ENDINGS = {
@@ -297,30 +299,19 @@ ENDINGS = {
 @pytest.mark.parametrize("way", ENDINGS)
 def test_events_at_once(way: str) -> None:
     """Of a stream that may move, C passes on an event when it has ended, however it ends."""
-    native = pytest.importorskip("kvrouter.relay.native.streams")
-    (engine, worker), (client, reader) = socket.socketpair(), socket.socketpair()
-    with engine, worker, client, reader:
-        reader.setblocking(False)
-        loop = native.StreamLoop(pytest.fail)
-        loop.add(worker.fileno(), client.fileno(), pytest.fail, 1 << 24)
+    with in_c(pytest.fail) as (engine, reader, loop, _):
         for number in range(9):
             data = b"".join(map(chunk, ENDINGS[way](event(f"{number}"))))
             engine.sendall(data)
             loop.run()
             assert data == reader.recv(len(data) + 1)
-        loop.close()
 
 
 def test_end_amid_a_chunk() -> None:
     """C gives a stream back whose chunks end amid the next event: whole events must not wait for it."""
-    native = pytest.importorskip("kvrouter.relay.native.streams")
     back = list[bool]()
-    (engine, worker), (client, reader) = socket.socketpair(), socket.socketpair()
-    with engine, worker, client, reader:
-        loop = native.StreamLoop(pytest.fail)
-        stream = loop.add(worker.fileno(), client.fileno(), lambda: back.append(True), 1 << 24)
+    with in_c(lambda: back.append(True)) as (engine, _, loop, stream):
         data = chunk(event("a") + event("b")[:20])
         engine.sendall(data)
         loop.run()
         assert (back, stream.received) == ([True], data)
-        loop.close()
