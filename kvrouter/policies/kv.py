@@ -14,16 +14,15 @@ from msgspec.structs import replace
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment
 from kvrouter.core.routing.candidates import Candidates
 from kvrouter.core.routing.cost import (
-    FALLBACK_WEIGHT,
-    SECONDS,
     InBlocks,
     InSeconds,
     lowest,
     poured,
     sample,
     spread,
+    terms_in_seconds,
 )
-from kvrouter.core.routing.policy import AUTO, Candidate, OverlapWeight, RouteRequest
+from kvrouter.core.routing.policy import Candidate, OverlapWeight, RouteRequest
 
 # With fewer unseen bookings, one in twenty decisions, the lowest cost is taken: spreading would cost overlap.
 NEGLIGIBLE = 0.05
@@ -81,14 +80,9 @@ class Kv(BuiltInPolicy):
 
     def costs(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> InBlocks | InSeconds:
         """What each candidate costs, in blocks or in seconds. `pick` compares this, and `terms` shows it."""
-        weight = self._weight(request, moment)
-        costs: InBlocks | InSeconds
-        if weight == AUTO:
-            costs = candidates.costs_in_seconds(moment.now, moment.speed, moment.arrivals_per_s)
-        else:
-            costs = candidates.costs_in_blocks(weight)
-            if self.overlap_decay or self.request_weight:
-                costs = self._with_decay(request, candidates, costs)
+        costs = BuiltInPolicy.costs(self, request, candidates, moment)
+        if isinstance(costs, InBlocks) and (self.overlap_decay or self.request_weight):
+            costs = self._with_decay(request, candidates, costs)
         return costs
 
     def _with_decay(self, request: RouteRequest, candidates: Candidates, costs: InBlocks) -> InBlocks:
@@ -136,12 +130,10 @@ class Kv(BuiltInPolicy):
             return [{"requests": requests} for requests in candidates.requests()]
         costs = self.costs(request, candidates, moment)
         if isinstance(costs, InSeconds):
-            rows, unseen = _terms_in_seconds(candidates, costs), "unseen_s"
+            rows, unseen = terms_in_seconds(candidates, costs), "unseen_s"
         else:
             rows, unseen = self._terms_in_blocks(request, candidates, costs), "unseen_cost"
-        for name, blocks in costs.added.items():
-            for row, count in zip(rows, blocks, strict=True):
-                row[f"{name}_blocks"] = count
+        costs.show_added(rows)
         if self._is_spread(request, moment):
             depths = poured(costs.each, moment.unseen * _own_cost(candidates, costs))
             for row, depth in zip(rows, depths, strict=True):
@@ -168,37 +160,6 @@ class Kv(BuiltInPolicy):
         """Whether replicas take different targets."""
         temperature = self.temperature if request.temperature is None else request.temperature
         return temperature <= 0 and moment.unseen >= NEGLIGIBLE
-
-    def _weight(self, request: RouteRequest, moment: Moment) -> OverlapWeight:
-        weight = self.overlap_weight if request.overlap_weight is None else request.overlap_weight
-        return FALLBACK_WEIGHT if weight == AUTO and moment.doubt else weight
-
-
-def _terms_in_seconds(candidates: Candidates, costs: InSeconds) -> list[dict[str, float]]:
-    """The seconds that are compared and their parts, then the published formula that gives the same order."""
-    rows = []
-    for i, one in enumerate(candidates):
-        cost, wait_s, own_s = costs.each[i] / costs.block, costs.wait_s[i], costs.own_s[i]
-        weight = (cost - one.decode_blocks) / (one.prefill_blocks or 1)
-        parts = {"waiting": wait_s, "own_prefill": own_s, "congestion": own_s * costs.gamma}
-        parts |= {name: costs.block * blocks[i] for name, blocks in costs.added.items()}
-        rows.append(
-            {f"seconds.{name}": value for name, value in parts.items()}
-            | {
-                SECONDS: costs.each[i],
-                "prefill_blocks": one.prefill_blocks,
-                "decode_blocks": one.decode_blocks,
-                "cost": cost,
-                "equivalent_weight": weight,
-                "requests": one.requests,
-                "gamma": costs.gamma,
-                # the names of earlier versions
-                "overlap_weight": weight,
-                "wait_s": wait_s,
-                "own_s": own_s,
-            }
-        )
-    return rows
 
 
 def _own_cost(candidates: Candidates, costs: InBlocks | InSeconds) -> float:

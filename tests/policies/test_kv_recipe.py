@@ -13,6 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment
+from kvrouter.core.routing.pairs import Pair, choose_pair
 from kvrouter.core.routing.policy import AUTO, OverlapWeight
 from kvrouter.core.routing.selection import Selection
 from kvrouter.core.tables.arrivals import PrefixShares
@@ -82,3 +83,53 @@ def test_it_counts_for_copies(changed: ModuleType) -> None:
 
     assert {1, 2, 3} == copied(kv.Kv(overlap_weight=AUTO))
     assert {2} == copied(changed.Kv(overlap_weight=AUTO))
+
+
+@pytest.mark.parametrize(("weight", "when"), [(1.0, KNOWN), (AUTO, KNOWN), (AUTO, COLD)])
+def test_it_counts_for_pairs(changed: ModuleType, weight: OverlapWeight, when: Moment) -> None:
+    """The near one of two prefill workers, and of two decode workers; the decision shows the term."""
+    prefills = columns([candidate("p1", labels=FAR), candidate("p2", active=1, labels=NEAR)])
+    decodes = columns([candidate("d1", labels=FAR), candidate("d2", active=1, labels=NEAR)])
+    whole = columns([])
+
+    def chosen(policy: BuiltInPolicy) -> Pair:
+        selection = Selection(policy)
+        sharing = choose_pair(REQUEST, selection, [(prefills, decodes)], whole, when, least_tokens=None)
+        assert sharing.pair is not None
+        return sharing.pair
+
+    pair = chosen(changed.Kv(overlap_weight=weight))
+    decision = pair.explain(REQUEST, whole, when, {})
+
+    assert "d1" == chosen(kv.Kv(overlap_weight=weight)).answers.target.worker_id
+    assert ("p2", "d2") == (pair.computes.target.worker_id, pair.answers.target.worker_id)
+    assert decision.prefill is not None
+    for half in (decision, decision.prefill):
+        assert [20.0, 0.0] == [one.terms["zone_blocks"] for one in half.verdicts if one.terms]
+    for row in (one.terms for one in decision.prefill.verdicts):
+        if weight == AUTO and when is KNOWN:
+            parts = [value for name, value in row.items() if name.startswith("seconds.")]
+            assert sum(parts[:-1]) == pytest.approx(parts[-1])
+            formula = row["equivalent_weight"] * row["prefill_blocks"] + row["decode_blocks"]
+        else:
+            formula = row["overlap_weight"] * row["prefill_blocks"] + row["zone_blocks"]
+        assert row["cost"] == pytest.approx(formula)
+
+
+@pytest.mark.parametrize(
+    ("far", "waiting", "is_shared"),
+    [("", 0, False), ("whole", 0, True), ("", 200, True), ("prefill", 200, False), ("decode", 200, False)],
+)
+def test_it_counts_between_a_pair_and_one(
+    changed: ModuleType, far: str, waiting: int, *, is_shared: bool
+) -> None:
+    """The term is worth 32 ms. A whole worker answers 4 ms sooner, or 16 ms later if prompts wait there."""
+    prefills, decodes, whole = [
+        columns([candidate(name, charged=charged, labels=FAR if name == far else NEAR)])
+        for name, charged in (("prefill", 0), ("decode", 0), ("whole", waiting))
+    ]
+    policy = Selection(changed.Kv(overlap_weight=AUTO))
+
+    sharing = choose_pair(REQUEST, policy, [(prefills, decodes)], whole, KNOWN, least_tokens=None)
+
+    assert is_shared == (sharing.pair is not None)

@@ -437,9 +437,14 @@ def _shared(  # noqa: PLR0917
         )
         for island in pool.split.islands
     ]
-    settings, computed_at = pool.settings, None if computed is None else computed.target
     sharing = choose_pair(
-        request, selection, islands, whole, moment, settings.pd_min_uncached_tokens, computed_at
+        request,
+        selection,
+        islands,
+        whole,
+        moment,
+        least_tokens=pool.settings.pd_min_uncached_tokens,
+        computed_at=None if computed is None else computed.target,
     )
     if not sharing.terms and pool.settings.refuses_whole:
         whole = whole.kept([card.role == BOTH for card in whole.cards()])

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import add
 from statistics import median_low
 from typing import Self
@@ -24,6 +24,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvrouter.core.native import versions
+from kvrouter.core.routing.policy import Candidate
 from kvrouter.core.tables.prefill_speeds import CONTEXT_SLOPE, Speed
 
 # Costs that differ by less, relative to the larger, are equal: sums in another order round differently, and a
@@ -60,6 +61,18 @@ class Costs(Struct, frozen=True, gc=False):
         each = [cost + self.block * count for cost, count in zip(self.each, blocks, strict=True)]
         return replace(self, each=each, added={**self.added, name: blocks})
 
+    def added_blocks(self) -> list[float]:
+        """The terms that were added, summed up, for each target."""
+        if not self.added:
+            return [0.0] * len(self.each)
+        return [sum(blocks) for blocks in zip(*self.added.values(), strict=True)]
+
+    def show_added(self, rows: Sequence[dict[str, float]]) -> None:
+        """Write the terms that were added into the rows of a decision, one for each target."""
+        for name, blocks in self.added.items():
+            for row, count in zip(rows, blocks, strict=True):
+                row[f"{name}_blocks"] = count
+
 
 class InBlocks(Costs, frozen=True, gc=False):
     """The published formula."""
@@ -82,8 +95,8 @@ class InSeconds(Costs, frozen=True, gc=False):
         """`wait_s` with the terms that were added."""
         if not self.added:
             return self.wait_s
-        added = [self.block * sum(blocks) for blocks in zip(*self.added.values(), strict=True)]
-        return array("d", map(add, self.wait_s, added))
+        added_s = [self.block * blocks for blocks in self.added_blocks()]
+        return array("d", map(add, self.wait_s, added_s))
 
 
 def in_blocks(  # noqa: PLR0917  # on the hot path: keywords cost
@@ -160,6 +173,33 @@ def in_seconds(  # noqa: PLR0917  # on the hot path: keywords cost
     gamma = min(MOST_GAMMA, arrivals_per_s / len(waits) * median_low(waits))
     each = [wait + seconds * (1 + gamma) for wait, seconds in zip(waits, owns, strict=True)]
     return InSeconds(each, block_s, _NOTHING, waits, owns, gamma, min(map(add, waits, owns)))
+
+
+def terms_in_seconds(candidates: Iterable[Candidate], costs: InSeconds) -> list[dict[str, float]]:
+    """The seconds that are compared and their parts, then the published formula that gives the same order."""
+    rows = []
+    for i, one in enumerate(candidates):
+        cost, wait_s, own_s = costs.each[i] / costs.block, costs.wait_s[i], costs.own_s[i]
+        weight = (cost - one.decode_blocks) / (one.prefill_blocks or 1)
+        parts = {"waiting": wait_s, "own_prefill": own_s, "congestion": own_s * costs.gamma}
+        parts |= {name: costs.block * blocks[i] for name, blocks in costs.added.items()}
+        rows.append(
+            {f"seconds.{name}": value for name, value in parts.items()}
+            | {
+                SECONDS: costs.each[i],
+                "prefill_blocks": one.prefill_blocks,
+                "decode_blocks": one.decode_blocks,
+                "cost": cost,
+                "equivalent_weight": weight,
+                "requests": one.requests,
+                "gamma": costs.gamma,
+                # the names of earlier versions
+                "overlap_weight": weight,
+                "wait_s": wait_s,
+                "own_s": own_s,
+            }
+        )
+    return rows
 
 
 def next_copies(

@@ -21,8 +21,8 @@ from msgspec.structs import replace
 
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment
 from kvrouter.core.routing.candidates import Candidates
-from kvrouter.core.routing.cost import FALLBACK_WEIGHT, SECONDS, lowest
-from kvrouter.core.routing.policy import AUTO, Candidate, OverlapWeight, RouteRequest
+from kvrouter.core.routing.cost import InBlocks, InSeconds, lowest, terms_in_seconds
+from kvrouter.core.routing.policy import Candidate, RouteRequest
 from kvrouter.core.routing.selection import Decision, Selection
 from kvrouter.core.wire.ids import Target
 
@@ -34,35 +34,41 @@ FEW_TOKENS = 512
 
 @dataclass(slots=True)
 class PrefillHalf(BuiltInPolicy):
-    """Chooses the worker that computes the prompt. `weight` None: seconds are compared."""
+    """Chooses the worker that computes the prompt: it decodes nothing of it."""
 
-    weight: float | None
+    policy: BuiltInPolicy
 
     decisive = ("cost",)
 
-    def costs(self, candidates: Candidates, moment: Moment) -> Sequence[float]:
-        """Seconds, or blocks."""
-        if self.weight is None:
-            return candidates.costs_in_seconds(moment.now, moment.speed, moment.arrivals_per_s).each
-        return [self.weight * one.prefill_blocks for one in candidates]
+    def costs(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> InBlocks | InSeconds:
+        """Those of the policy; with a number as the weight `w * prefill_blocks`, and what was added."""
+        costs = self.policy.costs(request, candidates, moment)
+        if isinstance(costs, InSeconds):
+            return costs
+        rows = zip(candidates, costs.added_blocks(), strict=True)
+        return replace(costs, each=[costs.overlap_weight * one.prefill_blocks + added for one, added in rows])
 
-    def pick(self, _request: RouteRequest, candidates: Candidates, moment: Moment) -> int:
-        return lowest(self.costs(candidates, moment), moment.random())
+    def pick(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> int:
+        return lowest(self.costs(request, candidates, moment).each, moment.random())
 
     def terms(
         self,
-        _request: RouteRequest,
+        request: RouteRequest,
         candidates: Candidates,
         moment: Moment,
         _chosen: Candidate | None = None,
     ) -> list[dict[str, float]]:
-        costs = self.costs(candidates, moment)
-        name = SECONDS if self.weight is None else "overlap_weight"
-        shown = costs if self.weight is None else [self.weight] * len(costs)
-        rows = zip(candidates, costs, shown, strict=True)
-        return [
-            {name: value, "prefill_blocks": one.prefill_blocks, "cost": cost} for one, cost, value in rows
-        ]
+        costs = self.costs(request, candidates, moment)
+        if isinstance(costs, InSeconds):
+            rows = terms_in_seconds(candidates, costs)
+        else:
+            weight = costs.overlap_weight
+            rows = [
+                {"overlap_weight": weight, "prefill_blocks": one.prefill_blocks, "cost": cost}
+                for one, cost in zip(candidates, costs.each, strict=True)
+            ]
+        costs.show_added(rows)
+        return rows
 
 
 @dataclass(slots=True)
@@ -70,40 +76,52 @@ class DecodeHalf(BuiltInPolicy):
     """Chooses the worker that generates the answer: the fewest blocks that it would hold beyond its own.
 
     Blocks that it has already are not handed over. With a number as the weight they do not count: that is
-    the published formula without its prefill.
+    the published formula without its prefill. What was added to the costs of the policy counts here, too.
     """
 
-    counts_overlap: bool
+    policy: BuiltInPolicy
 
     decisive = ("cost",)
 
-    def pick(self, _request: RouteRequest, candidates: Candidates, moment: Moment) -> int:
-        return lowest(self._costs(candidates), moment.random())
+    def pick(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> int:
+        return lowest(self._costs(candidates, self._whole(request, candidates, moment)), moment.random())
 
-    def _costs(self, candidates: Candidates) -> list[float]:
+    def added_s(self, request: RouteRequest, candidates: Candidates, moment: Moment, place: int) -> float:
+        """What was added for one of them, in seconds; 0 where seconds are not compared."""
+        whole = self._whole(request, candidates, moment)
+        return whole.block * whole.added_blocks()[place] if isinstance(whole, InSeconds) else 0.0
+
+    def _whole(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> InBlocks | InSeconds:
+        """What the whole request would cost: of that only what was added counts."""
+        return self.policy.costs(request, candidates, moment)
+
+    def _costs(self, candidates: Candidates, whole: InBlocks | InSeconds) -> list[float]:
         """Those without room for the prompt come last."""
         # a tier with 0 has an unknown size: then nothing is known of the room
         rooms = [sum(one.card.tiers.values()) if all(one.card.tiers.values()) else 0 for one in candidates]
-        most = max(one.decode_blocks for one in candidates)
+        most, counts_overlap = max(one.decode_blocks for one in candidates), isinstance(whole, InSeconds)
         return [
             one.decode_blocks
-            - self.counts_overlap * one.overlap_blocks
+            - counts_overlap * one.overlap_blocks
+            + added
             + (most if 0 < room < one.decode_blocks else 0)
-            for one, room in zip(candidates, rooms, strict=True)
+            for one, added, room in zip(candidates, whole.added_blocks(), rooms, strict=True)
         ]
 
     def terms(
         self,
-        _request: RouteRequest,
+        request: RouteRequest,
         candidates: Candidates,
-        _moment: Moment,
+        moment: Moment,
         _chosen: Candidate | None = None,
     ) -> list[dict[str, float]]:
-        rows = zip(candidates, self._costs(candidates), strict=True)
-        return [
+        whole = self._whole(request, candidates, moment)
+        rows: list[dict[str, float]] = [
             {"decode_blocks": one.decode_blocks, "overlap_blocks": one.overlap_blocks, "cost": cost}
-            for one, cost in rows
+            for one, cost in zip(candidates, self._costs(candidates, whole), strict=True)
         ]
+        whole.show_added(rows)
+        return rows
 
 
 class Pair(Struct, frozen=True, gc=False):
@@ -145,12 +163,13 @@ class Sharing(Struct, frozen=True, gc=False):
     """Why; empty if no two were left to compare with one."""
 
 
-def choose_pair(  # noqa: PLR0917
+def choose_pair(
     request: RouteRequest,
     selection: Selection,
     islands: Sequence[tuple[Candidates, Candidates]],
     whole: Candidates,
     moment: Moment,
+    *,
     least_tokens: int | None,
     computed_at: Target | None = None,
 ) -> Sharing:
@@ -160,10 +179,10 @@ def choose_pair(  # noqa: PLR0917
     threshold in place of the rule. `computed_at`: the prompt is computed there already, so only the other
     one is chosen.
     """
-    weight = weight_of(request, selection.policy, moment)
-    first_half = PrefillHalf(weight)
+    policy = selection.policy
+    first_half, second_half = PrefillHalf(policy), DecodeHalf(policy)
     prefill = replace_fields(selection, policy=first_half)
-    decode = replace_fields(selection, policy=DecodeHalf(counts_overlap=weight is None))
+    decode = replace_fields(selection, policy=second_half)
     best: tuple[float, Candidate, Candidates, Candidates] | None = None
     for all_prefillers, all_decoders in islands:
         decoders = decode.eligible(request, all_decoders, moment)
@@ -172,7 +191,7 @@ def choose_pair(  # noqa: PLR0917
             prefillers = prefillers.kept([one == computed_at for one in prefillers.targets()])
         if not (prefillers and decoders):
             continue
-        costs = first_half.costs(prefillers, moment)
+        costs = first_half.costs(request, prefillers, moment).each
         place = first_half.pick(request, prefillers, moment)
         if best is None or costs[place] < best[0]:
             best = costs[place], prefillers[place], prefillers, decoders
@@ -186,8 +205,10 @@ def choose_pair(  # noqa: PLR0917
     )
     if not decoders:
         return Sharing()
-    answers = decode.choose(request, decoders, moment)[0]
-    terms = _compared(whole, answers, None if weight is not None else cost, moment, least_tokens)
+    place = second_half.pick(request, decoders, moment)
+    answers = decoders[place]
+    cost += second_half.added_s(request, decoders, moment, place)
+    terms = _compared(request, policy, moment, whole, answers, prefill_cost=cost, least_tokens=least_tokens)
     is_remote = terms.pop("is_remote") or computed_at is not None  # what is computed is not computed twice
     pair = Pair(computes, answers, prefill, decode, prefillers, decoders) if is_remote else None
     return Sharing(pair, terms)
@@ -206,40 +227,30 @@ def _not_resting(prefillers: Candidates, decoders: Candidates, moment: Moment) -
     )
 
 
-def weight_of(request: RouteRequest, policy: BuiltInPolicy, moment: Moment) -> float | None:
-    """The weight of the published formula; None: seconds are compared."""
-    weight: OverlapWeight | None = request.overlap_weight
-    weight = policy.overlap_weight if weight is None else weight
-    if weight == AUTO and not moment.doubt:
-        return None
-    if weight == AUTO:
-        return FALLBACK_WEIGHT
-    return 1.0 if weight is None else weight  # above 0 a weight only scales the costs
-
-
 def _compared(
-    whole: Candidates, decode: Candidate, prefill_s: float | None, moment: Moment, least_tokens: int | None
+    request: RouteRequest,
+    policy: BuiltInPolicy,
+    moment: Moment,
+    whole: Candidates,
+    decode: Candidate,
+    *,
+    prefill_cost: float,
+    least_tokens: int | None,
 ) -> dict[str, float]:
-    """The terms of the choice between two workers and one.
-
-    `prefill_s`: of the prefill worker; None: seconds are not compared.
-    """
+    """The terms of the choice between two workers and one. `prefill_cost`: seconds, if these are compared."""
     if not whole:
         return {"whole_workers": 0, "is_remote": True}
     uncached = min(one.own_prefill_tokens for one in whole)
     terms: dict[str, float] = {"uncached_tokens": uncached}
-    if prefill_s is None or least_tokens is not None:
+    costs = policy.costs(request, whole, moment)
+    if isinstance(costs, InBlocks) or least_tokens is not None:
         least = FEW_TOKENS if least_tokens is None else least_tokens
         return terms | {"least_tokens": least, "is_remote": uncached > least}
-    costs, decoding = (
-        whole.costs_in_seconds(moment.now, moment.speed, moment.arrivals_per_s),
-        whole.decoding(),
-    )
     transfer_s = moment.tables.transfers.seconds(decode.own_prefill_tokens, moment.now)
+    rows = zip(costs.wait_and_added_s(), costs.own_s, whole.decoding(), strict=True)
     local_s = min(
-        wait_s + own_s + MU * count * (own_s - moment.speed.fixed_s)
-        for wait_s, own_s, count in zip(costs.wait_and_added_s(), costs.own_s, decoding, strict=True)
+        wait_s + own_s + MU * count * (own_s - moment.speed.fixed_s) for wait_s, own_s, count in rows
     )
-    remote_s = prefill_s + transfer_s
+    remote_s = prefill_cost + transfer_s
     seconds = {"remote_s": remote_s, "local_s": local_s, "transfer_s": transfer_s}
     return terms | seconds | {"is_remote": remote_s < local_s}

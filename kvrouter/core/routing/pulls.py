@@ -18,8 +18,7 @@ from collections.abc import Callable, Mapping
 
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment
 from kvrouter.core.routing.candidates import Candidates
-from kvrouter.core.routing.pairs import weight_of
-from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.core.routing.policy import AUTO, RouteRequest
 from kvrouter.core.tables.transfers import Pull
 from kvrouter.core.wire.ids import Target
 
@@ -43,8 +42,8 @@ def with_pulls(  # noqa: PLR0917
     """
     if not (peers and request.may_split and candidates.deepest_blocks()):
         return candidates
-    if not policy.reads_speed or weight_of(request, policy, moment) is not None:
-        return candidates  # seconds are not compared
+    if policy.weight(request, moment) != AUTO:
+        return candidates
     reads = held_share / max(LEAST_MISSED, 1 - held_share)
     transfers, token_s = moment.tables.transfers, moment.speed.seconds_per_token
     if transfers.is_tried:
