@@ -42,12 +42,14 @@ _CONTAINERS = frozenset(
 _MOST_DEPTH = 4
 _RANKS = ("data_parallel_rank", "routed_dp_rank", "routed_prefill_dp_rank", "routed_decode_dp_rank")
 # By these a client steers its request at an engine: its place in the queue, its rank, whether it goes on once
-# the client has left. With each the values that change nothing.
+# the client has left, its adapter besides `model` (SGLang). With each the values that change nothing.
 STEERS: dict[str, tuple[bytes, ...]] = {
     "priority": (b"null", b"0"),
     "background": (b"null", b"false"),
+    "lora_path": (b"null",),
     **dict.fromkeys(_RANKS, (b"null",)),
 }
+_STEERS_PARTS = (b"priority", b"_rank", b"background", b"lora_path", b"\\u")
 _TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
 _FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
 # pydantic's: digits with single underscores between them, and a fraction of zeros.
@@ -302,7 +304,7 @@ def _cleaned_value(name: str, raw: bytes, depth: int) -> tuple[bytes, set[str]]:
 
 def may_steer(raw: bytes) -> bool:
     """Whether it may have a field of STEERS, perhaps written with escapes."""
-    return b"priority" in raw or b"_rank" in raw or b"background" in raw or b"\\u" in raw
+    return any(part in raw for part in _STEERS_PARTS)
 
 
 def steering_in(raw: bytes, depth: int = 0) -> Iterator[str]:

@@ -290,7 +290,15 @@ async def test_adapters(fleet_of: FleetOf, ring: Ring) -> None:
             (None, adapter, 403),
         ):
             assert status == (await fleet.ask({**BODY, "model": model}, key)).status
-        assert 403 == (await fleet.ask({**BODY, "lora_path": "lora2"}, base)).status
+        for hidden in (
+            b'"lora_path":"lora2"',
+            b'"lora\\u005fpath":"lora2"',
+            b'"temperature":NaN,"lora_path":["lora2"]',
+            b'"extra_body":{"lora_path":"lora2"}',
+        ):
+            told = await fleet.ask(b'{"model":"m","prompt":"x",%b}' % hidden, base)
+            assert (403, "lora_path") == (told.status, told.json["error"]["param"])
+        assert 200 == (await fleet.ask({**BODY, "lora_path": None}, base)).status
         nothing = await fleet.ask({**BODY, "model": ""}, base)
         assert (403, False) == (nothing.status, b"lora" in nothing.body)
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import msgspec
 import structlog
-from msgspec import UNSET, Raw, Struct, UnsetType
+from msgspec import UNSET, Struct
 from msgspec.structs import replace
 
 from kvrouter.bodies import lax, openai, responses
@@ -207,10 +207,10 @@ class Accept:
         model = self.aliases.get(asked.model or "", asked.model)
         names_one = asked.model is not None
         if key is not None and names_one:  # before the look-up: no key learns of others' models
-            _check_models(key, {asked.model or "", model or ""}, body)
+            _check_models(key, {asked.model or "", model or ""})
         router = self._pools.router_for(model)
         if key is not None and not names_one:
-            _check_models(key, router.pool.servers, body)
+            _check_models(key, router.pool.servers)
         if isinstance(asked, responses.ResponseRequest):
             owner = client.owner(request.headers)
             before = self._response_before(asked, router, owner, now)
@@ -237,7 +237,8 @@ class Accept:
 
     def _check_body(self, key: Key, read: _Read, request: Request) -> None:
         """Raise KeyForbidsError if the body chooses more than the key may, or cannot be kept apart."""
-        if read.is_json and (read.asked.is_odd or read.asked.engine_arguments is not UNSET):
+        may_steer = read.asked.is_odd or read.asked.engine_arguments is not UNSET or bool(key.models)
+        if read.is_json and may_steer:
             _check_steering(key, read)
         if self._salts and request.head.route in engine_routes.UNSALTED:
             raise KeyForbidsError("with --tenant-cache-salt this route is closed: engines take no salt there")
@@ -473,37 +474,29 @@ async def _check_length(key: Key, request: Request) -> None:
         await request.read_at_most(key.max_body_bytes, "max-body-bytes of the key")
 
 
+# What a key must be allowed for these fields; for all others, `target`. A model is judged by its name.
+_STEERED_BY = {"priority": "priority", "lora_path": ""}
+
+
 def _check_steering(key: Key, read: _Read) -> None:
     """Raise KeyForbidsError for a field of the body by which the request chooses more than its key may."""
     raw = read.body if read.large is None else read.large.rest
     for name in lax.steering_in(raw) if lax.may_steer(raw) else ():
+        if name == "lora_path" and key.models:
+            raise KeyForbidsError("the API key may use some models only: name one in `model`", param=name)
         if name == "background":
             # where bodies are read limits.py counts it; elsewhere it only outlives a client that has left
             is_forbidden = read.parse is None and key.limits != NO_LIMITS
         else:
-            is_forbidden = ("priority" if name == "priority" else "target") in key.forbidden
+            is_forbidden = _STEERED_BY.get(name, "target") in key.forbidden
         if is_forbidden:
             raise forbids(name, f"`{name}`")
 
 
-class _NamesAdapter(Struct):
-    """SGLang's field for an adapter besides `model`."""
-
-    lora_path: Raw | UnsetType = UNSET
-
-
-def _check_models(key: Key, names: Collection[str], body: bytes) -> None:
+def _check_models(key: Key, names: Collection[str]) -> None:
     """Raise KeyForbidsError for a model that is not of the key, whether it is served or not."""
     if not key.may_use(names):
         raise KeyForbidsError(f"the API key may use: {', '.join(key.models)}", param="model")
-    if not key.models:
-        return
-    try:
-        adapter = msgspec.json.decode(body, type=_NamesAdapter).lora_path
-    except (ValueError, RecursionError):  # no JSON, which has been judged
-        return
-    if adapter is not UNSET:
-        raise KeyForbidsError("the API key may use some models only: name one in `model`", param="lora_path")
 
 
 def _caches(pool: Pool) -> bool:
