@@ -312,7 +312,14 @@ async def _open_request_path(
         access = AccessLog(options.access, views, random.random, tracing)
         clients = ClientTotals(access.addresses, now)
         tenants = TenantTotals(metrics.tenant_tokens, now_utc)
-        readers = Readers(metrics, clients, member.audit, access, views, tenants)
+        readers = Readers(
+            metrics,
+            clients=clients,
+            audit=member.audit,
+            access=access,
+            decisions=views,
+            tenants=tenants,
+        )
         lost = LostRequests(replica, publishing, probe, now=now)
         upstream = Upstream(tls, networks, is_native=versions.in_use() == versions.NATIVE)
         with contextlib.closing(upstream), contextlib.ExitStack() as at_end:

@@ -164,6 +164,16 @@ class TargetCounts:
         return self.answers["failed"] + self.answers["broken"]
 
 
+class CountsByTarget(dict[Target, TargetCounts]):
+    """The counts of each target; a new one has its own, in place of the oldest if there are too many."""
+
+    def __missing__(self, target: Target) -> TargetCounts:
+        if len(self) >= MOST_TARGETS:
+            del self[next(iter(self))]
+        found = self[target] = TargetCounts()
+        return found
+
+
 def _failures(values: Values) -> Iterator[Values]:
     """The failures that may follow on a route, of its model and before a model is known."""
     model, route, mode, *_ = values
@@ -176,7 +186,7 @@ class RequestMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.models = BoundedLabels(MOST_MODELS)
         """The label of each model."""
-        self.targets: dict[Target, TargetCounts] = {}
+        self.targets = CountsByTarget()
         self.requests = Count("kvrouter_requests_total", registry, _failures)
         self.failed_attempts = Count("kvrouter_failed_attempts_total", registry)
         self.migrations = Count("kvrouter_migrations_total", registry)
@@ -192,13 +202,6 @@ class RequestMetrics:
         self.duration = Spread("kvrouter_request_seconds", registry)
         self.queue_wait = Spread("kvrouter_queue_wait_seconds", registry)
         self.steps = Spread("kvrouter_step_seconds", registry, bounds=STEP_SECONDS)
-
-    def new_target(self, target: Target) -> TargetCounts:
-        """The counts of a target that is not in `targets`."""
-        if len(self.targets) >= MOST_TARGETS:
-            del self.targets[next(iter(self.targets))]
-        found = self.targets[target] = TargetCounts()
-        return found
 
 
 Sample: TypeAlias = tuple[str, dict[str, str], float]

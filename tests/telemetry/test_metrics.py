@@ -86,7 +86,7 @@ def test_targets_are_bounded() -> None:
     """Counts of targets that nothing scrapes do not grow without bound: the oldest are dropped."""
     metrics = RequestMetrics(CollectorRegistry())
     for number in range(MOST_TARGETS + 3):
-        metrics.new_target(Target(WorkerId(f"w{number}")))
+        assert not metrics.targets[Target(WorkerId(f"w{number}"))].errors
 
     assert MOST_TARGETS == len(metrics.targets)
     assert Target(WorkerId("w2")) not in metrics.targets

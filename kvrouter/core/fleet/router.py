@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Literal
 
-from msgspec import Struct
 from msgspec.structs import replace
 
-from kvrouter.core.fleet.block_size import NAMED_MOST
 from kvrouter.core.fleet.own_bookings import OwnBooking, OwnBookings
+from kvrouter.core.fleet.placement import UNPAIRED, Placement, placement_of, refused_targets, why_none
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.sync_feed import SyncFeed
 from kvrouter.core.routing.admission import AdmissionQueue
@@ -28,48 +26,15 @@ from kvrouter.core.routing.pairs import Pair, Sharing, choose_pair
 from kvrouter.core.routing.policy import AUTO, Candidate, RouteRequest
 from kvrouter.core.routing.pulls import with_pulls
 from kvrouter.core.routing.selection import Decision, Modes, Selection
-from kvrouter.core.tables.bookings import PULL, Booking
+from kvrouter.core.tables.bookings import PULL
 from kvrouter.core.tables.claimed_losses import ClaimedLosses
 from kvrouter.core.tables.deadly_prompts import DeadlyPrompts
 from kvrouter.core.tables.early_ops import EarlyBudget, EarlyOps
 from kvrouter.core.tables.ghosts import Reuse
 from kvrouter.core.tables.predictions import PredictionTable
-from kvrouter.core.tables.transfers import Pull
 from kvrouter.core.wire.heartbeats import BOTH, DECODE, PREFILL, Card
-from kvrouter.core.wire.ids import BookingKey, RouterId, Target, WorkerId
-from kvrouter.errors import NoWorkersError, counted
-
-# Why a target is no candidate for any request for a while.
-AVOIDED = "avoided, as a worker was lost a moment ago"
-UNPAIRED = "without a partner that has not just failed (--pd-fallback refuse)"
-
-# How prefill and decode workers share a request: the decode worker alone ("decode": it is better, "fallback":
-# no prefill worker is left). Empty where a worker of both serves it; "pull": with blocks of a peer.
-PairPath = Literal["", "pair", "decode", "fallback", "pull"]
-
-
-class Placement(Struct, frozen=True, gc=False):
-    """Where a request is sent, and what was known when that was decided."""
-
-    key: BookingKey
-    target: Target
-    choice: Candidate
-    url: str
-    rank_header: str
-    """Whether to ask the engine to report the blocks that this request reuses."""
-    sends_token_ids: bool
-    """Whether to send the token ids of a chat that were computed here."""
-    fallbacks: tuple[Target, ...]
-    """The targets that the policy tries next if this one fails."""
-    block_size: int
-    """The pool's block size, in which `choice` counts."""
-    connector: str = ""
-    """By which its engine hands KV blocks over."""
-    prefill: Placement | None = None
-    """Where its prompt is computed, if another worker does that."""
-    path: PairPath = ""
-    pull: Pull | None = None
-    """What it reads from a peer instead of computing it."""
+from kvrouter.core.wire.ids import RouterId, Target, WorkerId
+from kvrouter.errors import NoWorkersError
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +175,7 @@ class Router:
         pair = None if sharing is None else sharing.pair
         if pair is None and not eligible:
             removed = selection.removed(request, candidates, moment)
-            raise NoWorkersError(_why_none(pool, request, exclude, avoid, removed, alone))
+            raise NoWorkersError(why_none(pool, request, exclude, avoid, removed, alone))
         if pair is not None:
             selection, eligible, best = pair.decode, pair.decoders, [pair.answers]
         else:
@@ -218,7 +183,7 @@ class Router:
             best = best or selection.choose(request, eligible, moment)
         order = (best[0].target,) if len(best) == 1 else tuple([one.target for one in best])
         if self.decisions is not None:
-            refused = _refused(pool, request, exclude, avoid) if left_out else pool.refusals(request)
+            refused = refused_targets(pool, request, exclude, avoid) if left_out else pool.refusals(request)
             self.decisions.append(
                 Decided(request, moment, selection, order, candidates, eligible, refused, sharing)
             )
@@ -235,7 +200,7 @@ class Router:
         if policy.reads_speed and pair is None:
             own.predicted_ttft_s = self.bookings.count_decision(eligible, choice.target, moment)
         self.bookings.remember(own, choice, selection, moment)
-        return _placement(pool, booking, choice, order[1:], sharing, prefill, pull), candidates
+        return placement_of(pool, booking, choice, order[1:], sharing, prefill, pull), candidates
 
     def has_eligible(self, request: RouteRequest, now: float, *, exclude: frozenset[Target]) -> bool:
         """Whether `route` would find a target."""
@@ -266,7 +231,7 @@ class Router:
         request, selection = self.pool.in_present_size(request), self._selection(request)
         moment = self._moment(selection.policy, now)
         candidates = _candidates(self, request, exclude, selection.policy, moment)
-        refused = _refused(self.pool, request, exclude)
+        refused = refused_targets(self.pool, request, exclude)
         eligible, sharing = selection.eligible(request, candidates, moment), None
         if request.may_split and self.pool.split.whole is not None:
             alone = eligible
@@ -343,7 +308,7 @@ def _book_prefill(
     booking = bookings.book(request, choice, now, PREFILL)
     # streamed: the end of its answer is that of its prefill
     bookings.track(OwnBooking(booking, request, policy, choice.prefill_tokens, now, True, pool.block_size))
-    return _placement(pool, booking, choice)
+    return placement_of(pool, booking, choice)
 
 
 def _candidates(
@@ -374,37 +339,6 @@ def _groups(pool: Pool, request: RouteRequest) -> list[Candidates]:
         return [candidates]
     halves = zip(*[(island.prefill, island.decode) for island in split.islands], strict=True)
     return [pool.among(candidates, [*chain(*half)], request) for half in halves]
-
-
-def _why_none(  # noqa: PLR0917
-    pool: Pool,
-    request: RouteRequest,
-    exclude: frozenset[Target],
-    avoid: frozenset[Target],
-    removed: dict[Target, str],
-    alone: Candidates,
-) -> str:
-    """Why no target is left. `removed`: by filters. `alone`: those left, but for pairs only."""
-    if alone:
-        return f"all workers of {pool.model!r} are {UNPAIRED}"
-    if removed:
-        names = ", ".join(dict.fromkeys(removed.values()))
-        whole = counted(len(removed), "worker")
-        return f"filters left none of {whole} of {pool.model!r} that could serve this: {names}"
-    if exclude or avoid:
-        why = "failed this request" if exclude else f"are {AVOIDED}"
-        return f"all workers of {pool.model!r} {why}: {', '.join(map(str, exclude or avoid))}"
-    if request.may_split and pool.split.is_pairs_only:
-        return (
-            f"no prefill worker of {pool.model!r} and decode worker can take this together: all of one role "
-            "are full, their circuits are open, or their pairs have just failed"
-        )
-    if pool.split.others:
-        refused = {target.worker_id: reason for target, reason in pool.refusals(RouteRequest("")).items()}
-        found = ", ".join(" ".join(why) for why in list(refused.items())[:NAMED_MOST])
-        return f"no worker of {pool.model!r} answers requests: {found}"
-    known = ", ".join(pool.workers) or "none"
-    return f"no live worker for model {pool.model!r}; known: {known}"
 
 
 def _count_reuse(
@@ -449,53 +383,6 @@ def _shared(  # noqa: PLR0917
     if not sharing.terms and pool.settings.refuses_whole:
         whole = whole.kept([card.role == BOTH for card in whole.cards()])
     return whole, sharing
-
-
-def _refused(
-    pool: Pool, request: RouteRequest, exclude: frozenset[Target], avoid: frozenset[Target] = frozenset()
-) -> dict[Target, str]:
-    """Why each target of the pool that is not a candidate is not one."""
-    refused = pool.refusals(request)
-    if avoid:
-        refused = refused | dict.fromkeys(avoid, AVOIDED)
-    return refused | dict.fromkeys(exclude, "failed this request") if exclude else refused
-
-
-def _placement(  # noqa: PLR0917
-    pool: Pool,
-    booking: Booking,
-    choice: Candidate,
-    fallbacks: tuple[Target, ...] = (),
-    sharing: Sharing | None = None,
-    prefill: Placement | None = None,
-    pull: Pull | None = None,
-) -> Placement:
-    target = choice.target
-    worker = pool.targets[target]
-    card = worker.card
-    return Placement(
-        key=booking.key,
-        target=target,
-        choice=choice,
-        url=card.url,
-        rank_header=card.rank_header,
-        sends_token_ids=pool.sends_token_ids and worker.sends_token_ids,
-        fallbacks=fallbacks,
-        block_size=pool.block_size,
-        connector=card.kv_connector,
-        prefill=prefill,
-        path="pull" if pull else "" if pool.split.whole is None else _path(pool, card, sharing),
-        pull=pull,
-    )
-
-
-def _path(pool: Pool, card: Card, sharing: Sharing | None) -> PairPath:
-    if sharing is not None and sharing.pair is not None:
-        return "pair"
-    if card.role != DECODE:
-        return ""
-    is_chosen = pool.split.islands if sharing is None else sharing.terms
-    return "decode" if is_chosen else "fallback"
 
 
 def _preferred(eligible: Candidates, prefer: tuple[Target, ...]) -> list[Candidate]:

@@ -1,12 +1,14 @@
-"""What reads the record of a request when it is over: metrics, /clients, audit, access log, traces.
+"""What reads the record of a request: metrics, /clients, audit, access log, traces.
 
-What happens before is counted at once (completions.py): its placement, its first byte, and what becomes of
-each attempt at its worker. What an attempt has relayed is noted in the record here, and read at once.
+    placed ──> first_byte ──> attempt_ended ──> attempt_freed ──> … ──> ended
+
+All but the last read an attempt: a stream may last for an hour, and is counted before.
 """
 
 from __future__ import annotations
 
 import asyncio
+from itertools import cycle, repeat
 
 import structlog
 
@@ -28,14 +30,17 @@ log = structlog.get_logger()
 
 # Paths that the label `route` of kvrouter_requests_total may have.
 ROUTES = engine_routes.PATHS
+# One attempt of this many is measured for kvrouter_step_seconds: to measure each would cost 1 % of it.
+DECISION_TIMED_EVERY = 16
 
 
 class Readers:
     """`decisions`: as people see them; the others read what their names say."""
 
-    def __init__(  # noqa: PLR0917
+    def __init__(
         self,
         metrics: RequestMetrics,
+        *,
         clients: ClientTotals,
         audit: Audit,
         access: AccessLog,
@@ -49,6 +54,31 @@ class Readers:
         self.tenants = tenants
         self._audit = audit
         self._now = asyncio.get_running_loop().time
+        self._times_decision = cycle((True, *repeat(False, DECISION_TIMED_EVERY - 1)))
+
+    def placed(self, running: AttemptRecord) -> None:
+        """A worker was chosen and booked."""
+        metrics, work = self.metrics, running.work
+        if next(self._times_decision):
+            began, ended = running.decided
+            metrics.steps.observe(ended - began, "decide")
+        if not work.route.prompts:
+            return
+        first, tokens = running.prefill or running, work.route.isl
+        overlap_tokens = first.placement.choice.overlap_blocks * work.router.pool.block_size
+        running.prompt_tokens, running.overlap_tokens = tokens, overlap_tokens
+        metrics.tokens.values[running.model, "prompt"] += tokens
+        metrics.tokens.values[running.model, "overlap"] += overlap_tokens
+        first.counts.prompt_tokens += tokens
+        first.counts.overlap_tokens += overlap_tokens
+
+    def first_byte(self, running: AttemptRecord, now: float, ttft_s: float | None) -> None:
+        """A stream has begun. `ttft_s`: since its decision; None: it says nothing of the prefill."""
+        if running.work.origin is None:  # else its client had it long ago
+            self.metrics.first_byte.observe(now - running.work.received_at, running.model)
+        if ttft_s is not None:
+            running.counts.first_byte_s += ttft_s
+            running.counts.first_bytes += 1
 
     def attempt_ended(self, record: Record, running: AttemptRecord, attempt: Attempt) -> None:
         """Count what an attempt has relayed, whole or not, and compare the prediction of a good one."""
@@ -67,6 +97,10 @@ class Readers:
         # of a pair, this engine has computed no prompt
         if running.usage is not None and running.prefill is None and running.is_good:
             check_answer(running, running.usage, self._audit, self._now())
+
+    def attempt_freed(self, running: AttemptRecord) -> None:
+        """No connection is tried again for it: its booking ends."""
+        running.counts.answers[running.ending] += 1
 
     def attempt_failed(self, running: AttemptRecord, failure: Rejected | Lost | Retried) -> str:
         """Count and log an attempt that failed; returns what the log has as its detail."""

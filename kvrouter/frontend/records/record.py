@@ -20,7 +20,8 @@ from msgspec import Struct
 from kvrouter.bodies.apis import Api
 from kvrouter.connectors import SERVED
 from kvrouter.connectors.source import Source
-from kvrouter.core.fleet.router import Placement, Router
+from kvrouter.core.fleet.placement import Placement
+from kvrouter.core.fleet.router import Router
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.predictions import PredictionKind, Usage
@@ -29,7 +30,7 @@ from kvrouter.frontend.keys.keys_file import Key
 from kvrouter.frontend.requests.kept_responses import NewResponse
 from kvrouter.prompts.ways import Sendable
 from kvrouter.relay.answer import Served
-from kvrouter.relay.exchange import Done, Limits, Outcome
+from kvrouter.relay.exchange import Done, Limits, Outcome, Rejected
 from kvrouter.relay.request import Request
 from kvrouter.telemetry.metrics import TargetCounts
 
@@ -164,6 +165,18 @@ class AttemptRecord(Struct):
     def is_good(self) -> bool:
         """Whether its worker has answered with 200, to the end."""
         return isinstance(self.outcome, Done) and self.outcome.status == 200 and not self.outcome.failure
+
+    @property
+    def ending(self) -> Ending:
+        """How it ended; left: its client did, or the replica ended it."""
+        match self.outcome:
+            case None:
+                return "left"
+            case Done(failure=failure) if failure:
+                return "broken"
+            case Done(status) | Rejected(status) if status < 500:
+                return "ok" if status < 400 else "refused"
+        return "failed"
 
     @property
     def is_at_once(self) -> bool:

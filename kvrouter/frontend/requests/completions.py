@@ -11,7 +11,6 @@ import asyncio
 import random
 from collections.abc import Awaitable, Iterator
 from functools import partial
-from itertools import cycle, repeat
 
 import structlog
 from msgspec.structs import replace
@@ -58,15 +57,13 @@ from kvrouter.relay.routes import Routes
 from kvrouter.relay.seam import Seam
 from kvrouter.relay.upstream import Upstream
 from kvrouter.replica.publishing import Publishing
-from kvrouter.telemetry.metrics import RequestMetrics, Sample
+from kvrouter.telemetry.metrics import Sample
 
 log = structlog.get_logger()
 
 # The first retry comes at once, later ones after up to 4, 8, … times this: a fleet that is down for a moment
 # must not get every request `--retries` times in the same millisecond.
 RETRY_DELAY_S = 0.05
-# One attempt of this many is measured for kvrouter_step_seconds: to measure each would cost 1 % of it.
-DECISION_TIMED_EVERY = 16
 # Connections of a request that may be refused beside `--retries`, each within REFUSED_S: a few dead addresses
 # must not use up the tries of a request that a living worker could take.
 MOST_REFUSALS = 16
@@ -113,7 +110,6 @@ class Completions:
             moves=moves,
         )
         self._now = asyncio.get_running_loop().time
-        self._times_decision = cycle((True, *repeat(False, DECISION_TIMED_EVERY - 1)))
 
     def add_routes(self, routes: Routes, rights: Rights) -> None:
         """Add what is served here. `rights`: of the port's clients."""
@@ -292,14 +288,12 @@ class Completions:
             computed=None if unread is None else unread.placement.prefill,
         )
         ended = clock()
-        if next(self._times_decision):
-            metrics.steps.observe(ended - began, "decide")
         running = AttemptRecord(
             work=work,
             placement=placement,
             excluded=None if is_last else failed,
             model=metrics.models[work.router.pool.model],
-            counts=metrics.targets.get(placement.target) or metrics.new_target(placement.target),
+            counts=metrics.targets[placement.target],
             decided=(began, ended),
             sent_at=now,
         )
@@ -308,8 +302,7 @@ class Completions:
         elif placement.pull is not None:
             self._hand_overs.pull(running, placement.pull)
         record.attempts.append(running)
-        if work.route.prompts:
-            _count_placed(self._metrics, running)
+        self.readers.placed(running)
         decisions = self.readers.decisions
         if record.trace is not None:
             running.terms = decisions.last_terms()
@@ -376,6 +369,7 @@ class Completions:
                 self._hand_overs.ended(running, outcome, now)
         elif placement.pull is not None and outcome is not None and not running.is_refused:
             self._hand_overs.ended(running, outcome, now)
+        self.readers.attempt_freed(running)
         if router.circuits is not None:
             record_outcome(router.circuits, placement.target, outcome)
         status = outcome.status if isinstance(outcome, Done) else _status_of(outcome)
@@ -387,15 +381,12 @@ class Completions:
                 worker.first_answers.note(status)
         # Nearly all are good: asked first, and without a `match`, which takes 0.5 µs.
         if isinstance(outcome, Done) and status < 300 and not outcome.failure:
-            running.counts.answers["ok"] += 1
             if router.tables.rests.refusals:
                 router.tables.rests.accepted(placement.target)
             # Only a good answer proves that the target computed the prompt, and so may hold its blocks.
             router.bookings.mark_prefill_completed(placement.key, now)
-        else:
-            running.counts.answers[_ending_of(outcome)] += 1
-            if isinstance(outcome, Rejected) and status in _BUSY:
-                record_busy(router, placement.target, outcome, now)
+        elif isinstance(outcome, Rejected) and status in _BUSY:
+            record_busy(router, placement.target, outcome, now)
         charge = running.work.route.charge
         if charge is not None:
             charge.used = _used(charge, running, self.accept.limits)
@@ -437,29 +428,6 @@ def _used(charge: Charge, running: AttemptRecord, limits: TenantLimits) -> int:
     usage = (running.prefill or running).usage
     prompt_tokens = (usage.prompt_tokens if usage is not None else None) or charge.prompt_tokens
     return max(prompt_tokens + (output or 0), charge.tokens if charge.goes_on else 0)
-
-
-def _count_placed(metrics: RequestMetrics, running: AttemptRecord) -> None:
-    first = running.prefill or running
-    work, counts, tokens = running.work, first.counts, running.work.route.isl
-    overlap_tokens = first.placement.choice.overlap_blocks * work.router.pool.block_size
-    running.prompt_tokens, running.overlap_tokens = tokens, overlap_tokens
-    metrics.tokens.values[running.model, "prompt"] += tokens
-    metrics.tokens.values[running.model, "overlap"] += overlap_tokens
-    counts.prompt_tokens += tokens
-    counts.overlap_tokens += overlap_tokens
-
-
-def _ending_of(outcome: Outcome | None) -> str:
-    """What the metrics call the end of an attempt; None: the client left, or the replica ended it."""
-    match outcome:
-        case None:
-            return "left"
-        case Done(failure=failure) if failure:
-            return "broken"
-        case Done(status) | Rejected(status) if status < 500:
-            return "ok" if status < 400 else "refused"
-    return "failed"
 
 
 def _status_of(outcome: Outcome | None) -> int:

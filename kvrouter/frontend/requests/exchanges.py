@@ -15,7 +15,7 @@ from typing import Any
 from kvrouter.bodies import responses
 from kvrouter.bodies.continuation import SHOW_IDS
 from kvrouter.bodies.edits import with_field
-from kvrouter.core.fleet.router import Placement
+from kvrouter.core.fleet.placement import Placement
 from kvrouter.core.wire.ids import Target
 from kvrouter.errors import ShuttingDownError
 from kvrouter.frontend.records.readers import Readers
@@ -160,11 +160,7 @@ class Exchanges:
         if running.prefill is not None:
             self._hand_overs.first_output(running, running.prefill, now)
         running.body = None
-        if work.origin is None:  # else its client had it long ago
-            self._metrics.first_byte.observe(now - work.received_at, running.model)
-        if ttft_s is not None:
-            running.counts.first_byte_s += ttft_s
-            running.counts.first_bytes += 1
+        self._readers.first_byte(running, now, ttft_s)
         self._publishing.flush_soon()
 
 

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from kvrouter.connectors import SERVED, bodies_at_once, decode_body, p2p, prefill_body
 from kvrouter.connectors.source import source_at
-from kvrouter.core.fleet.router import Placement
+from kvrouter.core.fleet.placement import Placement
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.tables.transfers import Pull
 from kvrouter.errors import WorkerRejectedError
@@ -62,9 +62,7 @@ class HandOvers:
         if unread is not None and unread.placement.prefill is first:
             running.prefill, running.body, running.is_handed_over = unread.prefill, unread.body, True
             return
-        metrics = self._metrics
-        counts = metrics.targets.get(first.target) or metrics.new_target(first.target)
-        running.prefill = replace(running, placement=first, counts=counts)
+        running.prefill = replace(running, placement=first, counts=self._metrics.targets[first.target])
 
     def pull(self, running: AttemptRecord, pull: Pull) -> None:
         """The worker's body says from which peer it reads."""
