@@ -32,7 +32,7 @@ CLASS_LINES = 300
 # slot, too; Replica knows heartbeats without news.
 LARGER = {
     "Attempt": 629, "Replica": 501, "FeedReader": 467, "BlockIndex": 436, "Pool": 394, "Agent": 379,
-    "BookingTable": 366, "Completions": 347, "Bus": 341, "EngineBlocks": 313,
+    "BookingTable": 366, "Completions": 341, "Bus": 341, "EngineBlocks": 313,
     "ReferenceEngine": 351,  # with both halves of a request, and blocks of a peer
     "Router": 250, "OwnBookings": 250, "SyncFeed": 250,  # one router in three
 }  # fmt: skip
@@ -59,8 +59,9 @@ FILES = 25
 # for heartbeats without news, 40 for what is loaded late, 15 for odd events of streams that move, 32
 # for bodies of calls that are no JSON or name what is not there. 257 for what mockers make up: JSON that fits
 # a schema, arguments of tools, reasoning, embeddings. 29 for reads of several chunks and an adapter's check.
-# 22 that spare a start 55 ms: cyclopts knows only settings that may have been given.
-LINES = 78_779
+# 22 that spare a start 55 ms: cyclopts knows only settings that may have been given. 70 for placements in a
+# module of their own, and a prefill worker's costs as the mode has them.
+LINES = 78_850
 # Of *.pyx and *.pxi, which LINES does not count.
 CYTHON_LINES = 2693
 COMMENTS = 30

@@ -285,7 +285,13 @@ class SyncSink:
         freed = self._active.free(BookingKey(self._router_id, op.number), now)
         if freed is not None and freed.tenant:
             self._active.tenants.ended_elsewhere(
-                self._router_id, freed.tenant, op.settled, freed.tenant_tokens, freed.sent_at, now, freed.isl
+                self._router_id,
+                freed.tenant,
+                now,
+                settled=op.settled,
+                tokens=freed.tenant_tokens,
+                begun_at=freed.sent_at,
+                isl=freed.isl,
             )
 
     def agrees(self, check: Check | CheckResumable) -> bool:

@@ -50,7 +50,7 @@ class Placement(Struct, frozen=True, gc=False):
     """What it reads from a peer instead of computing it."""
 
 
-def placement_of(  # noqa: PLR0917
+def placement_of(  # noqa: PLR0917  # on the hot path: keywords cost
     pool: Pool,
     booking: Booking,
     choice: Candidate,
@@ -97,11 +97,12 @@ def refused_targets(
     return refused | dict.fromkeys(exclude, "failed this request") if exclude else refused
 
 
-def why_none(  # noqa: PLR0917
+def why_none(
     pool: Pool,
     request: RouteRequest,
     exclude: frozenset[Target],
     avoid: frozenset[Target],
+    *,
     removed: dict[Target, str],
     alone: Candidates,
 ) -> str:

@@ -170,12 +170,12 @@ class Router:
         eligible = selection.eligible(request, candidates, moment)
         sharing, alone = None, eligible
         if request.may_split and pool.split.whole is not None:
-            shared = pool, request, selection, candidates, alone, moment, left_out, computed
-            eligible, sharing = _shared(*shared)
+            facts = request, selection, candidates, moment
+            eligible, sharing = _shared(pool, *facts, alone, left_out, computed)
         pair = None if sharing is None else sharing.pair
         if pair is None and not eligible:
             removed = selection.removed(request, candidates, moment)
-            raise NoWorkersError(why_none(pool, request, exclude, avoid, removed, alone))
+            raise NoWorkersError(why_none(pool, request, exclude, avoid, removed=removed, alone=alone))
         if pair is not None:
             selection, eligible, best = pair.decode, pair.decoders, [pair.answers]
         else:
@@ -209,7 +209,7 @@ class Router:
         eligible = selection.eligible(request, candidates, moment)
         if eligible or not request.may_split:
             return bool(eligible)
-        _, sharing = _shared(self.pool, request, selection, candidates, eligible, moment, exclude)
+        _, sharing = _shared(self.pool, request, selection, candidates, moment, eligible, exclude)
         return sharing.pair is not None
 
     def must_wait(self, request: RouteRequest, now: float, queue: AdmissionQueue, *, spare: int = 0) -> bool:
@@ -235,7 +235,7 @@ class Router:
         eligible, sharing = selection.eligible(request, candidates, moment), None
         if request.may_split and self.pool.split.whole is not None:
             alone = eligible
-            eligible, sharing = _shared(self.pool, request, selection, candidates, alone, moment, exclude)
+            eligible, sharing = _shared(self.pool, request, selection, candidates, moment, alone, exclude)
             if alone and not eligible:
                 refused = refused | dict.fromkeys(candidates.targets(), UNPAIRED)  # it is the pool's own
                 candidates = eligible
@@ -328,8 +328,16 @@ def _candidates(
         return max(0, pool.capacity_blocks(target) - pool.index.blocks(target))
 
     held_share = 1 - reuse.best / max(1, reuse.prompt_tokens)
-    peers, size = pool.split.peers, pool.block_size
-    return with_pulls(request, candidates, peers, policy, moment, size, free_blocks, held_share)
+    return with_pulls(
+        request,
+        candidates,
+        pool.split.peers,
+        policy,
+        moment,
+        block_size=pool.block_size,
+        free_blocks=free_blocks,
+        held_share=held_share,
+    )
 
 
 def _groups(pool: Pool, request: RouteRequest) -> list[Candidates]:
@@ -353,17 +361,17 @@ def _count_reuse(
         reuse.count(prompt.hashes, prompt.isl, size, pool.room_blocks)
 
 
-def _shared(  # noqa: PLR0917
+def _shared(  # noqa: PLR0917  # all that a decision is made from
     pool: Pool,
     request: RouteRequest,
     selection: Selection,
     candidates: Candidates,
-    whole: Candidates,
     moment: Moment,
+    alone: Candidates,
     left_out: frozenset[Target],
     computed: Placement | None = None,
 ) -> tuple[Candidates, Sharing]:
-    """Whether two workers serve the request together; first, those of `whole` that may serve it alone."""
+    """Whether two workers serve the request together; first, those of `alone` that may serve it so."""
     islands = [
         (
             pool.among(candidates, island.prefill, request, left_out),
@@ -375,14 +383,14 @@ def _shared(  # noqa: PLR0917
         request,
         selection,
         islands,
-        whole,
+        alone,
         moment,
         least_tokens=pool.settings.pd_min_uncached_tokens,
         computed_at=None if computed is None else computed.target,
     )
     if not sharing.terms and pool.settings.refuses_whole:
-        whole = whole.kept([card.role == BOTH for card in whole.cards()])
-    return whole, sharing
+        alone = alone.kept([card.role == BOTH for card in alone.cards()])
+    return alone, sharing
 
 
 def _preferred(eligible: Candidates, prefer: tuple[Target, ...]) -> list[Candidate]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
+from typing import ClassVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -33,20 +34,14 @@ FEW_TOKENS = 512
 
 
 @dataclass(slots=True)
-class PrefillHalf(BuiltInPolicy):
-    """Chooses the worker that computes the prompt: it decodes nothing of it."""
+class _Half(BuiltInPolicy):
+    """Chooses one of the two by a part of the costs of `policy`, with all that is added to these."""
 
     policy: BuiltInPolicy
 
     decisive = ("cost",)
-
-    def costs(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> InBlocks | InSeconds:
-        """Those of the policy; with a number as the weight `w * prefill_blocks`, and what was added."""
-        costs = self.policy.costs(request, candidates, moment)
-        if isinstance(costs, InSeconds):
-            return costs
-        rows = zip(candidates, costs.added_blocks(), strict=True)
-        return replace(costs, each=[costs.overlap_weight * one.prefill_blocks + added for one, added in rows])
+    shown: ClassVar[tuple[str, ...]] = ("prefill_blocks",)
+    """The columns that the cost is made of, in blocks."""
 
     def pick(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> int:
         return lowest(self.costs(request, candidates, moment).each, moment.random())
@@ -62,9 +57,9 @@ class PrefillHalf(BuiltInPolicy):
         if isinstance(costs, InSeconds):
             rows = terms_in_seconds(candidates, costs)
         else:
-            weight = costs.overlap_weight
+            weight = {"overlap_weight": costs.overlap_weight}
             rows = [
-                {"overlap_weight": weight, "prefill_blocks": one.prefill_blocks, "cost": cost}
+                weight | {name: getattr(one, name) for name in self.shown} | {"cost": cost}
                 for one, cost in zip(candidates, costs.each, strict=True)
             ]
         costs.show_added(rows)
@@ -72,56 +67,42 @@ class PrefillHalf(BuiltInPolicy):
 
 
 @dataclass(slots=True)
-class DecodeHalf(BuiltInPolicy):
+class PrefillHalf(_Half):
+    """Chooses the worker that computes the prompt. With a number as the weight what it decodes is ignored."""
+
+    def costs(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> InBlocks | InSeconds:
+        costs = self.policy.costs(request, candidates, moment)
+        if isinstance(costs, InSeconds):
+            return costs
+        rows = zip(candidates, costs.added_blocks(), strict=True)
+        return replace(costs, each=[costs.overlap_weight * one.prefill_blocks + added for one, added in rows])
+
+
+@dataclass(slots=True)
+class DecodeHalf(_Half):
     """Chooses the worker that generates the answer: the fewest blocks that it would hold beyond its own.
 
     Blocks that it has already are not handed over. With a number as the weight they do not count: that is
-    the published formula without its prefill. What was added to the costs of the policy counts here, too.
+    the published formula without its prefill.
     """
 
-    policy: BuiltInPolicy
+    shown: ClassVar[tuple[str, ...]] = ("decode_blocks", "overlap_blocks")
 
-    decisive = ("cost",)
-
-    def pick(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> int:
-        return lowest(self._costs(candidates, self._whole(request, candidates, moment)), moment.random())
-
-    def added_s(self, request: RouteRequest, candidates: Candidates, moment: Moment, place: int) -> float:
-        """What was added for one of them, in seconds; 0 where seconds are not compared."""
-        whole = self._whole(request, candidates, moment)
-        return whole.block * whole.added_blocks()[place] if isinstance(whole, InSeconds) else 0.0
-
-    def _whole(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> InBlocks | InSeconds:
-        """What the whole request would cost: of that only what was added counts."""
-        return self.policy.costs(request, candidates, moment)
-
-    def _costs(self, candidates: Candidates, whole: InBlocks | InSeconds) -> list[float]:
+    def costs(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> InBlocks:
         """Those without room for the prompt come last."""
+        whole = self.policy.costs(request, candidates, moment)
+        counts_overlap = isinstance(whole, InSeconds)
         # a tier with 0 has an unknown size: then nothing is known of the room
         rooms = [sum(one.card.tiers.values()) if all(one.card.tiers.values()) else 0 for one in candidates]
-        most, counts_overlap = max(one.decode_blocks for one in candidates), isinstance(whole, InSeconds)
-        return [
+        most = max(one.decode_blocks for one in candidates)
+        each = [
             one.decode_blocks
             - counts_overlap * one.overlap_blocks
             + added
             + (most if 0 < room < one.decode_blocks else 0)
             for one, added, room in zip(candidates, whole.added_blocks(), rooms, strict=True)
         ]
-
-    def terms(
-        self,
-        request: RouteRequest,
-        candidates: Candidates,
-        moment: Moment,
-        _chosen: Candidate | None = None,
-    ) -> list[dict[str, float]]:
-        whole = self._whole(request, candidates, moment)
-        rows: list[dict[str, float]] = [
-            {"decode_blocks": one.decode_blocks, "overlap_blocks": one.overlap_blocks, "cost": cost}
-            for one, cost in zip(candidates, self._costs(candidates, whole), strict=True)
-        ]
-        whole.show_added(rows)
-        return rows
+        return InBlocks(each, 1.0, whole.added, 0.0)
 
 
 class Pair(Struct, frozen=True, gc=False):
@@ -183,7 +164,7 @@ def choose_pair(
     first_half, second_half = PrefillHalf(policy), DecodeHalf(policy)
     prefill = replace_fields(selection, policy=first_half)
     decode = replace_fields(selection, policy=second_half)
-    best: tuple[float, Candidate, Candidates, Candidates] | None = None
+    best: tuple[float, float, Candidate, Candidates, Candidates] | None = None
     for all_prefillers, all_decoders in islands:
         decoders = decode.eligible(request, all_decoders, moment)
         prefillers = _not_resting(prefill.eligible(request, all_prefillers, moment), decoders, moment)
@@ -191,13 +172,13 @@ def choose_pair(
             prefillers = prefillers.kept([one == computed_at for one in prefillers.targets()])
         if not (prefillers and decoders):
             continue
-        costs = first_half.costs(request, prefillers, moment).each
+        costs = first_half.costs(request, prefillers, moment)
         place = first_half.pick(request, prefillers, moment)
-        if best is None or costs[place] < best[0]:
-            best = costs[place], prefillers[place], prefillers, decoders
+        if best is None or costs.each[place] < best[0]:
+            best = costs.each[place], costs.block, prefillers[place], prefillers, decoders
     if best is None:
         return Sharing()
-    cost, computes, prefillers, decoders = best
+    cost, block, computes, prefillers, decoders = best
     rests = moment.tables.transfers.rests
     first = computes.target.worker_id
     decoders = decoders.kept(
@@ -207,7 +188,7 @@ def choose_pair(
         return Sharing()
     place = second_half.pick(request, decoders, moment)
     answers = decoders[place]
-    cost += second_half.added_s(request, decoders, moment, place)
+    cost += block * second_half.costs(request, decoders, moment).added_blocks()[place]
     terms = _compared(request, policy, moment, whole, answers, prefill_cost=cost, least_tokens=least_tokens)
     is_remote = terms.pop("is_remote") or computed_at is not None  # what is computed is not computed twice
     pair = Pair(computes, answers, prefill, decode, prefillers, decoders) if is_remote else None

@@ -26,12 +26,13 @@ from kvrouter.core.wire.ids import Target
 LEAST_MISSED = 0.01
 
 
-def with_pulls(  # noqa: PLR0917
+def with_pulls(
     request: RouteRequest,
     candidates: Candidates,
     peers: Mapping[Target, int],
     policy: BuiltInPolicy,
     moment: Moment,
+    *,
     block_size: int,
     free_blocks: Callable[[Target], int],
     held_share: float,

@@ -377,14 +377,15 @@ class TenantTable:
             if window is not None:
                 window.add(now, 1, tokens)
 
-    def ended_elsewhere(  # noqa: PLR0917
+    def ended_elsewhere(
         self,
         router_id: RouterId,
         tenant: str,
+        now: float,
+        *,
         settled: int,
         tokens: int,
         begun_at: float,
-        now: float,
         isl: int = 0,
     ) -> None:
         if tenant not in self.limited:

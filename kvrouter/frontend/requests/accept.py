@@ -325,7 +325,7 @@ class Accept:
     def _count_ignored(self) -> None:
         self._metrics.removed_fields.inc("overrides")
 
-    async def _prompts(  # noqa: PLR0917
+    async def _prompts(  # noqa: PLR0917  # all that is known so far
         self,
         asked: openai.CompletionRequest,
         router: Router,

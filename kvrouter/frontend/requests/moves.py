@@ -150,7 +150,7 @@ class Moves:
                 new = body_after(body, answered)
                 if new is None:
                     return self._complete(work, seam, answered, cut, body)
-                following = await self._following(record, work, answered, new, seam, body)
+                following = await self._following(record, work, answered, seam, old=body, new=new)
                 moved = Moved(last.placement.target, cause, count)
                 following = _for_the_same(work, following, moved, last.output_tokens)
                 log.info(
@@ -187,15 +187,22 @@ class Moves:
         self._metrics.migrations.inc(_cause(cut), "moved")
         return Done(200, cut.keeps_alive)
 
-    async def _following(  # noqa: PLR0917
-        self, record: Record, work: Work, answered: Answered, new: bytes, seam: Seam, body: Mapping[str, Any]
+    async def _following(
+        self,
+        record: Record,
+        work: Work,
+        answered: Answered,
+        seam: Seam,
+        *,
+        old: Mapping[str, Any],
+        new: bytes,
     ) -> Work:
-        """The request for what is missing. Raises NotContinuedError or KvRouterError."""
+        """The request for what is missing, whose body is `new`. Raises NotContinuedError, KvRouterError."""
         tokens = len(answered.prompt_ids) + len(answered.output_ids)
         if tokens > self._options.max_tokens:
             raise NotContinuedError(f"{tokens:,} tokens are more than --migration-max-tokens")
         decode = self._decoder(work.router.pool)
-        gap, unshown = answered.seam(stops_of(body), decode)
+        gap, unshown = answered.seam(stops_of(old), decode)
         request = Request(work.request.head.at("POST", PATH), work.request.client, new)
         request.trace = work.request.trace
         again = Record(request, record.id, work.received_at, clock(), record.limits)

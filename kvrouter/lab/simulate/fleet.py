@@ -113,11 +113,12 @@ class Run:
         return sum(self.held) / self.prompt_tokens
 
 
-def card_of(  # noqa: PLR0917
+def card_of(
     worker_id: str,
     model: StepModel,
     capacity_blocks: int,
     labels: Mapping[str, str],
+    *,
     role: str = BOTH,
     connector: str = "",
 ) -> Card:
@@ -323,7 +324,7 @@ class SimulatedFleet:
         self.engines[target] = engine
         self.record.deepest[target.worker_id] = 0
         labels, connector = self._labels.get(name, {}), PEER if self._are_peers else ""
-        self.placer.join(target, engine, card_of(name, model, blocks, labels, role, connector))
+        self.placer.join(target, engine, card_of(name, model, blocks, labels, role=role, connector=connector))
 
     def _fail(self, target: Target, now: float) -> None:
         """The engine is gone. Requests without a token are sent elsewhere, the others have failed."""

@@ -145,8 +145,8 @@ def test_peers_count() -> None:
     one, limits = table(), KeyLimits(requests=10, tokens=1000)
     one.begun_elsewhere(B, "t", 100, NOW)
     one.begun_elsewhere(B, "nobody", 100, NOW)
-    one.ended_elsewhere(B, "t", -40, 100, NOW, NOW + 1)
-    one.ended_elsewhere(B, "nobody", -40, 100, NOW, NOW + 1)
+    one.ended_elsewhere(B, "t", NOW + 1, settled=-40, tokens=100, begun_at=NOW)
+    one.ended_elsewhere(B, "nobody", NOW + 1, settled=-40, tokens=100, begun_at=NOW)
 
     assert (9, 940) == ((left := check(one, limits, NOW + 1)).requests, left.tokens)
     assert 10 == one.check("nobody", limits, 1, NOW + 1, peers=0, hears=True).requests
@@ -267,7 +267,7 @@ def test_served_fades() -> None:
     one = table()
     for number in range(3 * MOST_OWNERS):  # a forger
         one.begun_elsewhere(RouterId(f"r{number}"), "t", 1, NOW, 2**60)
-        one.ended_elsewhere(RouterId(f"r{number}"), "t", 2**60, 1, NOW, NOW)
+        one.ended_elsewhere(RouterId(f"r{number}"), "t", NOW, settled=2**60, tokens=1, begun_at=NOW)
     assert 2**30 == one.served("t")
     peers = one._use("t").peers
     assert MOST_OWNERS == len(peers)
