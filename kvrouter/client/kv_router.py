@@ -32,10 +32,9 @@ from kvrouter.client.membership import (
     replica_with,
     until_serving,
 )
-from kvrouter.core.fleet.placement import Placement
 from kvrouter.core.fleet.pool import PoolSettings
 from kvrouter.core.fleet.replica import Replica, ReplicaSettings
-from kvrouter.core.fleet.router import Router
+from kvrouter.core.fleet.router import Placement, Router
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy
 from kvrouter.core.routing.policy import AUTO, Candidate, OverlapWeight, Prompt, RouteRequest, parse_wanted
 from kvrouter.core.routing.selection import Decision

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-from kvrouter.core.fleet.placement import Placement
+from kvrouter.core.fleet.router import Placement
 from kvrouter.frontend.records import client_totals as module
 from kvrouter.frontend.records.client_totals import (
     ClientAddresses,

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Literal
 
+from msgspec import Struct
 from msgspec.structs import replace
 
+from kvrouter.core.fleet.left_out import UNPAIRED, refused_targets, why_none
 from kvrouter.core.fleet.own_bookings import OwnBooking, OwnBookings
-from kvrouter.core.fleet.placement import UNPAIRED, Placement, placement_of, refused_targets, why_none
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.sync_feed import SyncFeed
 from kvrouter.core.routing.admission import AdmissionQueue
@@ -26,15 +28,44 @@ from kvrouter.core.routing.pairs import Pair, Sharing, choose_pair
 from kvrouter.core.routing.policy import AUTO, Candidate, RouteRequest
 from kvrouter.core.routing.pulls import with_pulls
 from kvrouter.core.routing.selection import Decision, Modes, Selection
-from kvrouter.core.tables.bookings import PULL
+from kvrouter.core.tables.bookings import PULL, Booking
 from kvrouter.core.tables.claimed_losses import ClaimedLosses
 from kvrouter.core.tables.deadly_prompts import DeadlyPrompts
 from kvrouter.core.tables.early_ops import EarlyBudget, EarlyOps
 from kvrouter.core.tables.ghosts import Reuse
 from kvrouter.core.tables.predictions import PredictionTable
+from kvrouter.core.tables.transfers import Pull
 from kvrouter.core.wire.heartbeats import BOTH, DECODE, PREFILL, Card
-from kvrouter.core.wire.ids import RouterId, Target, WorkerId
+from kvrouter.core.wire.ids import BookingKey, RouterId, Target, WorkerId
 from kvrouter.errors import NoWorkersError
+
+# How prefill and decode workers share a request: the decode worker alone ("decode": it is better, "fallback":
+# no prefill worker is left). Empty where a worker of both serves it; "pull": with blocks of a peer.
+PairPath = Literal["", "pair", "decode", "fallback", "pull"]
+
+
+class Placement(Struct, frozen=True, gc=False):
+    """Where a request is sent, and what was known when that was decided."""
+
+    key: BookingKey
+    target: Target
+    choice: Candidate
+    url: str
+    rank_header: str
+    """Whether to ask the engine to report the blocks that this request reuses."""
+    sends_token_ids: bool
+    """Whether to send the token ids of a chat that were computed here."""
+    fallbacks: tuple[Target, ...]
+    """The targets that the policy tries next if this one fails."""
+    block_size: int
+    """The pool's block size, in which `choice` counts."""
+    connector: str = ""
+    """By which its engine hands KV blocks over."""
+    prefill: Placement | None = None
+    """Where its prompt is computed, if another worker does that."""
+    path: PairPath = ""
+    pull: Pull | None = None
+    """What it reads from a peer instead of computing it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +231,7 @@ class Router:
         if policy.reads_speed and pair is None:
             own.predicted_ttft_s = self.bookings.count_decision(eligible, choice.target, moment)
         self.bookings.remember(own, choice, selection, moment)
-        return placement_of(pool, booking, choice, order[1:], sharing, prefill, pull), candidates
+        return _placement(pool, booking, choice, order[1:], sharing, prefill, pull), candidates
 
     def has_eligible(self, request: RouteRequest, now: float, *, exclude: frozenset[Target]) -> bool:
         """Whether `route` would find a target."""
@@ -308,7 +339,7 @@ def _book_prefill(
     booking = bookings.book(request, choice, now, PREFILL)
     # streamed: the end of its answer is that of its prefill
     bookings.track(OwnBooking(booking, request, policy, choice.prefill_tokens, now, True, pool.block_size))
-    return placement_of(pool, booking, choice)
+    return _placement(pool, booking, choice)
 
 
 def _candidates(
@@ -391,6 +422,43 @@ def _shared(  # noqa: PLR0917  # all that a decision is made from
     if not sharing.terms and pool.settings.refuses_whole:
         alone = alone.kept([card.role == BOTH for card in alone.cards()])
     return alone, sharing
+
+
+def _placement(  # noqa: PLR0917  # on the hot path: keywords cost
+    pool: Pool,
+    booking: Booking,
+    choice: Candidate,
+    fallbacks: tuple[Target, ...] = (),
+    sharing: Sharing | None = None,
+    prefill: Placement | None = None,
+    pull: Pull | None = None,
+) -> Placement:
+    target = choice.target
+    worker = pool.targets[target]
+    card = worker.card
+    return Placement(
+        key=booking.key,
+        target=target,
+        choice=choice,
+        url=card.url,
+        rank_header=card.rank_header,
+        sends_token_ids=pool.sends_token_ids and worker.sends_token_ids,
+        fallbacks=fallbacks,
+        block_size=pool.block_size,
+        connector=card.kv_connector,
+        prefill=prefill,
+        path="pull" if pull else "" if pool.split.whole is None else _path(pool, card, sharing),
+        pull=pull,
+    )
+
+
+def _path(pool: Pool, card: Card, sharing: Sharing | None) -> PairPath:
+    if sharing is not None and sharing.pair is not None:
+        return "pair"
+    if card.role != DECODE:
+        return ""
+    is_chosen = pool.split.islands if sharing is None else sharing.terms
+    return "decode" if is_chosen else "fallback"
 
 
 def _preferred(eligible: Candidates, prefer: tuple[Target, ...]) -> list[Candidate]:

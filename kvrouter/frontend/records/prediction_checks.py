@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from kvrouter.core.audit.findings import Audit
-from kvrouter.core.fleet.placement import Placement
-from kvrouter.core.fleet.router import Router
+from kvrouter.core.fleet.router import Placement, Router
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.tables.predictions import Prediction, Usage
 from kvrouter.frontend.records.record import AttemptRecord

@@ -20,8 +20,7 @@ from msgspec import Struct
 from kvrouter.bodies.apis import Api
 from kvrouter.connectors import SERVED
 from kvrouter.connectors.source import Source
-from kvrouter.core.fleet.placement import Placement
-from kvrouter.core.fleet.router import Router
+from kvrouter.core.fleet.router import Placement, Router
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.predictions import PredictionKind, Usage

@@ -15,7 +15,7 @@ from typing import Any
 from kvrouter.bodies import responses
 from kvrouter.bodies.continuation import SHOW_IDS
 from kvrouter.bodies.edits import with_field
-from kvrouter.core.fleet.placement import Placement
+from kvrouter.core.fleet.router import Placement
 from kvrouter.core.wire.ids import Target
 from kvrouter.errors import ShuttingDownError
 from kvrouter.frontend.records.readers import Readers

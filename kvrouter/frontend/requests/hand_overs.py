@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from kvrouter.connectors import SERVED, bodies_at_once, decode_body, p2p, prefill_body
 from kvrouter.connectors.source import source_at
-from kvrouter.core.fleet.placement import Placement
+from kvrouter.core.fleet.router import Placement
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.tables.transfers import Pull
 from kvrouter.errors import WorkerRejectedError

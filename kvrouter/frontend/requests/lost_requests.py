@@ -27,9 +27,8 @@ import structlog
 from msgspec import Struct
 
 from kvrouter.bodies.prompt_hash import prompt_hash
-from kvrouter.core.fleet.placement import Placement
 from kvrouter.core.fleet.replica import Replica
-from kvrouter.core.fleet.router import Router
+from kvrouter.core.fleet.router import Placement, Router
 from kvrouter.core.tables.deadly_prompts import MOST_SUSPECTED, SETTLE_S, Deadly
 from kvrouter.core.wire.ids import PromptHash, Target, WorkerId
 from kvrouter.errors import NoWorkersError, RequestEndsWorkersError, WorkerDiedError

@@ -12,9 +12,8 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 from kvrouter.core.feeds.sinks import SyncSink
-from kvrouter.core.fleet.placement import Placement
 from kvrouter.core.fleet.pool import Pool, PoolSettings
-from kvrouter.core.fleet.router import Router, RouterRules
+from kvrouter.core.fleet.router import Placement, Router, RouterRules
 from kvrouter.core.routing.admission import AdmissionQueue, AdmissionSettings, Ticket
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy
 from kvrouter.core.routing.filters import FilterSettings, new_filters

@@ -17,8 +17,7 @@ from typing import TypeAlias
 
 from msgspec.structs import replace
 
-from kvrouter.core.fleet.placement import Placement
-from kvrouter.core.fleet.router import Router
+from kvrouter.core.fleet.router import Placement, Router
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.wire.heartbeats import BOTH, DECODE, PREFILL
 from kvrouter.core.wire.ids import Target

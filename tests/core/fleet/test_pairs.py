@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kvrouter.core.fleet.placement import Placement
 from kvrouter.core.fleet.pool import Pool
-from kvrouter.core.fleet.router import Router, RouterRules
+from kvrouter.core.fleet.router import Placement, Router, RouterRules
 from kvrouter.core.routing.admission import AdmissionQueue, AdmissionSettings
 from kvrouter.core.routing.filters import MaxOngoing
 from kvrouter.core.routing.policy import RouteRequest

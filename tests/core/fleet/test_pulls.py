@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kvrouter.core.fleet.placement import Placement
 from kvrouter.core.fleet.pool import Pool
-from kvrouter.core.fleet.router import Router, RouterRules
+from kvrouter.core.fleet.router import Placement, Router, RouterRules
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.tables.bookings import Service
 from kvrouter.core.tables.transfers import FAILURES_MOST, FORGOTTEN_S, Transfers

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from kvrouter.core.fleet.placement import Placement
 from kvrouter.core.fleet.replica import Replica
+from kvrouter.core.fleet.router import Placement
 from kvrouter.core.routing.filters import Session
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.wire.heartbeats import encode
