@@ -65,7 +65,8 @@ _SHORT_BYTES = 64
 # The end of `{"error": {…, "code": 500}}`.
 _ERROR_END = re.compile(rb'"code": ?[45]\d\d\s*}\s*}\s*\Z')
 # `"error":null`, which each Responses object has, is no error.
-_SUSPICIOUS = re.compile(rb'"error"\s*:\s*[^\sn]|:\s*"(?:error|abort)"')
+_SUSPICIOUS = re.compile(rb'"error"\s*:\s*[^\sn]|:\s*"(?:error|abort|ERROR)"')
+_ERROR_LINE = re.compile(rb"event: *error")
 
 
 class EventKind(Enum):
@@ -335,7 +336,24 @@ def names_failure(content: bytes) -> bool:
     `find`, not `in`: bytes' `in` first tries its operand as a number, and the exception that this raises
     inside makes it half as slow again (CPython 3.11).
     """
-    return content.find(b'"error"') >= 0 or content.find(b'"abort"') >= 0
+    return (
+        content.find(b'"error"') >= 0
+        or content.find(b'"abort"') >= 0
+        or content.find(b'"ERROR"') >= 0
+        or (content.find(b"event:") >= 0 and _ERROR_LINE.search(content) is not None)
+    )
+
+
+def is_half(text: bytes) -> bool:
+    """Whether an event without its empty line stops amid its JSON."""
+    data = event_of(text).data
+    if not data.startswith(b"{"):
+        return False
+    try:
+        msgspec.json.decode(data)
+    except (ValueError, RecursionError):
+        return True
+    return False
 
 
 def _without_chunks(tail: bytes) -> bytes:

@@ -48,6 +48,7 @@ from kvrouter.relay.events import (
     error_in_whole,
     events_at_the_end,
     is_empty_answer,
+    is_half,
     is_plain_end,
     is_plain_output,
     is_suspicious,
@@ -470,6 +471,9 @@ class Attempt:
             return
         if self._is_holding:
             if self._reader is not None and self._reader.rest.strip():  # an event without its empty line
+                if is_half(self._reader.rest):
+                    self.lost(_NO_END)
+                    return
                 self._events += self._reader.feed(_BLANK_LINES)
             self._judge_whole(head, bytes(self._held))
             return
@@ -622,11 +626,12 @@ class Attempt:
                 self._on_first_output()
 
     def _choose_seam(self, head: ResponseHead, seam: Seam, *, is_whole: bool) -> None:
-        """Let this stream move if its worker is lost, unless it is whole, or none."""
+        """Let this stream move if its worker is lost, unless it is none, or whole with its end."""
         client = self._client
         if seam is client.begun:
             return
-        is_needed = self._is_stream and not (is_whole and seam.rewrite is None)
+        is_good = is_whole and seam.rewrite is None and self._trouble_in(bytes(self._held)) is None
+        is_needed = self._is_stream and not is_good
         if not is_needed or head.status != 200 or head.length is not None:
             self._seam = None
             return

@@ -157,14 +157,16 @@ class Seam(Begun, kw_only=True):
 
     def _before_failure(self, whole: bytes) -> bytes:
         """The events before one by which a worker gives up. If it stays, its client is told."""
-        good = []
-        for event in EventReader().feed(whole):
+        good, reader = [], EventReader()
+        for event in reader.feed(whole):
             error = event.error
             if error is not None and not error.is_clients and (self.may_move or not error.body):
                 self.failure = error
                 self.rest.clear()
                 break
             good.append(event.text)
+        else:
+            good.append(reader.rest)  # more empty lines
         return b"".join(good)
 
     def close(self, event: bytes = b"") -> bytes:

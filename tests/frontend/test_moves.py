@@ -191,6 +191,8 @@ ENDS = {
     "abort": chunk(event("", "abort")),
     "a text and abort in one read": chunk(event("no", "abort")),
     "error": chunk(b'data: {"error": {"message": "broken", "code": 500}}\n\n'),
+    "error in capitals": chunk(event("", "ERROR")),
+    "an event that is named error": chunk(b'event: error\ndata: {"message": "broken"}\n\n'),
     "the end of the body": b"0\r\n\r\n",
 }
 
@@ -219,9 +221,12 @@ async def test_without_chunks(fleet_of: FleetOf, with_tokenizer: str, path: str)
     async with fleet_of(*FLAGS, with_tokenizer, scripts=TWO, **VLLM) as fleet:
         want = await whole(fleet, path)
         for version in ("HTTP/1.1", "HTTP/1.0"):
-            script = dying(1, 3000, is_chunked=False)
-            second = engine(2, is_chunked=False)
-            assert parts(await moved(fleet, path, script, second, version=version)) == want
+            head = sent_by(path, is_chunked=False).index(b"\r\n\r\n")
+            for at in (3000, *range(head + 150, head + 1200, 170)):  # also amid the first output
+                script = dying(1, at, is_chunked=False)
+                second = engine(2, is_chunked=False)
+                got = parts(await moved(fleet, path, script, second, version=version))
+                assert (len(got.about), *got[1:]) == (1, *want[1:]), at  # without output it is a retry
 
 
 @pytest.mark.parametrize("path", BODIES)

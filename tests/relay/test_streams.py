@@ -36,6 +36,7 @@ from tests.long import IS_LONG
 BATCHES, SEEDS = (25 if IS_LONG else 1), 40
 USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":64,"total_tokens":73,"completion_tokens":9}}\n\n'
 FAILED = b'data: {"error":{"message":"out of memory","code":500}}\n\n'
+NAMED = b'event: error\ndata: {"message":"out of memory"}\n\n'
 MIDDLES = (
     chunk(event("plain")),
     chunk(event('quotes: "abort" and "error"')),
@@ -55,6 +56,8 @@ ENDS = (
     chunk(event("", "stop")) + chunk(USAGE) + END,
     chunk(USAGE + b"data: [DONE]\n\n") + LAST_CHUNK,
     chunk(event("", "abort")) + END,
+    chunk(event("", "ERROR")) + END,
+    chunk(NAMED) + END,
     chunk(FAILED) + END,
     chunk(event("no reason")) + LAST_CHUNK,
     b"no chunk\r\n",
@@ -262,7 +265,9 @@ def test_reads_cut_anywhere(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("word", [FAILED, event("", "abort")], ids=["error", "abort"])
+@pytest.mark.parametrize(
+    "word", [FAILED, NAMED, event("", "abort"), event("", "ERROR")], ids=["error", "event", "abort", "ERROR"]
+)
 def test_failure_in_any_chunks(seed: int, word: bytes) -> None:
     """Nothing of an event with a failure is passed on, however its chunks and reads are cut."""
     rng, back = random.Random(seed), list[bool]()

@@ -52,8 +52,10 @@ cdef enum:
     MOST_CHUNK = 1 << 24
     # Of the records of all streams (RECORDS_BYTES in seam.py).
     RECORDS = 256 * 1024 * 1024
-    # Bytes of `"abort"` and of `"error"`.
+    # Bytes of `"abort"`, `"error"` and `"ERROR"`.
     WORD = 7
+    # Bytes of a chunk that are looked at with those of the next one: `event: error` may be cut in two.
+    NEAR = 12
 
     # The first block of a record; each further one is twice as long as the one before, up to the last.
     FIRST_BLOCK = 4096
@@ -208,8 +210,8 @@ cdef bint _has_end(const char *data, Py_ssize_t size) noexcept nogil:
 
 
 cdef Py_ssize_t _last_word(char *near, Py_ssize_t kept, const char *data, Py_ssize_t size) noexcept nogil:
-    """Keep the last bytes, up to WORD, of the `kept` ones and these; how many."""
-    cdef Py_ssize_t old = max(0, min(kept, WORD - size)), new = min(size, WORD)
+    """Keep the last bytes, up to NEAR, of the `kept` ones and these; how many."""
+    cdef Py_ssize_t old = max(0, min(kept, NEAR - size)), new = min(size, NEAR)
     memmove(near, near + kept - old, old)
     memcpy(near + old, data + size - new, new)
     return old + new
@@ -224,7 +226,7 @@ cdef Py_ssize_t _past_chunks(
     """
     cdef Py_ssize_t at = left, chunk, got, kept = 0
     cdef int digit
-    cdef char near[2 * WORD]
+    cdef char near[2 * NEAR]
     while at < size:
         chunk = 0
         while True:
@@ -252,10 +254,10 @@ cdef Py_ssize_t _past_chunks(
         if whole != NULL:
             got = min(chunk, size - at)
             if kept:  # amid an event: the word of a failure may be in several chunks
-                memcpy(near + kept, data + at, min(got, WORD))
-                if _names_failure(near, kept + min(got, WORD)):
+                memcpy(near + kept, data + at, min(got, NEAR))
+                if _names_failure(near, kept + min(got, NEAR)):
                     return -1
-                if _has_end(near, kept + (WORD if got > WORD else got - 1)):
+                if _has_end(near, kept + (NEAR if got > NEAR else got - 1)):
                     return -1
             kept = _last_word(near, kept, data + at, got)
             if at + chunk + 2 <= size and _ends_event(near, kept):
@@ -294,7 +296,29 @@ cdef bint _has(const char *data, Py_ssize_t size, const char *word, int letter) 
 
 cdef bint _names_failure(const char *data, Py_ssize_t size) noexcept nogil:
     """As names_failure in events.py. (memmem takes eight times as long.)"""
-    return _has(data, size, b'"abort"', 2) or _has(data, size, b'"error"', 2)
+    return (
+        _has(data, size, b'"abort"', 2)
+        or _has(data, size, b'"error"', 2)
+        or _has(data, size, b'"ERROR"', 1)
+        or _has_error_line(data, size)
+    )
+
+
+cdef bint _has_error_line(const char *data, Py_ssize_t size) noexcept nogil:
+    """Whether `event: error` is there, with any number of spaces."""
+    cdef const char *end = data + size
+    cdef const char *at = data + 1
+    while True:
+        at = <const char *>memchr(at, 118, end - at) if at < end else NULL  # `v`
+        if at == NULL or end - at < 10:
+            return False
+        if memcmp(at - 1, b"event:", 6) == 0:
+            at += 5
+            while at < end and at[0] == 32:
+                at += 1
+            if end - at >= 5 and memcmp(at, b"error", 5) == 0:
+                return True
+        at += 1
 
 
 cdef bint _pass(Stream stream, double now):
