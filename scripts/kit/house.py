@@ -27,9 +27,9 @@ CLASS_LINES = 300
 # Pool has the roles of its targets since prefill and decode are apart; Agent learns restarted engines again;
 # Attempt hands committed streams to C and takes them back; Completions asks for blocks of a peer; Replica,
 # BookingTable and Completions have four lines more each for tenants. Attempt and Completions know of streams
-# that move, and Attempt passes reads of several chunks as they are, and knows bodies that end amid an event. FeedReader, BlockIndex show C where the
-# next frame goes, and count what it took; Bus reports all messages of a read at once. BlockIndex answers by
-# slot, too; Replica knows heartbeats without news.
+# that move, and Attempt passes reads of several chunks as they are, and knows bodies that end amid an event.
+# FeedReader, BlockIndex show C where the next frame goes, and count what it took; Bus reports all messages of
+# a read at once. BlockIndex answers by slot, too; Replica knows heartbeats without news.
 LARGER = {
     "Attempt": 633, "Replica": 501, "FeedReader": 467, "BlockIndex": 436, "Pool": 394, "Agent": 379,
     "BookingTable": 366, "Completions": 341, "Bus": 341, "EngineBlocks": 313,
@@ -60,8 +60,8 @@ FILES = 25
 # for bodies of calls that are no JSON or name what is not there. 257 for what mockers make up: JSON that fits
 # a schema, arguments of tools, reasoning, embeddings. 29 for reads of several chunks and an adapter's check.
 # 22 that spare a start 55 ms: cyclopts knows only settings that may have been given. 60 for what both halves
-# of a pair cost and show, and for what is left out of a choice, in a module of its own. 25 for errors that only
-# the name of an event tells, and bodies that end amid an event.
+# of a pair cost and show, and for what is left out of a choice, in a module of its own. 25 for errors that
+# only the name of an event tells, and bodies that end amid an event.
 LINES = 78_863
 # Of *.pyx and *.pxi, which LINES does not count.
 CYTHON_LINES = 2717  # 24 for `event: error`
