@@ -286,6 +286,47 @@ async def test_openai_reasoning_and_embeddings(fleet: Fleet) -> None:
     assert first == third != second
 
 
+@pytest.mark.parametrize("most", [12, 3], ids=["whole", "cut amid the reasoning"])
+async def test_reasoning_of_responses(fleet: Fleet, most: int) -> None:
+    """The response of a stream is that without one: an item with the reasoning, then the message."""
+    asked: Any = {"model": "tiny", "input": "Why?", "reasoning": {"effort": "low"}, "max_output_tokens": most}
+    async with openai_at(fleet.frontends[0].url) as client:
+        whole: Any = await client.responses.create(**asked)
+        async with client.responses.stream(**asked) as stream:
+            events: list[Any] = [event async for event in stream]
+
+    done = events[-1].response
+    assert ["reasoning", "message"][: 2 if most > 4 else 1] == [item.type for item in whole.output]
+    assert min(4, most) == whole.usage.output_tokens_details.reasoning_tokens
+    assert whole.output_text == done.output_text
+    assert [*range(len(events))] == [event.sequence_number for event in events]
+    for kind, texts in (("reasoning", [whole.output[0].content[0].text]), ("output", [whole.output_text])):
+        deltas = [event.delta for event in events if event.type == f"response.{kind}_text.delta"]
+        assert "".join(texts) == "".join(deltas)
+
+
+@pytest.mark.parametrize("most", [12, 3], ids=["whole", "cut amid the reasoning"])
+async def test_reasoning_of_messages(fleet: Fleet, most: int) -> None:
+    """The message of a stream is that without one: a signed block with the reasoning, then the text."""
+    asked: Any = {"model": "tiny", "max_tokens": most, "messages": [{"role": "user", "content": "Why?"}]}
+    asked |= {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+    async with anthropic_at(fleet.frontends[0].url) as client:
+        whole: Any = await client.messages.create(**asked)
+        async with client.messages.stream(**asked) as stream:
+            streamed: Any = await stream.get_final_message()
+
+    shown = [
+        [(block.type, getattr(block, "thinking", ""), getattr(block, "text", "")) for block in one.content]
+        for one in (whole, streamed)
+    ]
+    assert shown[0] == shown[1]
+    assert ["thinking", "text"][: 2 if most > 4 else 1] == [kind for kind, *_ in shown[0]]
+    assert all(
+        block.signature for one in (whole, streamed) for block in one.content if block.type == "thinking"
+    )
+    assert whole.stop_reason == streamed.stop_reason
+
+
 async def test_openai_choices(fleet: Fleet) -> None:
     """`n` choices with their logprobs; the prompt counts once."""
     async with openai_at(fleet.frontends[0].url) as client:

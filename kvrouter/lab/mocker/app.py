@@ -131,7 +131,7 @@ class MockService:
 
         def keep(choice: Choice) -> None:
             assert isinstance(asked.prompt, ChatPrompt)
-            said = {"role": "assistant", "content": "".join(choice.texts)}
+            said = {"role": "assistant", "content": "".join(choice.texts[body.reasoning_tokens :])}
             # a call is not part of the history, as in vLLM
             self._responses[number] = [*asked.prompt.messages, *([] if body.demanded_tool else [said])]
             if len(self._responses) > MOST_RESPONSES:

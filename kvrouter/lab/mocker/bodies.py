@@ -21,7 +21,7 @@ from kvrouter.lab.mocker.hashing import EnginePrompt, token_ids
 DEFAULT_COMPLETION_TOKENS = 16
 # `n` of one request.
 MOST_ANSWERS = 128
-# Of a chat with `reasoning_effort`, before its answer.
+# Of a chat with `reasoning_effort`, or with what stands for it in other APIs, before its answer.
 REASONING_TOKENS = 4
 
 
@@ -117,8 +117,13 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens of reasoning before the answer."""
-        return 0
+        """Tokens of reasoning before the answer: a demanded call needs none."""
+        return REASONING_TOKENS if self.thinks and self.demanded_tool is None else 0
+
+    @property
+    def thinks(self) -> bool:
+        """Whether reasoning was asked for."""
+        return False
 
     @property
     def answer_tokens(self) -> int | None:
@@ -192,9 +197,8 @@ class ChatBody(Body, frozen=True, kw_only=True):
     reasoning_effort: str | None = None
 
     @property
-    def reasoning_tokens(self) -> int:
-        thinks = self.reasoning_effort not in {None, "none"} and self.demanded_tool is None
-        return REASONING_TOKENS if thinks else 0
+    def thinks(self) -> bool:
+        return self.reasoning_effort not in {None, "none"}
 
     @property
     def answer_tokens(self) -> int | None:
@@ -206,6 +210,11 @@ class MessagesBody(Body, frozen=True, kw_only=True):
     """/v1/messages. What its prompt is made of, kvrouter.bodies.messages reads."""
 
     max_tokens: int
+    thinking: Any = None
+
+    @property
+    def thinks(self) -> bool:
+        return isinstance(self.thinking, dict) and self.thinking.get("type") in {"enabled", "adaptive"}
 
 
 class ResponsesBody(Body, frozen=True, kw_only=True):
@@ -217,6 +226,12 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     store: bool | None = True
     include: list[str] | None = None
     text: Any = None
+    reasoning: Any = None
+
+    @property
+    def thinks(self) -> bool:
+        effort = self.reasoning.get("effort") if isinstance(self.reasoning, dict) else None
+        return effort not in {None, "none"}
 
     @property
     def schema(self) -> object:

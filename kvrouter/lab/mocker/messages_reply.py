@@ -19,28 +19,31 @@ def event(data: Json) -> bytes:
 
 
 class MessagesReply(Reply):
-    """A message with one block: text, or the demanded call of a tool."""
+    """A message with one block, text or the demanded call of a tool; before a text its reasoning, if any."""
 
     def start(self, choices: Sequence[Choice]) -> bytes:
         message = self._message([], None, {"input_tokens": len(choices[0].prompt), "output_tokens": 0})
-        block = {"type": "content_block_start", "index": 0, "content_block": self._block("")}
-        return event({"type": "message_start", "message": message}) + event(block)
+        block = {"type": "thinking", "thinking": ""} if self.thinks else self._block("")
+        return event({"type": "message_start", "message": message}) + _started(0, block)
 
     def piece(self, index: int, choice: Choice, text: str, token: int | None) -> bytes:
         if self.tool is not None or not text:
             return b""
-        return event(_delta({"type": "text_delta", "text": text}))
+        if not self.text_of(choice) and self.thinks:
+            return _delta(0, {"type": "thinking_delta", "thinking": text})
+        begun = self._ended(0) + _started(1, self._block("")) if self.begins_text(choice) else b""
+        return begun + _delta(int(self.thinks > 0), {"type": "text_delta", "text": text})
 
     def end(self, choices: Sequence[Choice]) -> bytes:
         (choice,) = choices
         is_call = self.tool is not None
         given = {"type": "input_json_delta", "partial_json": self.arguments}
-        arguments = event(_delta(given)) if is_call else b""
+        arguments = _delta(0, given) if is_call else b""
         stop = {"stop_reason": self._stop_reason(choice), "stop_sequence": None}
         return b"".join(
             (
                 arguments,
-                event({"type": "content_block_stop", "index": 0}),
+                self._ended(int(bool(self.thinks and self.text_of(choice)))),
                 event({"type": "message_delta", "delta": stop, "usage": _usage(choice)}),
                 event({"type": "message_stop"}),
             )
@@ -48,7 +51,10 @@ class MessagesReply(Reply):
 
     def whole(self, choices: Sequence[Choice]) -> Json:
         (choice,) = choices
-        content = [self._block("".join(choice.texts), decode(self.arguments))]
+        content = [self._block(self.text_of(choice), decode(self.arguments))]
+        if self.thinks:
+            thought = {"type": "thinking", "thinking": self.thought(choice), "signature": self.id}
+            content = [thought, *(content if self.text_of(choice) else [])]
         message = self._message(content, self._stop_reason(choice), _usage(choice))
         return message | self.handed_over(choices)
 
@@ -69,12 +75,22 @@ class MessagesReply(Reply):
             return {"type": "tool_use", "id": f"call_{self.id}", "name": self.tool, "input": dict(arguments)}
         return {"type": "text", "text": text}
 
+    def _ended(self, index: int) -> bytes:
+        """The block ends; one with reasoning has a signature."""
+        is_thought = self.thinks and not index
+        signed = _delta(index, {"type": "signature_delta", "signature": self.id}) if is_thought else b""
+        return signed + event({"type": "content_block_stop", "index": index})
+
     def _stop_reason(self, choice: Choice) -> str | None:
         return _STOP_REASONS.get(self.reason(choice) or "")
 
 
-def _delta(delta: Json) -> Json:
-    return {"type": "content_block_delta", "index": 0, "delta": delta}
+def _started(index: int, block: Json) -> bytes:
+    return event({"type": "content_block_start", "index": index, "content_block": block})
+
+
+def _delta(index: int, delta: Json) -> bytes:
+    return event({"type": "content_block_delta", "index": index, "delta": delta})
 
 
 def _usage(choice: Choice) -> Json:

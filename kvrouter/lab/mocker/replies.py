@@ -72,6 +72,18 @@ class Reply(ABC):
     answers: int = 1
     """Choices for each prompt (`n`)."""
 
+    def thought(self, choice: Choice) -> str:
+        """Its reasoning, as far as it is generated."""
+        return "".join(choice.texts[: self.thinks])
+
+    def text_of(self, choice: Choice) -> str:
+        """Its text, without the reasoning."""
+        return "".join(choice.texts[self.thinks :])
+
+    def begins_text(self, choice: Choice) -> bool:
+        """Whether its latest token is the first with text, behind reasoning."""
+        return self.thinks > 0 and not any(choice.texts[self.thinks : -1])
+
     @abstractmethod
     def start(self, choices: Sequence[Choice]) -> bytes:
         """The events before the first token."""
@@ -206,13 +218,13 @@ class ChatReply(ChunkReply):
             "index": index,
             "message": {
                 "role": "assistant",
-                "content": None if self.tool else "".join(choice.texts[self.thinks :]),
+                "content": None if self.tool else self.text_of(choice),
                 **({"tool_calls": [self._call(self.arguments)]} if self.tool else {}),
                 "refusal": None,
                 "annotations": None,
                 "audio": None,
                 "function_call": None,
-                "reasoning": "".join(choice.texts[: self.thinks]) or None,
+                "reasoning": self.thought(choice) or None,
             },
             "logprobs": self.logprobs(choice.texts),
             "finish_reason": self.reason(choice),
