@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import socket
@@ -76,6 +77,11 @@ async def chats(http: aiohttp.ClientSession, url: str, count: int) -> list[str]:
     return found
 
 
+async def in_chunks(body: bytes) -> AsyncIterator[bytes]:
+    """Makes aiohttp send it without a length."""
+    yield body
+
+
 async def test_the_gateway(nats_url: str, tiny: Path) -> None:
     """Equal chats go to one engine, their streams arrive whole, and no booking is left anywhere."""
     port = free_port()
@@ -110,6 +116,14 @@ async def test_haproxy(nats_url: str, tiny: Path, tmp_path: Path) -> None:
             table = router.site.placing.table
             (held,) = filter(None, map(table.of_worker, pool.workers))
             assert 2 == len(table) == len(held), "the second went where the first one was"
+            for length in (300, 400_000):  # the second is longer than what HAProxy keeps
+                asked = json.dumps({"model": "tiny", "user": "x" * length, "prompt": "hello"}).encode()
+                async with router.http.post(
+                    f"{url}/v1/completions",
+                    data=in_chunks(asked),
+                    headers={"content-type": "application/json"},
+                ) as answer:
+                    assert 200 == answer.status, await answer.text()
             unknown = CHAT | {"model": "other"}
             async with router.http.post(f"{url}/v1/chat/completions", json=unknown) as answer:
                 assert 503 == answer.status
