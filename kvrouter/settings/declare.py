@@ -37,6 +37,7 @@ SWITCHES = {
 # From :// to the last @ before the next ://, as a password may contain any of / @ and a comma. Or before @
 # in a URL whose :// was forgotten.
 _PASSWORD = re.compile(r"""(?<=://)(?:(?!://)\S)*@|(?<![^\s'"=,])[^\s'"=,:@/]+:(?!//)(?:(?!://)\S)*@""")
+_hints = functools.cache(typing.get_type_hints)  # they are slow to resolve
 
 
 class Settings:
@@ -298,7 +299,7 @@ class Command(Generic[S]):
     def declared(self) -> list[Declared]:
         """Its settings, in the order of declaration."""
         return [
-            dataclasses.replace(one, default=self.defaults.get(one.name, one.default))
+            dataclasses.replace(one, default=self.defaults[one.name]) if one.name in self.defaults else one
             for one in _declared_once(self.kind)  # type: ignore[arg-type]  # mypy asks its instances for a hash
             if one.name not in self.left_out
         ]
@@ -351,10 +352,8 @@ def built(kind: type[S], declarations: Iterable[Declared], values: Mapping[str, 
 
 
 def _from_tree(kind: type[S], tree: Mapping[str, Any]) -> S:
-    hints = typing.get_type_hints(kind)
-    nested = {
-        name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, Settings)
-    }
+    hints = _hints(kind).items()  # type: ignore[arg-type]  # as above
+    nested = {name: hint for name, hint in hints if isinstance(hint, type) and issubclass(hint, Settings)}
     return kind(
         **{name: _from_tree(nested[name], value) if name in nested else value for name, value in tree.items()}
     ).checked()

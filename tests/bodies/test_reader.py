@@ -31,7 +31,7 @@ from kvrouter.tokens.prompt import ChatPrompt, TokenPrompt
 from tests.long import examples
 
 needs_native = pytest.mark.skipif(bool(versions.why_not_built), reason=f"not built: {versions.why_not_built}")
-IDS = [random.Random(1).randrange(200_000) for _ in range(50_000)]
+IDS = random.Random(1).choices(range(200_000), k=50_000)
 TEXT = 'Grüße, "Welt" \\ \n😀 ' * 4_000
 
 

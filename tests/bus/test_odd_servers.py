@@ -83,7 +83,7 @@ async def test_odd_answers_at_the_first_connection(new_nats_server: NewServer, a
             connected = Connections(bus)
             await bus.subscribe("a", inbox)
             async with odd_server(server.port, answer) as odd:
-                await odd.was_tried(3)
+                await odd.was_tried(2)
             assert bus.outage_reason
             server.start()
 

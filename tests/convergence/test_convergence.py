@@ -16,7 +16,7 @@ from tests.convergence.plans import OUTAGES, histories, plans, setups
 from tests.convergence.world import PINGS_S, Setup, Step, World, live_through
 from tests.long import IS_LONG, examples
 
-HISTORIES = 2000 if IS_LONG else 24
+HISTORIES = 2000 if IS_LONG else 16
 
 
 @pytest.mark.timeout(1200)  # 2,000 histories, or a failing one that is cut down

@@ -146,16 +146,13 @@ def routers(answers: list[Response]) -> Counter[str]:
     return Counter(answer.header("x-kvrouter-router") for answer in answers)
 
 
-async def test_two_on_one_port(nats_url: str) -> None:
+async def both_serve(parent: Parent) -> None:
     """Both serve on one port and share their bookings. Each has an admin listener."""
-    async with running(nats_url, OK) as parent:
-        served = routers([answer for _ in range(10) for answer in await many(parent.url, 20)])
-        views = [(await get(url, "/workers")).json for url in parent.admin_urls]
-        report = await compare(parent.admin_urls, timeout_s=10.0)
-        metrics = await get(parent.url, "/metrics")
-        own = [await get(url, "/metrics") for url in parent.admin_urls]
-        os.kill(parent.children()[1], signal.SIGKILL)
-        one_left = await get(parent.admin_urls[0], "/metrics?processes=all&name[]=kvrouter_process_scraped")
+    served = routers([answer for _ in range(10) for answer in await many(parent.url, 20)])
+    views = [(await get(url, "/workers")).json for url in parent.admin_urls]
+    report = await compare(parent.admin_urls, timeout_s=10.0)
+    metrics = await get(parent.url, "/metrics")
+    own = [await get(url, "/metrics") for url in parent.admin_urls]
 
     assert {view["router_id"] for view in views} == set(served)
     assert 2 == len(served), served
@@ -168,18 +165,16 @@ async def test_two_on_one_port(nats_url: str) -> None:
     assert {"1", "2"} == {re.findall(r'process="(\d)"', line)[0] for line in counts}
     assert 200 == sum(float(line.split()[-1]) for line in counts)
     assert not any("process=" in each.body.decode() for each in own)
-    assert {"1": "1.0", "2": "0.0"} == dict(
-        re.findall(r'process_scraped\{process="(\d)"\} (\S+)', one_left.body.decode())
-    )
 
 
-async def test_processes_that_die(nats_url: str) -> None:
-    """One after the other; then the parent is killed, and leaves no process behind."""
+async def test_two_on_one_port(nats_url: str) -> None:
+    """They serve, and die one after the other; then the parent is killed, and leaves no process behind."""
 
     async def script(received: Received, wire: Wire) -> None:
         await (says_and_stalls(ONE) if b'"stream": true' in received.body else OK)(received, wire)
 
     async with running(nats_url, script) as parent:
+        await both_serve(parent)
         await killed_while_connections_queue(parent)
         await killed_under_load(parent)
         await one_is_restarted(parent)
@@ -247,10 +242,14 @@ async def killed_under_load(parent: Parent) -> None:
     before = len(parent.worker.requests)
     await until(lambda: len(parent.worker.requests) > before + 200, "load")
     os.kill(parent.children()[0], signal.SIGKILL)
+    one_left = await get(parent.admin_urls[1], "/metrics?processes=all&name[]=kvrouter_process_scraped")
     await parent.until_ready(parent.admin_urls[0])
     ended.set()
     await asyncio.gather(*tasks)
 
+    assert {"1": "0.0", "2": "1.0"} == dict(
+        re.findall(r'process_scraped\{process="(\d)"\} (\S+)', one_left.body.decode())
+    )
     assert len(broken) <= at_once
     assert not [error for error in broken if isinstance(error, ConnectionRefusedError)]
 

@@ -57,7 +57,7 @@ def plain(tiny: Path) -> Iterator[PromptEncoder]:
         yield encoder
 
 
-@examples(300, 12)
+@examples(300, 6)
 @given(st.lists(asked, min_size=3, max_size=10), st.sampled_from([None, 0.5]), st.sampled_from([3, 1000]))
 @pytest.mark.usefixtures("core")
 def test_same_hashes(

@@ -27,6 +27,7 @@ from scripts.kit.bench.wire.stage import open_stage
 from scripts.kit.bench.wire.works import Run, Work, standard_works
 from scripts.kit.fleet import Fleet, FleetError
 from scripts.kit.http_client import Client
+from tests.long import IS_LONG
 
 REPORT = Report(
     requests=1000, errors=0, first_error="", reopened=0, seconds=2.0, latency_p50_us=300, latency_p90_us=500,
@@ -189,10 +190,10 @@ def test_relay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 def test_request(tmp_path: Path) -> None:
     """The request bench serves real requests through fake sockets, also by pairs, and shows a profile."""
     out = tmp_path / "request.json"
-    few = ["request", "--runs", "1", "--requests", "100", "--profile", "--json", str(out)]
+    few = ["request", "--runs", "1", "--requests", "20", "--profile", "--json", str(out)]
     program = (
         "from scripts.kit.bench import __main__, request\n"
-        f"request.WARM_REQUESTS = 32\nraise SystemExit(__main__.main({few}))"
+        f"request.WARM_REQUESTS = 10\nraise SystemExit(__main__.main({few}))"
     )
     bench = [sys.executable, "-c", program]  # it sets up logs
     done = subprocess.run(bench, capture_output=True, text=True, timeout=100, check=False)
@@ -224,7 +225,7 @@ def test_shares() -> None:
 def test_peers_that_are_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Without peers kvrouter's chats are measured; each missing peer is named with its install command.
+    """Each missing peer is named with its install command; in the long form kvrouter's chats are measured.
 
     `test_relay` runs the other works.
     """
@@ -237,7 +238,9 @@ def test_peers_that_are_missing(
     monkeypatch.setattr("scripts.kit.bench.wire.routers.find_nginx", lambda named: named)
     out = tmp_path / "peers.json"
 
-    status = main(["peers", "--runs", "1", "--chat-runs", "1", "--share", "0.002", "--json", str(out)])
+    status = main(
+        ["peers", "--runs", "1", "--chat-runs", str(int(IS_LONG)), "--share", "0.002", "--json", str(out)]
+    )
 
     output = capfd.readouterr()
     assert 0 == status, output.err
@@ -250,7 +253,8 @@ def test_peers_that_are_missing(
         "Dynamo (--install)",
     ):
         assert f"missing: {name}" in output.out
-    assert {"short", "long", "paced", "alone", "chat"} == {row["work"] for row in body["targets"]}
+    works = {"short", "long", "paced", "alone", *["chat"] * IS_LONG}
+    assert works == {row["work"] for row in body["targets"]}
     assert {None} == {row["met"] for row in body["targets"] if row["figure"] != "stalls"}
 
 

@@ -46,7 +46,7 @@ async def test_commands_of_the_same_host(free_port: Callable[[], int], tmp_path:
     ports = free_ports(4)
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     own = ["--nats-port", nats.rpartition(":")[2], f"--port={ports[0]}", f"--admin-port={ports[1]}"]
-    more = [f"--port={ports[2]}", f"--admin-port={ports[3]}"]
+    more = [f"--port={ports[2]}", f"--admin-port={ports[3]}", "--drain-grace-s=0"]
     published = ["-m", "kvrouter.frontend", "--router-mode", "kv", "--router-replica-sync"]
     async with (
         running_mocker(FAST) as mocker,
@@ -60,11 +60,11 @@ async def test_commands_of_the_same_host(free_port: Callable[[], int], tmp_path:
             async with Client("default", "tiny", nats=nats) as client:
                 stream = client.round_robin({"prompt": [*range(100)], "max_tokens": 2})
                 answer = [part async for part in stream]
-            verified = await ended(
-                "verify", "--owners", "--replica", urls[1], "--replica", urls[3], NATS_URL=nats
+            verified, examined, stranger = await asyncio.gather(
+                ended("verify", "--owners", "--replica", urls[1], "--replica", urls[3], NATS_URL=nats),
+                ended(*DOCTOR, nats),
+                ended(*DOCTOR, nats, XDG_STATE_HOME=str(tmp_path)),
             )
-            examined = await ended(*DOCTOR, nats)
-            stranger = await ended(*DOCTOR, nats, XDG_STATE_HOME=str(tmp_path))
         finally:
             second.terminate()
             await second.communicate()

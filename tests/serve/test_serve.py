@@ -66,7 +66,7 @@ async def test_the_one_command(
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     engines = [f"--engine={mocker.url}" for mocker in mockers]
     flags = ["--replicas=2", f"--port={ports[0]}", f"--admin-port={ports[2]}", f"--nats-port={free_port()}"]
-    async with serving(*engines, *flags) as served:
+    async with serving(*engines, *flags, backend="auto") as served:
         await until_ready(served, http, urls)
 
         prompt = "the same words again and again " * 20

@@ -1,10 +1,11 @@
-"""Logs on stderr. Each test starts a process, as logging is global."""
+"""Logs on stderr. Tests start processes, as logging is global."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 
@@ -28,8 +29,9 @@ logging.getLogger("some.library").info("library details")
 """
 
 
+@cache
 def logged(level: str, form: str) -> list[str]:
-    """The lines that a process with these settings logs; stdout must stay empty."""
+    """The lines that a process with these settings logs; stdout stays empty. Tests share the process."""
     code = WRITE_LOGS.format(level=level, form=form)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "" == done.stdout

@@ -10,8 +10,9 @@ from kvrouter.lab.simulate.cells import ORACLE, Cell
 from kvrouter.lab.simulate.measures import Measures
 from kvrouter.lab.simulate.step_model import REFERENCE, SHORTEST
 from kvrouter.policies import PolicySettings
+from tests.long import IS_LONG
 
-TRACE = workloads.trace(traces.read_trace(traces.CONVERSATION_EXCERPT)[:1200])
+TRACE = workloads.trace(traces.read_trace(traces.CONVERSATION_EXCERPT)[: 1200 if IS_LONG else 800])
 AUTO, EIGHT, LEAST_LOADED = "kv", "kv:8", "least-loaded"
 
 
