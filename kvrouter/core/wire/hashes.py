@@ -220,6 +220,14 @@ def union_of(chains: Sequence[Sequence[int]]) -> Sequence[int]:
     return union
 
 
+def sampled_hashes(hashes: Sequence[int], mask: int) -> list[int]:
+    """The hashes that are 0 in all bits of `mask`."""
+    native = versions.chosen.hashes
+    if native is not None:
+        return cast("list[int]", native.sampled_hashes(hashes, mask))
+    return [hash_ for hash_ in hashes if not hash_ & mask]
+
+
 def _shared_blocks(one: Sequence[int], other: Sequence[int], least: int) -> int:
     """How many blocks two chains share, if they share `least`."""
     most = min(len(one), len(other))

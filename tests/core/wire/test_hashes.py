@@ -23,6 +23,7 @@ from kvrouter.core.wire.hashes import (
     pack_hashes,
     pool_token,
     prompt_hashes,
+    sampled_hashes,
     seeded_block_hashes,
     seeded_prompt_hashes,
     sequence_hashes,
@@ -303,3 +304,11 @@ def test_union_of_nothing() -> None:
     """Prompts without a full block have no union."""
     assert [0, 0, 0, 1] == known_blocks([[], [7], [], [7]])
     assert [7] == list(union_of([[], [7], [], [7]]))
+
+
+@given(hashes, st.integers(0, 2**12 - 1))
+def test_sampled_hashes(values: list[int], mask: int) -> None:
+    """Those that are 0 where the mask is 1, of a list or an array."""
+    wanted = [value for value in values if not value & mask]
+
+    assert wanted == sampled_hashes(values, mask) == sampled_hashes(array("Q", values), mask)
