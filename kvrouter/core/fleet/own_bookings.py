@@ -27,7 +27,7 @@ from kvrouter.core.tables.prefill_speeds import Calibration
 from kvrouter.core.tables.tenants import Charge
 from kvrouter.core.tables.text_index import sent_text
 from kvrouter.core.tables.transfers import Pull
-from kvrouter.core.wire.hashes import pack_hashes
+from kvrouter.core.wire.hashes import pack_hashes, union_of
 from kvrouter.core.wire.heartbeats import DECODE, PREFILL
 from kvrouter.core.wire.ids import BookingKey, RouterId, Target
 from kvrouter.core.wire.ops import (
@@ -133,7 +133,7 @@ class OwnBookings:
 
     def _blocks(self, request: RouteRequest) -> tuple[Sequence[int], int]:
         """The named blocks of a request, at most MAX_BOOKING_HASHES, and the number of its other blocks."""
-        hashes = _union(request)
+        hashes = union_of([prompt.hashes for prompt in request.prompts])
         named = hashes if len(hashes) <= MAX_BOOKING_HASHES else hashes[:MAX_BOOKING_HASHES]
         return named, len(hashes) - len(named) + request.unnamed_blocks(self._pool.block_size)
 
@@ -296,10 +296,3 @@ class OwnBookings:
 def _pulls_from(own: OwnBooking, pull: Pull) -> float:
     """When its target would have had a first byte, had it had the blocks: it takes longer by the transfer."""
     return own.sent_at + (own.predicted_ttft_s or pull.seconds) - pull.seconds
-
-
-def _union(request: RouteRequest) -> Sequence[int]:
-    """The blocks of all prompts, each once, parents before children."""
-    if len(request.prompts) == 1:
-        return request.prompts[0].hashes
-    return list(dict.fromkeys(hash_ for prompt in request.prompts for hash_ in prompt.hashes))

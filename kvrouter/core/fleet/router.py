@@ -388,6 +388,8 @@ def _count_reuse(
     reuse.chosen += choice.own_prefill_tokens
     # the chosen one may hold more with the wider view of several prompts
     reuse.best += request.isl - max(candidates.deepest_blocks(), choice.overlap_blocks) * size
+    if len(request.prompts) > 1:
+        reuse.expect(sum([len(prompt.hashes) for prompt in request.prompts]), pool.room_blocks)
     for prompt in request.prompts:
         reuse.count(prompt.hashes, prompt.isl, size, pool.room_blocks)
 

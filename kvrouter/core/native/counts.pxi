@@ -34,14 +34,16 @@ cdef class CountedSet:
         cdef uint64_t total = 0
         held = viewed(hashes, &data, &count)
         cdef array.array fresh = array.clone(_HASHES, count, zero=False)
+        cdef Py_ssize_t size = self.size
+        while 2 * (self.count + count) > size:
+            size *= 2
+        if size > self.size:
+            self.resize(size)  # once, as if all were new
         for i in range(count):
             if i == ahead:
                 ahead = self.fetch(data, i, count, mixes)
             place = self.place(data[i], mixes[i & (AHEAD - 1)])
             if not place.count:
-                if 2 * (self.count + 1) > self.size:
-                    self.resize(2 * self.size)
-                    place = self.place(data[i], mixes[i & (AHEAD - 1)])
                 place.hash = data[i]
                 self.count += 1
                 fresh.data.as_ulonglongs[first] = data[i]

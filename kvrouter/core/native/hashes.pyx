@@ -102,6 +102,22 @@ def prompt_hashes(tokens, Py_ssize_t block_size, uint64_t seed, array.array know
     return chain
 
 
+def sampled_hashes(hashes, uint64_t mask):
+    """The hashes that are 0 in all bits of `mask`, as a list."""
+    cdef array.array held
+    if type(hashes) is array.array and (<array.array> hashes).typecode == "Q":  # a subclass may return a wrong length
+        held = hashes
+    else:
+        held = array.array("Q", hashes)
+    cdef const uint64_t *at = <const uint64_t *> held.data.as_ulonglongs
+    cdef list found = []
+    cdef Py_ssize_t i
+    for i in range(len(held)):
+        if not at[i] & mask:
+            found.append(PyLong_FromUnsignedLongLong(at[i]))
+    return found
+
+
 cdef array.array _tokens(object tokens, Py_ssize_t block_size):
     """The tokens as an array('I'). Raises what array('I', …) raises for a value that is not a token id."""
     if block_size < 1:

@@ -135,7 +135,8 @@ cdef class Rows:
     cdef inline int insert(self, uint64_t hash_, uint32_t number, Place *place) except -1:
         """Add a row that `seek` did not find."""
         cdef Shard *shard = place.shard
-        if shard.rows >= shard.size * MOST and not self.resized(shard, shard.size + (shard.size >> 1) + 1):
+        cdef uint32_t more = max(2, (shard.size >> 1) + 1)  # one bucket alone would grow after three rows
+        if shard.rows >= shard.size * MOST and not self.resized(shard, shard.size + more):
             taken(NULL)
         put(shard, place.mix, hash_, number)
         shard.rows += 1

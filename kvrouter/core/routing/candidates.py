@@ -12,7 +12,7 @@ column of 512 takes 2 to 5 µs.
 from __future__ import annotations
 
 from array import array
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias, TypeVar, overload
 
@@ -28,6 +28,7 @@ from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.core.tables.bookings import BookingTable
 from kvrouter.core.tables.prefill_speeds import Speed
 from kvrouter.core.tables.transfers import Pull
+from kvrouter.core.wire.hashes import known_blocks
 from kvrouter.core.wire.heartbeats import Card, RankBeat
 from kvrouter.core.wire.ids import Target, WorkerId
 
@@ -433,7 +434,8 @@ def form_candidates(
     ]
     reuses_in_flight = inflight_overlap and request.reads_cache
     count = len(roster.targets)
-    own_blocks = _all_blocks(request, block_size) if count else 0
+    known = known_blocks([prompt.hashes for prompt in request.prompts]) if len(found) > 1 else [0]
+    own_blocks = _all_blocks(request, block_size, known) if count else 0
     columns.own_prefill_tokens = array("q", [request.isl]) * count
     columns.own_decode_blocks = array("q", [own_blocks]) * count
     columns.overlap_blocks, columns.widest_blocks, columns.indexed_blocks = none[:], none[:], none[:]
@@ -449,7 +451,8 @@ def form_candidates(
             columns.deepest = _reckon_tiers(columns, roster, prompt.isl, block_size, cached, reused)
         else:
             columns.deepest = _reckon_device(columns, roster, prompt.isl, block_size, cached, reused)
-    for target, held in _held_in_flight(found).items():  # these blocks are active there already: no new load
+    # blocks in flight are active there already: no new load
+    for target, held in _held_in_flight(found, known).items():
         place = roster.places.get(target)
         if place is not None:
             columns.own_decode_blocks[place] -= held
@@ -604,20 +607,20 @@ def _reckon_tiers(  # noqa: PLR0917
     return deepest
 
 
-def _all_blocks(request: RouteRequest, block_size: int) -> int:
+def _all_blocks(request: RouteRequest, block_size: int, known: list[int]) -> int:
     """Blocks that the request makes active on a target where none of them is in flight."""
     if len(request.prompts) == 1:
         return request.prompts[0].isl // block_size
-    named = {hash_ for prompt in request.prompts for hash_ in prompt.hashes}
-    return len(named) + request.unnamed_blocks(block_size)
+    named = sum([len(prompt.hashes) for prompt in request.prompts]) - sum(known)
+    return named + request.unnamed_blocks(block_size)
 
 
-def _held_in_flight(found: list[Found]) -> dict[Target, int]:
+def _held_in_flight(found: list[Found], known: list[int]) -> Mapping[Target, int]:
     """Per target, how many of the request's blocks are held by requests in flight."""
     if len(found) == 1:
         return found[0][2]
-    held: defaultdict[Target, set[int]] = defaultdict(set)
-    for prompt, _, in_flight in found:
+    held: Counter[Target] = Counter()
+    for (_, _, in_flight), shared in zip(found, known, strict=True):
         for target, depth in in_flight.items():
-            held[target].update(prompt.hashes[:depth])
-    return {target: len(blocks) for target, blocks in held.items()}
+            held[target] += max(0, depth - shared)
+    return held

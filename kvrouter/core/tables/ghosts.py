@@ -3,12 +3,15 @@
     a prompt's blocks ──sampled by hash──> pooled:  the last used, as many as the fleet holds × rate
                                        └─> endless: all of them, until the sample is full
 
+    last used ── pooled ──┬── older ── first dropped        endless: pooled and older
+                          └ the oldest pooled block becomes the last used of the older ones
+
 Spatial sampling as SHARDS does (Waldspurger et al., FAST '15): a block is in the sample if its hash is, so
 the sample contains all uses of the blocks it contains, and a cache of `rate` times the size behaves as the
 whole one. The rate begins at 1, so that a short run is exact, and halves
 
     after each 32 Ki sampled blocks that prompts use, down to 1/32: bounds the time
-    until a prompt has 512 sampled blocks or fewer:                  bounds the time of one prompt
+    until a request has 512 sampled blocks or fewer:                 bounds the time of one request
     when the endless cache is full:                                  bounds the memory
 
 but not below 1,024 blocks of the pooled cache: a smaller sample misjudges it.
@@ -20,25 +23,22 @@ hits of a few popular blocks depend on whether these are in the sample (the pape
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import lru_cache
 
-from kvrouter.core.wire.hashes import pack_hashes
+from kvrouter.core.wire.hashes import sampled_hashes
 
 # Blocks in the sample: about 5 MiB. A standard error of half a point.
 MOST_SAMPLED = 1 << 15
 # Sampled blocks that are used at one rate, while this halves the rate; and the number of these halvings.
 MOST_USED = 1 << 15
 USE_HALVINGS = 5
-# Of one prompt: 4 M instructions. A prompt of 128,000 tokens has 8,000 blocks.
+# Of one request: a million instructions. A prompt of 128,000 tokens has 8,000 blocks.
 MOST_AT_ONCE = 1 << 9
 # At a rate of 1/4096 the sample stands for 134 million blocks. The endless cache, too, then drops the oldest.
 # At the least rate that the fleet's size allows it does the same: it then has 32 times its size or more.
 MOST_HALVINGS = 12
 LEAST_POOLED = 1 << 10
-_HASH_BYTES = 8
 
 
 class Reuse:
@@ -55,6 +55,10 @@ class Reuse:
         self.endless = 0
         """Not cached in one endless cache."""
         self._ghosts = Ghosts()
+
+    def expect(self, blocks: int, room_blocks: int) -> None:
+        """A request with several prompts was routed here, which are counted one by one."""
+        self._ghosts.lower_rate(blocks, room_blocks)
 
     def count(self, hashes: Sequence[int], isl: int, block_size: int, room_blocks: int) -> None:
         """A prompt of `isl` tokens was routed here. `room_blocks`: those that all targets have room for."""
@@ -81,8 +85,8 @@ class Reuse:
 class Ghosts:
     """The two caches.
 
-    Invariants: the endless one holds all blocks of the pooled one, at most `most_sampled`. Both hold sampled
-    blocks, and after a halving those that are not swept yet.
+    Invariants: a block is pooled or older, not both. There are at most `most_sampled` of them. All are in the
+    sample, but for those that are not swept yet after a halving.
     """
 
     def __init__(
@@ -99,69 +103,93 @@ class Ghosts:
         self._most_at_once = most_at_once
         self._used = 0  # at this rate
         self._halvings = 0
-        self._in_sample = _low_bytes(0)
+        self._mask = 0  # the bits of a hash that are 0 if it is in the sample
         # ordered by last use; a parent was used after its children, so that a child is dropped first
-        self._endless: OrderedDict[int, None] = OrderedDict()
+        self._older: OrderedDict[int, None] = OrderedDict()
         self._pooled: OrderedDict[int, None] = OrderedDict()
         # cached before the last halving: half of them are no longer in the sample
         self._unswept: list[int] = []
-        self._unswept_pooled = 0  # of the pooled cache, those that are no longer in the sample
+        self._unswept_pooled = 0  # about how many pooled blocks are no longer in the sample
 
     @property
     def rate(self) -> float:
         """The share of the blocks that is in the sample."""
         return float(0.5**self._halvings)
 
+    def lower_rate(self, blocks: int, capacity_blocks: int) -> None:
+        """Before a request of so many blocks: halve the rate until few of them are in the sample."""
+        before = self._halvings
+        while blocks >> self._halvings > self._most_at_once and self._may_halve(capacity_blocks):
+            self._halve()
+        if self._halvings != before:
+            self._begin_sweep()
+
     def use(self, hashes: Sequence[int], most: int, capacity_blocks: int) -> None:
         """Count a prompt, and cache it. `most`: the leading blocks that an engine would have reused."""
-        places = self._places(hashes, capacity_blocks)
-        blocks = [hashes[place] for place in places if place < most]
-        self.endless_misses += _misses(blocks, self._endless) << self._halvings
-        self.pooled_misses += _misses(blocks, self._pooled) << self._halvings
-        self._insert([hashes[place] for place in places], capacity_blocks)
+        self.lower_rate(len(hashes), capacity_blocks)
+        pooled, older = self._pooled, self._older
+        blocks = sampled_hashes(hashes[:most], self._mask)
+        count = len(blocks)
+        depth = next((place for place in range(count) if blocks[place] not in pooled), count)
+        self.pooled_misses += (count - depth) << self._halvings
+        while depth < count and (blocks[depth] in older or blocks[depth] in pooled):
+            depth += 1
+        self.endless_misses += (count - depth) << self._halvings
+        self._insert(blocks + sampled_hashes(hashes[most:], self._mask), capacity_blocks)
 
     def insert(self, hashes: Sequence[int], capacity_blocks: int) -> None:
         """Cache a prompt that another replica counts."""
-        self._insert([hashes[place] for place in self._places(hashes, capacity_blocks)], capacity_blocks)
+        self.lower_rate(len(hashes), capacity_blocks)
+        self._insert(sampled_hashes(hashes, self._mask), capacity_blocks)
 
     def check(self) -> None:
         """Raise if an invariant is broken."""
-        assert len(self._endless) <= self._most
-        assert self._pooled.keys() <= self._endless.keys()
-        unsampled = {block for block in self._endless if block & ((1 << self._halvings) - 1)}
+        assert len(self._older) + len(self._pooled) <= self._most
+        assert not self._older.keys() & self._pooled.keys()
+        unsampled = {block for block in [*self._older, *self._pooled] if block & self._mask}
         assert unsampled <= set(self._unswept)
-        assert len(unsampled & self._pooled.keys()) == self._unswept_pooled
-
-    def _places(self, hashes: Sequence[int], capacity_blocks: int) -> list[int]:
-        """Where in the prompt its sampled blocks are. A pattern finds them in C: a loop is slower."""
-        while len(hashes) >> self._halvings > self._most_at_once and self._may_halve(capacity_blocks):
-            self._halve()
-        places = [found.start() for found in self._in_sample.finditer(pack_hashes(hashes)[::_HASH_BYTES])]
-        if self._halvings > 8:  # the lowest byte alone cannot say
-            mask = (1 << self._halvings) - 1
-            places = [place for place in places if not hashes[place] & mask]
-        return places
+        assert self._unswept or not self._unswept_pooled
 
     def _insert(self, blocks: list[int], capacity_blocks: int) -> None:
-        blocks.reverse()
-        _touch(self._endless, blocks)
-        _touch(self._pooled, blocks)
+        pooled, older = self._pooled, self._older
+        for block in reversed(blocks):
+            if block in pooled:
+                pooled.move_to_end(block)
+            else:
+                older.pop(block, None)
+                pooled[block] = None
         self._used += len(blocks)
         is_slow = self._used > self._most_used and self._halvings < USE_HALVINGS
-        is_swept = not self._unswept
-        if (is_slow or len(self._endless) > self._most) and is_swept and self._may_halve(capacity_blocks):
+        is_full = len(older) + len(pooled) > self._most
+        if (is_slow or is_full) and not self._unswept and self._may_halve(capacity_blocks):
             self._halve()
-        _evict(self._endless, self._most)
+            self._begin_sweep()
+        slice_ = 64 + 2 * len(blocks)  # faster than blocks are added
         if self._unswept:
-            self._sweep(64 + 4 * len(blocks))  # faster than blocks are added
-        self._evict_pooled(capacity_blocks >> self._halvings)
+            self._sweep(slice_)
+        self._evict_pooled(capacity_blocks >> self._halvings, slice_)
+        while len(older) + len(pooled) > self._most:
+            if older:
+                older.popitem(last=False)
+            else:
+                self._pop_pooled()
 
-    def _evict_pooled(self, most: int) -> None:
-        """Of the blocks in the sample at most `most`: those that are not swept yet take no room."""
-        mask, pooled = (1 << self._halvings) - 1, self._pooled
-        # as the last used, the pooled blocks are in the endless cache
-        while len(pooled) - self._unswept_pooled > most or len(pooled) > len(self._endless):
-            self._unswept_pooled -= bool(pooled.popitem(last=False)[0] & mask)
+    def _evict_pooled(self, most: int, count: int) -> None:
+        """Of the blocks in the sample at most `most`: those that are not swept yet take no room.
+
+        At most `count` at once: the fleet may have lost half of its room.
+        """
+        while count and len(self._pooled) - self._unswept_pooled > most:
+            count -= 1
+            block = self._pop_pooled()
+            if not block & self._mask:
+                self._older[block] = None
+
+    def _pop_pooled(self) -> int:
+        block = self._pooled.popitem(last=False)[0]
+        if block & self._mask:
+            self._unswept_pooled = max(0, self._unswept_pooled - 1)
+        return block
 
     def _may_halve(self, capacity_blocks: int) -> bool:
         pooled = capacity_blocks >> (self._halvings + 1)
@@ -171,47 +199,26 @@ class Ghosts:
 
     def _halve(self) -> None:
         self._halvings += 1
+        self._mask = (1 << self._halvings) - 1
         self._used = 0
-        self._in_sample = _low_bytes(self._halvings)
-        self._unswept = list(self._endless)
-        mask = (1 << self._halvings) - 1
-        self._unswept_pooled = sum([bool(block & mask) for block in self._pooled])
+        # about half of those that were in the sample: to count 32 Ki blocks takes longer than all else here
+        self._unswept_pooled += (len(self._pooled) - self._unswept_pooled) // 2
+
+    def _begin_sweep(self) -> None:
+        # in any order: a list in the order of an OrderedDict takes four times as long
+        self._unswept = [*dict.keys(self._older), *dict.keys(self._pooled)]
 
     def _sweep(self, count: int) -> None:
         """Drop what is no longer in the sample, a few blocks with each prompt: all at once took 17 ms."""
-        mask = (1 << self._halvings) - 1
+        mask, older, pooled = self._mask, self._older, self._pooled
         for block in self._unswept[-count:]:
-            if block & mask and block in self._endless:
-                del self._endless[block]
-                if block in self._pooled:
-                    del self._pooled[block]
-                    self._unswept_pooled -= 1
+            if not block & mask:
+                continue
+            if block in pooled:
+                del pooled[block]
+                self._unswept_pooled = max(0, self._unswept_pooled - 1)
+            else:
+                older.pop(block, None)
         del self._unswept[-count:]
-
-
-@lru_cache
-def _low_bytes(halvings: int) -> re.Pattern[bytes]:
-    """Matches the lowest byte of a sampled hash: its last `halvings` bits are 0."""
-    step = 1 << min(halvings, 8)
-    return re.compile(
-        b"[" + b"".join(re.escape(bytes([low])) for low in range(0, 256, step)) + b"]", re.DOTALL
-    )
-
-
-def _misses(blocks: Sequence[int], cache: OrderedDict[int, None]) -> int:
-    """The blocks from the first missing one on."""
-    for place, block in enumerate(blocks):
-        if block not in cache:
-            return len(blocks) - place
-    return 0
-
-
-def _touch(cache: OrderedDict[int, None], blocks: Sequence[int]) -> None:
-    for block in blocks:
-        cache[block] = None
-        cache.move_to_end(block)
-
-
-def _evict(cache: OrderedDict[int, None], most: int) -> None:
-    while len(cache) > most:
-        cache.popitem(last=False)
+        if not self._unswept:
+            self._unswept_pooled = 0

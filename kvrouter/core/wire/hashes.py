@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeAlias, cast
@@ -184,6 +185,53 @@ def _chain(hashes: Sequence[int], parent: int | None) -> list[int]:
         )
         append(previous)
     return chain
+
+
+def known_blocks(chains: Sequence[Sequence[int]]) -> list[int]:
+    """How many blocks of each chain, from the first on, the chains before it have, too.
+
+    A hash names all blocks before its own. So two chains are the same up to any hash that they share, and
+    differ behind the first one that they do not: bisection finds it, and few blocks are looked at.
+    """
+    # The block at which a path begins that no earlier chain took → the last chain that took it.
+    takers: dict[int, Sequence[int]] = {}
+    found = []
+    for chain in chains:
+        depth = 0
+        while depth < len(chain):
+            other = takers.get(chain[depth])
+            takers[chain[depth]] = chain
+            if other is None:
+                break
+            depth = _shared_blocks(chain, other, depth + 1)
+            if depth < len(other):
+                takers[other[depth]] = other
+        found.append(depth)
+    return found
+
+
+def union_of(chains: Sequence[Sequence[int]]) -> Sequence[int]:
+    """The blocks of all chains, each once, parents before children."""
+    if len(chains) == 1:
+        return chains[0]
+    union = array("Q")
+    for chain, known in zip(chains, known_blocks(chains), strict=True):
+        union.extend(chain[known:])
+    return union
+
+
+def sampled_hashes(hashes: Sequence[int], mask: int) -> list[int]:
+    """The hashes that are 0 in all bits of `mask`."""
+    native = versions.chosen.hashes
+    if native is not None:
+        return cast("list[int]", native.sampled_hashes(hashes, mask))
+    return [hash_ for hash_ in hashes if not hash_ & mask]
+
+
+def _shared_blocks(one: Sequence[int], other: Sequence[int], least: int) -> int:
+    """How many blocks two chains share, if they share `least`."""
+    most = min(len(one), len(other))
+    return bisect_left(range(most), True, least, key=lambda place: one[place] != other[place])
 
 
 def multimodal_id(identifier: str) -> int:

@@ -80,6 +80,8 @@ log = structlog.get_logger()
 # reject it, and tokenizing 30 MB of text would take 40 s.
 _MOST_CHARACTERS_PER_TOKEN = 64
 _UNKNOWN_MODEL_LEN = 131_072
+# To hash more takes 100,000 instructions.
+_MANY_BLOCKS = 1_024
 
 
 class _Read(Struct, frozen=True):
@@ -353,10 +355,13 @@ class Accept:
         naming = Naming(router.pool, asked.model, lora_name, salt, asked.extra_key, found)
         began = clock()
         try:
-            return await self._blocks.hashes(prompt, naming)
+            prompts = await self._blocks.hashes(prompt, naming)
         finally:
             record.tokenized = began, clock()
             self._metrics.steps.observe(record.tokenized[1] - began, "tokenize")
+        if sum([len(one.hashes) for one in prompts]) > _MANY_BLOCKS:
+            await asyncio.sleep(0)  # to route it takes one step, which hashing would make longer
+        return prompts
 
 
 async def _parsed(

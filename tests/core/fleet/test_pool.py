@@ -6,9 +6,12 @@ from itertools import permutations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvrouter.core.wire.heartbeats import RankBeat
 from kvrouter.core.wire.ids import Target, WorkerId
+from tests.core.forest import Forest
 from tests.core.worlds import (
     T1,
     T2,
@@ -304,6 +307,21 @@ def test_several_prompts_and_requests_in_flight() -> None:
 
     assert 5 + 5 == found.overlap_blocks
     assert 10 == found.decode_blocks
+
+
+@given(st.integers(0, 2**32), st.lists(st.integers(0, 29), min_size=1, max_size=6), st.integers(0, 29))
+def test_new_blocks_of_several_prompts(seed: int, nodes: list[int], booked: int) -> None:
+    """Each block counts once, on each target without those that requests in flight hold there."""
+    forest, pool = Forest(seed, 30), new_pool(card("w1"), card("w2"))
+    held = forest.chain(booked)
+    book(pool, T1, held)
+    chains = [forest.chain(node) for node in nodes]
+    blocks = {block for chain in chains for block in chain}
+
+    first, second = pool.candidates(request(*map(prompt, chains)))
+
+    assert [len(blocks - {*held}), len(blocks)] == [first.own_decode_blocks, second.own_decode_blocks]
+    assert len(blocks | {*held}) == first.decode_blocks
 
 
 def test_tier_sets_and_capacity_of_a_card() -> None:

@@ -133,6 +133,37 @@ def test_a_long_prompt_lowers_the_rate_at_once() -> None:
     assert blocks == pytest.approx(ghosts.endless_misses, rel=0.03)
 
 
+def test_a_long_request_lowers_the_rate_at_once() -> None:
+    """Its prompts count together: many of them must not hold the loop longer than one."""
+    ghosts, chance = Ghosts(), random.Random(1)
+
+    ghosts.lower_rate(8 * 1000, 1 << 20)
+    for _ in range(8):
+        ghosts.use(_chain([chance.getrandbits(60) for _ in range(1000)]), 1000, 1 << 20)
+
+    assert 8000 * ghosts.rate <= MOST_AT_ONCE
+    assert 8000 == pytest.approx(ghosts.endless_misses, rel=0.1)
+
+
+@pytest.mark.parametrize("most_used", [MOST_SAMPLED, 3000])
+def test_a_fleet_that_loses_room(most_used: int) -> None:
+    """The pooled cache becomes smaller with a few requests, not at once, and then misses as a small one."""
+    ghosts, chance = Ghosts(most_used=most_used), random.Random(1)
+    chains = [_chain([chance.getrandbits(60) for _ in range(20)]) for _ in range(200)]
+    for chain in chains:
+        ghosts.use(chain, 20, 1 << 12)
+    for _ in range(40):
+        ghosts.use(_chain([chance.getrandbits(60)]), 1, 400)
+        ghosts.check()
+    before = ghosts.pooled_misses
+
+    for chain in chains[:180]:
+        ghosts.use(chain, 20, 400)
+        ghosts.check()
+
+    assert 180 * 20 == pytest.approx(ghosts.pooled_misses - before, rel=0.1)
+
+
 def test_a_prompt_of_a_peer() -> None:
     """A prompt that a peer counts is cached here, and not counted."""
     ghosts = Ghosts()

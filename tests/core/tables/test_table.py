@@ -211,6 +211,21 @@ def test_references_are_counted(table: FlatTable) -> None:
     table.check()
 
 
+def test_references_to_many_hashes(table: FlatTable) -> None:
+    """Counts stay right while a set grows by thousands at once, also where most are known, and shrinks."""
+    held, chain = table.counted_set(3), [hash_ * 0x9E3779B97F4A7C15 % 2**64 for hash_ in range(1, 8001)]
+    held.add(chain[:10])
+    held.add(array("Q", chain))
+    held.add(chain[:6000])
+
+    assert {hash_: 1 + (at < 10) + (at < 6000) for at, hash_ in enumerate(chain)} == held.counts()
+    held.discard(chain[:6000])
+    held.discard(chain)
+    assert dict.fromkeys(chain[:10], 1) == held.counts()
+    assert (10, 10) == (held.count, len(table))
+    table.check()
+
+
 def test_hashes_of_every_type(table: FlatTable) -> None:
     """Bytes, arrays, lists and ranges are the same hashes. Anything else is rejected and adds nothing."""
     chain = [5, 6, 7]

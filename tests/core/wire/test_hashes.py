@@ -17,17 +17,21 @@ from kvrouter.core.wire.hashes import (
     block_seed,
     chain_of,
     hashes_of,
+    known_blocks,
     media_prompt_hashes,
     multimodal_id,
     pack_hashes,
     pool_token,
     prompt_hashes,
+    sampled_hashes,
     seeded_block_hashes,
     seeded_prompt_hashes,
     sequence_hashes,
+    union_of,
 )
 from kvrouter.core.wire.ids import BlockHash, SequenceHash
 from kvrouter.errors import BadRequestError
+from tests.core.forest import Forest, walk
 
 pytestmark = pytest.mark.usefixtures("core")
 
@@ -282,3 +286,29 @@ def test_media_behind_a_block(ahead: int, start: int, length: int) -> None:
     first = touched.index(True) if any(touched) else len(plain)
     assert list(plain[:first]) == list(changed[:first])
     assert first == len(plain) or plain[first] != changed[first]
+
+
+@given(st.integers(0, 2**32), st.lists(st.integers(0, 29), min_size=1, max_size=12))
+def test_union_of_chains(seed: int, nodes: list[int]) -> None:
+    """A chain repeats the blocks that it shares with chains before it: its first ones, and no other."""
+    forest = Forest(seed, 30)
+    chains = [forest.chain(node) for node in nodes]
+    before = [{block for other in chains[:place] for block in other} for place in range(len(chains))]
+
+    assert [walk(chain, held) for chain, held in zip(chains, before, strict=True)] == known_blocks(chains)
+    union = list(dict.fromkeys(block for chain in chains for block in chain))
+    assert union == list(union_of(chains)) == list(union_of([array("Q", chain) for chain in chains]))
+
+
+def test_union_of_nothing() -> None:
+    """Prompts without a full block have no union."""
+    assert [0, 0, 0, 1] == known_blocks([[], [7], [], [7]])
+    assert [7] == list(union_of([[], [7], [], [7]]))
+
+
+@given(hashes, st.integers(0, 2**12 - 1))
+def test_sampled_hashes(values: list[int], mask: int) -> None:
+    """Those that are 0 where the mask is 1, of a list or an array."""
+    wanted = [value for value in values if not value & mask]
+
+    assert wanted == sampled_hashes(values, mask) == sampled_hashes(array("Q", values), mask)
