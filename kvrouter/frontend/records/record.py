@@ -168,14 +168,14 @@ class AttemptRecord(Struct):
     @property
     def ending(self) -> Ending:
         """How it ended; left: its client did, or the replica ended it."""
-        match self.outcome:
-            case None:
-                return "left"
-            case Done(failure=failure) if failure:
-                return "broken"
-            case Done(status) | Rejected(status) if status < 500:
-                return "ok" if status < 400 else "refused"
-        return "failed"
+        outcome = self.outcome
+        if outcome is None:
+            return "left"
+        if not isinstance(outcome, (Done, Rejected)):
+            return "failed"
+        if isinstance(outcome, Done) and outcome.failure:
+            return "broken"
+        return "ok" if outcome.status < 400 else "refused" if outcome.status < 500 else "failed"
 
     @property
     def is_at_once(self) -> bool:
