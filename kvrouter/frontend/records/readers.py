@@ -18,7 +18,7 @@ from kvrouter.frontend.operators.decision_views import DecisionViews
 from kvrouter.frontend.records.access_log import AccessLog
 from kvrouter.frontend.records.client_totals import ClientTotals
 from kvrouter.frontend.records.prediction_checks import check_answer
-from kvrouter.frontend.records.record import AttemptRecord, Record, clock, ending_without_worker
+from kvrouter.frontend.records.record import AttemptRecord, Ending, Record, clock, ending_without_worker
 from kvrouter.frontend.records.tenant_totals import TenantTotals
 from kvrouter.frontend.requests import engine_routes
 from kvrouter.relay.engine_answers import UNKNOWN_MODEL
@@ -98,9 +98,9 @@ class Readers:
         if running.usage is not None and running.prefill is None and running.is_good:
             check_answer(running, running.usage, self._audit, self._now())
 
-    def attempt_freed(self, running: AttemptRecord) -> None:
+    def attempt_freed(self, running: AttemptRecord, ending: Ending) -> None:
         """No connection is tried again for it: its booking ends."""
-        running.counts.answers[running.ending] += 1
+        running.counts.answers[ending] += 1
 
     def attempt_failed(self, running: AttemptRecord, failure: Rejected | Lost | Retried) -> str:
         """Count and log an attempt that failed; returns what the log has as its detail."""

@@ -369,7 +369,6 @@ class Completions:
                 self._hand_overs.ended(running, outcome, now)
         elif placement.pull is not None and outcome is not None and not running.is_refused:
             self._hand_overs.ended(running, outcome, now)
-        self.readers.attempt_freed(running)
         if router.circuits is not None:
             record_outcome(router.circuits, placement.target, outcome)
         status = outcome.status if isinstance(outcome, Done) else _status_of(outcome)
@@ -381,12 +380,15 @@ class Completions:
                 worker.first_answers.note(status)
         # Nearly all are good: asked first, and without a `match`, which takes 0.5 µs.
         if isinstance(outcome, Done) and status < 300 and not outcome.failure:
+            self.readers.attempt_freed(running, "ok")
             if router.tables.rests.refusals:
                 router.tables.rests.accepted(placement.target)
             # Only a good answer proves that the target computed the prompt, and so may hold its blocks.
             router.bookings.mark_prefill_completed(placement.key, now)
-        elif isinstance(outcome, Rejected) and status in _BUSY:
-            record_busy(router, placement.target, outcome, now)
+        else:
+            self.readers.attempt_freed(running, running.ending)
+            if isinstance(outcome, Rejected) and status in _BUSY:
+                record_busy(router, placement.target, outcome, now)
         charge = running.work.route.charge
         if charge is not None:
             charge.used = _used(charge, running, self.accept.limits)
