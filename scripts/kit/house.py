@@ -66,7 +66,7 @@ FILES = 25
 # between hashing and routing.
 LINES = 78_991
 # Of *.pyx and *.pxi, which LINES does not count.
-CYTHON_LINES = 2736  # 24 for `event: error`, 19 for hashes of a sample
+CYTHON_LINES = 2739  # 27 for `event: error`, 19 for hashes of a sample
 COMMENTS = 30
 # Of docs/, as `wc -w` counts them, without docs/changes. Each fact is said once, and somebody acts on it.
 # 60,000, and what came after that: troubleshooting, new rows of the comparison.

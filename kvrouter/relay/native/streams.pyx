@@ -251,7 +251,9 @@ cdef Py_ssize_t _past_chunks(
         at += 1
         if _is_ping(data + at, size - at):
             return -1
-        if whole != NULL:
+        if whole != NULL and not kept and at + chunk + 2 <= size and _ends_event(data + at, chunk):
+            whole[0] = at + chunk + 2  # nearly always
+        elif whole != NULL:
             got = min(chunk, size - at)
             if kept:  # amid an event: the word of a failure may be in several chunks
                 memcpy(near + kept, data + at, min(got, NEAR))
@@ -337,7 +339,8 @@ cdef bint _pass(Stream stream, double now):
         stream.received = _buffer[:size]
         return False
     if stream.most:  # a part of an event must not reach the client: its worker may not send the rest
-        stream.held = _buffer[whole:size]
+        if whole < size or stream.held:
+            stream.held = _buffer[whole:size]
         if whole < size and _data_lines(_buffer + whole, size - whole):
             stream.active_at = now
         size, left = whole, 0
