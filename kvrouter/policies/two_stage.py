@@ -9,6 +9,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment
 from kvrouter.core.routing.candidates import Candidates
+from kvrouter.core.routing.cost import InBlocks, InSeconds
 from kvrouter.core.routing.policy import Candidate, OverlapWeight, RouteRequest
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.errors import ConfigError
@@ -69,6 +70,9 @@ class TwoStage(BuiltInPolicy):
         group = self._group_of(request, candidates)
         places = [place for place, one in enumerate(self._labels(candidates)) if one == group]
         return places[self.within.pick(request, candidates.at(places), moment)]
+
+    def costs(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> InBlocks | InSeconds:
+        return self.within.costs(request, candidates, moment)
 
     def routed(self, request: RouteRequest, choice: Candidate, moment: Moment) -> None:
         self.within.routed(request, choice, moment)

@@ -345,15 +345,9 @@ def names_failure(content: bytes) -> bool:
 
 
 def is_half(text: bytes) -> bool:
-    """Whether an event without its empty line stops amid its JSON."""
-    data = event_of(text).data
-    if not data.startswith(b"{"):
-        return False
-    try:
-        msgspec.json.decode(data)
-    except (ValueError, RecursionError):
-        return True
-    return False
+    """Whether an event without its empty line stops amid the JSON of its last line."""
+    _, _, data = text.rstrip().rpartition(b"data:")
+    return data.lstrip().startswith(b"{") and not data.endswith(b"}")
 
 
 def _without_chunks(tail: bytes) -> bytes:
@@ -366,8 +360,11 @@ def events_at_the_end(tail: bytes) -> Iterable[Event]:
     while (end := _end_of_event(content, at)) > 0:
         yield _maybe_cut(content[at:end], is_first=not at, is_last=not content[end:].strip())
         at = end
-    if content[at:].strip():
-        yield event_of(content[at:])
+    rest = content[at:]
+    if rest.strip():
+        event = event_of(rest)
+        # of half an event its name says nothing yet
+        yield _of_pattern(rest, "", event.data) if event.data and is_half(rest) else event
 
 
 def _maybe_cut(text: bytes, *, is_first: bool, is_last: bool = False) -> Event:

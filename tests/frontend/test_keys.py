@@ -299,6 +299,10 @@ async def test_adapters(fleet_of: FleetOf, ring: Ring) -> None:
             told = await fleet.ask(b'{"model":"m","prompt":"x",%b}' % hidden, base)
             assert (403, "lora_path") == (told.status, told.json["error"]["param"])
         assert 200 == (await fleet.ask({**BODY, "lora_path": None}, base)).status
+        body = b' {"model":"m","text":"x","lora_path":"lora2"}'
+        for kind in ("text/plain", "application/json"):
+            told = await fleet.ask(body, base, f"content-type: {kind}", path="/generate")
+            assert 403 == told.status
         nothing = await fleet.ask({**BODY, "model": ""}, base)
         assert (403, False) == (nothing.status, b"lora" in nothing.body)
 

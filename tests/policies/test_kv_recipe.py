@@ -19,6 +19,7 @@ from kvrouter.core.routing.selection import Selection
 from kvrouter.core.tables.arrivals import PrefixShares
 from kvrouter.core.tables.prefill_speeds import Speed
 from kvrouter.policies import kv
+from kvrouter.policies.two_stage import TwoStage
 from tests.core.worlds import fixed
 from tests.policies.tables import REQUEST, candidate, columns, moment
 
@@ -100,6 +101,7 @@ def test_it_counts_for_pairs(changed: ModuleType, weight: OverlapWeight, when: M
 
     pair = chosen(changed.Kv(overlap_weight=weight))
     decision = pair.explain(REQUEST, whole, when, {})
+    assert pair.computes == chosen(TwoStage(within=changed.Kv(overlap_weight=weight))).computes
 
     assert "d1" == chosen(kv.Kv(overlap_weight=weight)).answers.target.worker_id
     assert ("p2", "d2") == (pair.computes.target.worker_id, pair.answers.target.worker_id)

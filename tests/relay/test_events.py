@@ -18,6 +18,7 @@ from kvrouter.relay.events import (
     error_in_whole,
     event_of,
     events_at_the_end,
+    is_half,
     is_plain_end,
     is_plain_output,
     is_suspicious,
@@ -239,3 +240,22 @@ def test_plain_streams() -> None:
         (api,) = [api for api in APIS if api.path == path]
         assert any(is_plain_output(chunk(event)) for event in api.outputs)
         assert is_plain_end(b"".join(map(chunk, [*api.outputs, *api.end])) + LAST_CHUNK)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_cut"),
+    [
+        (b'data: {"choices":[{"text":"a', True),
+        (b'event: error\ndata: {"mess', True),
+        (b'data: {"text":"a"}\ndata: {"text":"b"}\ndata: [DONE]\n', False),
+        (b'data: {"text":"a"}\ndata: {"te', True),
+        (b'data: {"text":"\\ud83d","x":NaN}', False),
+        (b"data: [DO", False),
+        (b"event: mess", False),
+    ],
+)
+def test_half_an_event(text: bytes, *, is_cut: bool) -> None:
+    """What an engine writes oddly is not cut; half an event is no error, whatever its name."""
+    assert is_cut == is_half(text)
+    (event,) = events_at_the_end(text)
+    assert event.error is None

@@ -112,9 +112,10 @@ class BuiltInPolicy(PolicyHooks, ABC):
     def pick(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> int:
         """The index of the candidate to use."""
 
-    def costs(self, _request: RouteRequest, candidates: Candidates, _moment: Moment) -> InBlocks | InSeconds:
+    def costs(self, request: RouteRequest, candidates: Candidates, _moment: Moment) -> InBlocks | InSeconds:
         """What each candidate costs (core/routing/cost.py): the halves of a pair are chosen by it."""
-        return candidates.costs_in_blocks(1.0)
+        weight = request.overlap_weight
+        return candidates.costs_in_blocks(1.0 if weight is None or weight == AUTO else weight)
 
     def order(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> Sequence[int]:
         """The pick, then the candidates to try if it fails. With no others, a retry asks again."""

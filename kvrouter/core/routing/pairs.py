@@ -57,7 +57,7 @@ class _Half(BuiltInPolicy):
         if isinstance(costs, InSeconds):
             rows = terms_in_seconds(candidates, costs)
         else:
-            weight = {"overlap_weight": costs.overlap_weight}
+            weight = {"overlap_weight": costs.overlap_weight} if costs.overlap_weight else {}
             rows = [
                 weight | {name: getattr(one, name) for name in self.shown} | {"cost": cost}
                 for one, cost in zip(candidates, costs.each, strict=True)

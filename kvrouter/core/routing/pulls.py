@@ -42,7 +42,7 @@ def with_pulls(
 
     `held_share`: of all prompt tokens, those that some target holds.
     """
-    if not (peers and request.may_split and candidates.deepest_blocks()):
+    if not (peers and candidates and request.may_split and candidates.deepest_blocks()):
         return candidates
     if not isinstance(policy.costs(request, candidates, moment), InSeconds):
         return candidates

@@ -240,7 +240,8 @@ class Accept:
     def _check_body(self, key: Key, read: _Read, request: Request) -> None:
         """Raise KeyForbidsError if the body chooses more than the key may, or cannot be kept apart."""
         may_steer = read.asked.is_odd or read.asked.engine_arguments is not UNSET or bool(key.models)
-        if read.is_json and may_steer:
+        # engines may take for JSON what its client calls otherwise
+        if may_steer and (read.is_json or read.body.lstrip().startswith(b"{")):
             _check_steering(key, read)
         if self._salts and request.head.route in engine_routes.UNSALTED:
             raise KeyForbidsError("with --tenant-cache-salt this route is closed: engines take no salt there")

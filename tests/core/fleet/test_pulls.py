@@ -10,12 +10,15 @@ from msgspec.structs import replace
 
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.router import Placement, Router, RouterRules
+from kvrouter.core.routing.builtin_policy import BuiltInPolicy
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.tables.bookings import Service
 from kvrouter.core.tables.transfers import FAILURES_MOST, FORGOTTEN_S, Transfers
 from kvrouter.core.wire.ids import BookingKey, RouterId, Target, WorkerId
 from kvrouter.core.wire.ops import AddRequest, decode_frame
+from kvrouter.errors import NoWorkersError
 from kvrouter.policies.kv import Kv
+from kvrouter.policies.two_stage import TwoStage
 from tests.core import worlds
 from tests.core.worlds import OTHER, T1, T2, T3, book, chain_from, new_pool, prompt, request
 
@@ -30,12 +33,14 @@ def card(worker_id: str, **facts: Any) -> Any:
     return worlds.card(worker_id, **facts)
 
 
-def new_router(*cards: Any, weight: Any = "auto", held: int = 200, **settings: Any) -> Router:
+def new_router(
+    *cards: Any, weight: Any = "auto", held: int = 200, policy: BuiltInPolicy | None = None, **settings: Any
+) -> Router:
     """50 µs a token, 10 ms a prompt. w1 holds the chain, and has 5,000 tokens to compute first."""
     pool = new_pool(*(cards or map(card, ("w1", "w2"))), **({"kv_from_peers": True} | settings))
     router = Router(
         pool,
-        RouterRules(Kv(overlap_weight=weight), random.Random(1).random),
+        RouterRules(policy or Kv(overlap_weight=weight), random.Random(1).random),
         router_id=RouterId("me"),
         incarnation=1000,
         synced=True,
@@ -65,6 +70,21 @@ def test_the_idle_reads_from_the_warm() -> None:
     (op,) = [op for frame in router.feed.frames() for op in decode_frame(frame).ops or []]
     assert isinstance(op, AddRequest)
     assert ("pull", 5, 0) == (op.role, op.prefill_tokens, op.overlap_blocks)
+
+
+def test_in_two_stages() -> None:
+    """The costs within a group are those of kv, for pulls, too."""
+    router = new_router(policy=TwoStage(within=Kv(overlap_weight="auto")))
+
+    assert (T2, T1, 200) == pulled(router.route(ASK, 0.0))
+
+
+def test_none_is_left() -> None:
+    router = new_router()
+
+    with pytest.raises(NoWorkersError, match="failed this request"):
+        router.route(ASK, 0.0, exclude=frozenset({T1, T2}))
+    assert router.decide(ASK, 0.0, exclude=frozenset({T1, T2})).target is None
 
 
 def test_it_reads_what_it_lacks() -> None:
