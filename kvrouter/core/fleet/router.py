@@ -197,7 +197,9 @@ class Router:
         policy = selection.policy
         moment = self._moment(policy, now)
         left_out = exclude | avoid if avoid else exclude
-        candidates = _candidates(self, request, left_out, policy, moment)
+        candidates = pool.candidates(request, left_out, with_prefills=policy.reads_speed)
+        if pool.split.peers:
+            candidates = _with_pulls(self, request, candidates, policy, moment)
         eligible = selection.eligible(request, candidates, moment)
         sharing, alone = None, eligible
         if request.may_split and pool.split.whole is not None:
@@ -219,7 +221,7 @@ class Router:
                 Decided(request, moment, selection, order, candidates, eligible, refused, sharing)
             )
         choice = best[0]
-        if policy.compares_seconds or request.overlap_weight == AUTO:
+        if policy.reads_speed and (policy.compares_seconds or request.overlap_weight == AUTO):
             self.tables.shares.count(*candidates.held_of(request))
         prefill = None if pair is None else computed or _book_prefill(self, request, pair, policy, now)
         pull = eligible.pull_of(choice.target) if pair is None and pool.split.peers else None
@@ -261,7 +263,10 @@ class Router:
         """What `route` would choose, and why; nothing is booked."""
         request, selection = self.pool.in_present_size(request), self._selection(request)
         moment = self._moment(selection.policy, now)
-        candidates = _candidates(self, request, exclude, selection.policy, moment)
+        policy = selection.policy
+        candidates = self.pool.candidates(request, exclude, with_prefills=policy.reads_speed)
+        if self.pool.split.peers:
+            candidates = _with_pulls(self, request, candidates, policy, moment)
         refused = refused_targets(self.pool, request, exclude)
         eligible, sharing = selection.eligible(request, candidates, moment), None
         if request.may_split and self.pool.split.whole is not None:
@@ -342,18 +347,11 @@ def _book_prefill(
     return _placement(pool, booking, choice)
 
 
-def _candidates(
-    router: Router,
-    request: RouteRequest,
-    left_out: frozenset[Target],
-    policy: BuiltInPolicy,
-    moment: Moment,
+def _with_pulls(
+    router: Router, request: RouteRequest, candidates: Candidates, policy: BuiltInPolicy, moment: Moment
 ) -> Candidates:
-    """Those of the pool, each with what it would read from a peer."""
+    """The candidates, each with what it would read from a peer."""
     pool, reuse = router.pool, router.reuse
-    candidates = pool.candidates(request, left_out, with_prefills=policy.reads_speed)
-    if not pool.split.peers:  # nearly always
-        return candidates
 
     def free_blocks(target: Target) -> int:
         return max(0, pool.capacity_blocks(target) - pool.index.blocks(target))

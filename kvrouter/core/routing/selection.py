@@ -106,7 +106,9 @@ class Selection:
 
     def eligible(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> Candidates:
         """The candidates that no filter removes; may be empty."""
-        for filter_ in self._filters_of(request):
+        # without a session, as most are, this saves a call
+        has_session = request.session or request.parent_session
+        for filter_ in self._filters_of(request) if has_session else self._unconditional:
             candidates = filter_.keep(request, candidates, moment)
         return candidates
 
