@@ -560,6 +560,8 @@ async def test_prompt_that_ends_its_workers(fleet_of: FleetOf, with_tokenizer: s
             worker.script = killed(fleet, 9)
         got = parts(await fleet.ask(CHAT, ID, path=CHATS))
         assert (len(got.errors), len(fleet.requests)) == (1, 2)
+        # the second replica hears of it over NATS
+        await until(lambda: all(one.completions.lost.prompts.condemned for one in fleet.frontends))
         for frontend in fleet.frontends:
             refused = await ask(frontend.url, CHAT, ID, path=CHATS)
             assert refused.json["error"]["code"] == "request_ends_workers"
