@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment
 from kvrouter.core.routing.candidates import Candidates
 from kvrouter.core.routing.cost import (
-    FALLBACK_WEIGHT,
     InBlocks,
     InSeconds,
     lowest,
@@ -23,7 +22,7 @@ from kvrouter.core.routing.cost import (
     spread,
     terms_in_seconds,
 )
-from kvrouter.core.routing.policy import AUTO, Candidate, OverlapWeight, RouteRequest
+from kvrouter.core.routing.policy import Candidate, OverlapWeight, RouteRequest
 
 # With fewer unseen bookings, one in twenty decisions, the lowest cost is taken: spreading would cost overlap.
 NEGLIGIBLE = 0.05
@@ -81,16 +80,9 @@ class Kv(BuiltInPolicy):
 
     def costs(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> InBlocks | InSeconds:
         """What each candidate costs, in blocks or in seconds. `pick` compares this, and `terms` shows it."""
-        weight = self.overlap_weight if request.overlap_weight is None else request.overlap_weight
-        if weight == AUTO and moment.doubt:
-            weight = FALLBACK_WEIGHT
-        costs: InBlocks | InSeconds
-        if weight == AUTO:
-            costs = candidates.costs_in_seconds(moment.now, moment.speed, moment.arrivals_per_s)
-        else:
-            costs = candidates.costs_in_blocks(weight)
-            if self.overlap_decay or self.request_weight:
-                costs = self._with_decay(request, candidates, costs)
+        costs = BuiltInPolicy.costs(self, request, candidates, moment)
+        if isinstance(costs, InBlocks) and (self.overlap_decay or self.request_weight):
+            costs = self._with_decay(request, candidates, costs)
         return costs
 
     def _with_decay(self, request: RouteRequest, candidates: Candidates, costs: InBlocks) -> InBlocks:

@@ -378,9 +378,7 @@ def _maybe_cut(text: bytes, *, is_first: bool, is_last: bool = False) -> Event:
 
 def is_suspicious(body: bytes) -> bool:
     """Whether a whole answer may have an error in it."""
-    if body.find(b'"error"') < 0 and body.find(b'"abort"') < 0 and body.find(b'"ERROR"') < 0:
-        return False
-    return _SUSPICIOUS.search(body) is not None
+    return names_failure(body) and _SUSPICIOUS.search(body) is not None
 
 
 def error_in_whole(body: bytes) -> EventError | None:

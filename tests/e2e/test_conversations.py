@@ -298,6 +298,7 @@ async def test_reasoning_of_responses(fleet: Fleet, most: int) -> None:
     done = events[-1].response
     assert ["reasoning", "message"][: 2 if most > 4 else 1] == [item.type for item in whole.output]
     assert min(4, most) == whole.usage.output_tokens_details.reasoning_tokens
+    assert whole.output[0].content[0].text
     assert whole.output_text == done.output_text
     assert [*range(len(events))] == [event.sequence_number for event in events]
     for kind, texts in (("reasoning", [whole.output[0].content[0].text]), ("output", [whole.output_text])):

@@ -16,7 +16,7 @@ from typing import Literal
 from msgspec import Struct
 
 from kvrouter.core.routing.candidates import Candidates
-from kvrouter.core.routing.cost import InBlocks, InSeconds
+from kvrouter.core.routing.cost import FALLBACK_WEIGHT, InBlocks, InSeconds
 from kvrouter.core.routing.policy import AUTO, Candidate, OverlapWeight, PolicyHooks, RouteRequest
 from kvrouter.core.routing.rests import Rests
 from kvrouter.core.tables.arrivals import Arrivals, PrefixShares
@@ -112,10 +112,19 @@ class BuiltInPolicy(PolicyHooks, ABC):
     def pick(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> int:
         """The index of the candidate to use."""
 
-    def costs(self, request: RouteRequest, candidates: Candidates, _moment: Moment) -> InBlocks | InSeconds:
+    def weight(self, request: RouteRequest, moment: Moment) -> OverlapWeight:
+        """What overlap counts in this decision, 1 without a setting; `auto`: seconds are compared."""
+        weight = self.overlap_weight if request.overlap_weight is None else request.overlap_weight
+        if weight == AUTO and (moment.doubt or not self.reads_speed):
+            return FALLBACK_WEIGHT
+        return 1.0 if weight is None else weight
+
+    def costs(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> InBlocks | InSeconds:
         """What each candidate costs (core/routing/cost.py): the halves of a pair are chosen by it."""
-        weight = request.overlap_weight
-        return candidates.costs_in_blocks(1.0 if weight is None or weight == AUTO else weight)
+        weight = self.weight(request, moment)
+        if weight == AUTO:
+            return candidates.costs_in_seconds(moment.now, moment.speed, moment.arrivals_per_s)
+        return candidates.costs_in_blocks(weight)
 
     def order(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> Sequence[int]:
         """The pick, then the candidates to try if it fails. With no others, a retry asks again."""

@@ -173,7 +173,7 @@ def choose_pair(
         if not (prefillers and decoders):
             continue
         costs = first_half.costs(request, prefillers, moment)
-        place = first_half.pick(request, prefillers, moment)
+        place = lowest(costs.each, moment.random())
         if best is None or costs.each[place] < best[0]:
             best = costs.each[place], costs.block, prefillers[place], prefillers, decoders
     if best is None:
@@ -186,9 +186,10 @@ def choose_pair(
     )
     if not decoders:
         return Sharing()
-    place = second_half.pick(request, decoders, moment)
+    held = second_half.costs(request, decoders, moment)
+    place = lowest(held.each, moment.random())
     answers = decoders[place]
-    cost += block * second_half.costs(request, decoders, moment).added_blocks()[place]
+    cost += block * held.added_blocks()[place]
     terms = _compared(request, policy, moment, whole, answers, prefill_cost=cost, least_tokens=least_tokens)
     is_remote = terms.pop("is_remote") or computed_at is not None  # what is computed is not computed twice
     pair = Pair(computes, answers, prefill, decode, prefillers, decoders) if is_remote else None

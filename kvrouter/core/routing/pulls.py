@@ -18,8 +18,7 @@ from collections.abc import Callable, Mapping
 
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment
 from kvrouter.core.routing.candidates import Candidates
-from kvrouter.core.routing.cost import InSeconds
-from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.core.routing.policy import AUTO, RouteRequest
 from kvrouter.core.tables.transfers import Pull
 from kvrouter.core.wire.ids import Target
 
@@ -44,7 +43,7 @@ def with_pulls(
     """
     if not (peers and candidates and request.may_split and candidates.deepest_blocks()):
         return candidates
-    if not isinstance(policy.costs(request, candidates, moment), InSeconds):
+    if policy.weight(request, moment) != AUTO:
         return candidates
     reads = held_share / max(LEAST_MISSED, 1 - held_share)
     transfers, token_s = moment.tables.transfers, moment.speed.seconds_per_token

@@ -480,21 +480,20 @@ async def _check_length(key: Key, request: Request) -> None:
         await request.read_at_most(key.max_body_bytes, "max-body-bytes of the key")
 
 
-# What a key must be allowed for these fields; for all others, `target`. A model is judged by its name.
-_STEERED_BY = {"priority": "priority", "lora_path": ""}
-
-
 def _check_steering(key: Key, read: _Read) -> None:
     """Raise KeyForbidsError for a field of the body by which the request chooses more than its key may."""
     raw = read.body if read.large is None else read.large.rest
     for name in lax.steering_in(raw) if lax.may_steer(raw) else ():
-        if name == "lora_path" and key.models:
-            raise KeyForbidsError("the API key may use some models only: name one in `model`", param=name)
-        if name == "background":
-            # where bodies are read limits.py counts it; elsewhere it only outlives a client that has left
-            is_forbidden = read.parse is None and key.limits != NO_LIMITS
-        else:
-            is_forbidden = _STEERED_BY.get(name, "target") in key.forbidden
+        match name:
+            case "lora_path" if key.models:
+                raise KeyForbidsError("the API key may use some models only: name one in `model`", param=name)
+            case "lora_path":
+                is_forbidden = False
+            case "background":
+                # where bodies are read limits.py counts it; elsewhere it only outlives a client that has left
+                is_forbidden = read.parse is None and key.limits != NO_LIMITS
+            case _:
+                is_forbidden = ("priority" if name == "priority" else "target") in key.forbidden
         if is_forbidden:
             raise forbids(name, f"`{name}`")
 
