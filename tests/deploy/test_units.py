@@ -24,9 +24,12 @@ def units(tmp_path: Path) -> list[str]:
     """The units with the binaries of this environment: systemd checks that they exist."""
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed: apt-get install systemd")
+    # by links: a path with a space would be two words to systemd
+    (tmp_path / "bin").symlink_to(sysconfig.get_path("scripts"))
+    (tmp_path / "nats-server").symlink_to(server_binary())
     for unit in UNITS.glob("*.service"):
-        text = unit.read_text().replace("/opt/kvrouter/bin/nats-server", str(server_binary()))
-        text = text.replace("/opt/kvrouter/bin", sysconfig.get_path("scripts"))
+        text = unit.read_text().replace("/opt/kvrouter/bin/nats-server", str(tmp_path / "nats-server"))
+        text = text.replace("/opt/kvrouter/bin", str(tmp_path / "bin"))
         (tmp_path / unit.name).write_text(text)
     return sorted(str(unit) for unit in tmp_path.glob("*.service"))
 
