@@ -17,6 +17,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from scripts.kit.ports import free_ports
 from tests.frontend.workers import until, until_found
 
 PATIENCE_S = 40.0
@@ -81,9 +82,10 @@ async def serving(*flags: str, backend: str = "huggingface") -> AsyncIterator[Se
 
     `backend`: of the tokenizer. With `auto` each frontend compares two at its start, for 0.3 s of CPU time.
     """
+    admin = free_ports(2)[0]  # with 0 another process may take the port before a frontend listens
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "kvrouter", "serve", "--host=127.0.0.1", "--admin-port=0", "--drain-grace-s=0",
-        f"--tokenizer-backend={backend}", *flags,
+        sys.executable, "-m", "kvrouter", "serve", "--host=127.0.0.1", f"--admin-port={admin}",
+        "--drain-grace-s=0", f"--tokenizer-backend={backend}", *flags,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     running = Serving(process)
