@@ -262,7 +262,7 @@ class Attempt:
         self.outcome: asyncio.Future[Outcome] = connection.loop.create_future()
         self._count = 0  # events that Python has passed on
         self._stream: native.Stream | None = None  # set while C passes on what follows
-        self._until_native = -1  # whole chunks until it does; negative: it does not
+        self._until_native = 0  # whole chunks until it does; 0: it does not, or is about to
         self._loop = connection.loop
         self._client = client
         self._connection = connection
@@ -383,7 +383,7 @@ class Attempt:
             self._pass_last(data)
         else:
             self._pass_on(data)
-            if self._is_flowing and self._was_at_boundary and not self._is_paused:
+            if self._until_native and self._is_flowing and self._was_at_boundary and not self._is_paused:
                 self._near_native()
 
     def received_chunk(self, data: bytes) -> None:
@@ -409,8 +409,8 @@ class Attempt:
         self._client.write(data)
         if self._client.is_slow:
             self._hold_up()
-            return
-        self._near_native()
+        elif self._until_native:
+            self._near_native()
 
     def _near_native(self) -> None:
         """Whole chunks were passed on; after some of them C does that."""

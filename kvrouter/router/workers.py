@@ -3,7 +3,7 @@
 N replicas are told of the same engine, and one of them reports it: its heartbeats, its card, its KV events.
 
     watching ──no agent is heard, for a random moment──> acting ──another one began later──> watching
-                                                           └─ deleted, shut down: it leaves
+        └── a change was registered here: at once ──────────┘ └─ deleted, shut down: it leaves
 
 There is no vote: a replica that begins announces the worker, and all others hear of it within milliseconds.
 If two begin at once, the later one stays (worker/announcer.py). An agent that dies is silent for a lease;
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +23,7 @@ from typing import Annotated, Any
 import msgspec
 import structlog
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from kvrouter.bus import NatsOptions
 from kvrouter.core.fleet.replica import Replica
@@ -48,8 +50,10 @@ SPREAD_S = 0.2
 LOOK_S, PAUSE_S = 0.05, 2.0
 # A registration returns once the worker can be chosen, or after this.
 REGISTER_S = 5.0
-# A label of every worker that was registered: others have agents of their own.
+# A label of every worker that was registered, with a digest of its facts: others have agents of their own.
 REGISTERED = "registered"
+# What older replicas announce instead of a digest.
+_NO_DIGEST = "yes"
 # The address of an engine without HTTP: no host has it (RFC 2606), and no two engines share one.
 NO_HTTP = "http://engine-{}.invalid"
 
@@ -72,6 +76,12 @@ class Registration(Struct, frozen=True):
     @property
     def name(self) -> str:
         return str(self.worker_id)
+
+    @property
+    def digest(self) -> str:
+        """The same for two registrations with the same facts: 16 hex digits."""
+        facts = msgspec.json.encode(replace(self, worker_id=self.name), order="sorted")
+        return hashlib.blake2b(facts, digest_size=8).hexdigest()
 
     def endpoints(self) -> list[EventEndpoints | None]:
         """Of each rank; None: it publishes no events. Raises BadRequestError."""
@@ -102,7 +112,7 @@ class Registration(Struct, frozen=True):
 
     def card(self) -> Mapping[str, Any]:
         """What `announce` takes."""
-        labels = {REGISTERED: "yes"} | ({ENDPOINT: self.endpoint} if url_error(self.endpoint) else {})
+        labels = {REGISTERED: self.digest} | ({ENDPOINT: self.endpoint} if url_error(self.endpoint) else {})
         labels |= {FIRST_RANK: str(self.data_parallel_start_rank)} if self.data_parallel_start_rank else {}
         return {
             "url": NO_HTTP.format(self.name) if ENDPOINT in labels else self.endpoint,
@@ -139,20 +149,27 @@ class RegisteredEngines:
     async def upsert(self, engine: Registration) -> None:
         """Register an engine, or replace what is known of it; waits until it can be chosen."""
         engine.check()
-        if engine.name not in self._engines and self._has_own_agent(engine.name):
-            raise TakenIdError(f"worker {engine.name!r} has an agent of its own: give another `worker_id`")
-        if len(self._engines) >= MOST_ENGINES and engine.name not in self._engines:
+        if not (is_known := engine.name in self._engines):
+            self._check_free(engine)
+        if len(self._engines) >= MOST_ENGINES and not is_known:
             raise BadRequestError(f"{MOST_ENGINES} engines are registered here: delete some, or run agents")
         async with self._changing:
             if self._engines.get(engine.name) != engine:
                 await self._stop(engine.name)
                 self._engines[engine.name] = engine
-                keep = self._keep(engine)
+                keep = self._keep(engine, has_changed=is_known)
                 self._tasks[engine.name] = asyncio.create_task(keep, name=f"engine {engine.name}")
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(REGISTER_S):
-                while not self.has_agent(engine.name):  # noqa: ASYNC110  # heartbeats have no event
+                while not self._is_announced(engine):
+                    if not is_known:
+                        self._check_free(engine)  # it may just have been registered elsewhere
                     await asyncio.sleep(LOOK_S / 5)
+        except TakenIdError:
+            await self.delete(engine.name)
+            raise
+        except TimeoutError:
+            pass
 
     async def change(self, name: str, changes: Mapping[str, Any]) -> None:
         """Replace these fields. Raises UnknownTargetError or BadRequestError."""
@@ -187,38 +204,55 @@ class RegisteredEngines:
             task.cancel()
             await asyncio.wait([task])
 
-    def has_agent(self, name: str) -> bool:
+    def has_agent(self, engine: Registration) -> bool:
         """Whether an agent, here or elsewhere, reports the worker now."""
-        return any(True for _ in self._cards(name))
+        return any(True for _ in self._cards(engine.name))
 
-    def _has_own_agent(self, name: str) -> bool:
-        return any(REGISTERED not in card.labels for card in self._cards(name))
+    def _is_announced(self, engine: Registration) -> bool:
+        """Whether an agent reports the worker with these facts."""
+        return any(_is_of(card, engine) for card in self._cards(engine.name))
+
+    def _check_free(self, engine: Registration) -> None:
+        """Raise TakenIdError if the worker is announced with other facts than these."""
+        for card in self._cards(engine.name):
+            if REGISTERED not in card.labels:
+                raise TakenIdError(
+                    f"worker {engine.name!r} has an agent of its own: give another `worker_id`"
+                )
+            if not _is_of(card, engine):
+                raise TakenIdError(
+                    f"worker {engine.name!r} is registered at another replica with other facts (block_size "
+                    f"{card.block_size}, model_name {card.model[:100]!r}, …): give the same, or change them "
+                    "there (PATCH), or give another `worker_id`"
+                )
 
     def _cards(self, name: str) -> Iterator[Card]:
         pools = (router.pool for router in self._replica.routers.values())
         found = (pool.workers.get(WorkerId(name)) for pool in pools)
         return (one.card for one in found if one is not None and not one.silent)
 
-    async def _keep(self, engine: Registration) -> None:
-        """Be its agent whenever there is none."""
+    async def _keep(self, engine: Registration, *, has_changed: bool) -> None:
+        """Be its agent whenever there is none, or, if it `has_changed`, none that announces the change."""
+        is_kept = self._is_announced if has_changed else self.has_agent
         while True:
-            while self.has_agent(engine.name):  # noqa: ASYNC110  # silence has no event
+            while is_kept(engine):  # noqa: ASYNC110  # silence has no event
                 await asyncio.sleep(LOOK_S)
             await asyncio.sleep(self._chance() * SPREAD_S)
-            if self.has_agent(engine.name):
+            if is_kept(engine):
                 continue
             try:
-                await self._act(engine)
+                await self._act(engine, is_kept)
             except Exception as error:
                 reasons = leaves(error)
                 if all(isinstance(one, TakenOverError) for one in reasons):
-                    log.info("engine.agent_elsewhere", worker=engine.name)
+                    is_kept = self.has_agent
+                    log.info("engine.agent_elsewhere", worker=engine.name, as_here=self._is_announced(engine))
                 else:
                     facts = {"reason": str(reasons[0]), "retry_s": PAUSE_S}
                     log.warning("engine.agent_failed", worker=engine.name, **facts)
                 await asyncio.sleep(PAUSE_S)
 
-    async def _act(self, engine: Registration) -> None:
+    async def _act(self, engine: Registration, is_kept: Callable[[Registration], bool]) -> None:
         """Announce it, and follow its events, until cancelled. Raises TakenOverError in a group."""
         began_us, followed = time.time_ns() // 1000, list[tuple[EngineRank, EngineEvents]]()
         async with contextlib.AsyncExitStack() as stack:
@@ -230,7 +264,7 @@ class RegisteredEngines:
                 if endpoints is not None:
                     events = await stack.enter_async_context(EngineEvents.open(endpoints))
                     followed.append((_rank(engine, publisher, events), events))
-            if self.has_agent(engine.name):  # another one began meanwhile
+            if is_kept(engine):  # another one began meanwhile
                 return
             card = announce(bus, publishers, namespace=self._namespace, **engine.card())
             announced = await stack.enter_async_context(card)
@@ -243,6 +277,10 @@ class RegisteredEngines:
                     group.create_task(rank.follow(events))
                     group.create_task(rank.read_again(events))
                 await asyncio.Event().wait()
+
+
+def _is_of(card: Card, engine: Registration) -> bool:
+    return card.labels.get(REGISTERED) in {engine.digest, _NO_DIGEST}
 
 
 def _rank(engine: Registration, publisher: KvPublisher, events: EngineEvents) -> EngineRank:

@@ -63,14 +63,14 @@ FILES = 25
 # of a pair cost and show, and for what is left out of a choice, in a module of its own. 25 for errors that
 # only the name of an event tells, and bodies that end amid an event. 53 that keep a step of 128,000 tokens
 # short: 36 blocks that prompts share, by bisection, 17 caches that shrink in slices, 5 a turn of the loop
-# between hashing and routing.
-LINES = 78_996
+# between hashing and routing. 36 for registrations of one engine that differ.
+LINES = 79_032
 # Of *.pyx and *.pxi, which LINES does not count.
 CYTHON_LINES = 2739  # 27 for `event: error`, 19 for hashes of a sample
 COMMENTS = 30
 # Of docs/, as `wc -w` counts them, without docs/changes. Each fact is said once, and somebody acts on it.
 # 60,000, and what came after that: troubleshooting, new rows of the comparison.
-DOC_WORDS = 60_686
+DOC_WORDS = 60_710
 # Of tests/: a test asks what users and operators can ask, and waits for a state. These may only go down.
 SHORTCUTS = {"private reads": 113, "patches": 180, "sleeps": 44}
 _IMPORT = re.compile(r"^\s*from kvrouter\.core\.(\w+)", re.MULTILINE)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from kvrouter.lab.mocker.config import MockerConfig
@@ -91,11 +92,42 @@ async def test_a_change_is_announced(nats_url: str) -> None:
         assert ("http://10.0.0.9:8000", 3) == (found["endpoint"], found["dp_rank"])
 
 
+async def test_facts_that_differ(nats_url: str) -> None:
+    """Another replica must register the same facts. A change of one that has it moves the agent there."""
+    async with two_routers(nats_url) as (engine, a, b):
+        await a.ok("/workers", spec(engine))
+        status, error = await b.ask("/workers", spec(engine, total_kv_blocks=1024))
+        assert 409 == status
+        assert "registered at another replica with other facts (block_size 16" in str(error)
+        assert 404 == (await b.ask(f"/workers/{ID}", method="DELETE"))[0]  # it kept nothing
+
+        await b.ok("/workers", spec(engine))
+        assert [True, False] == acting(a, b)
+        await b.ok("/workers", spec(engine, total_kv_blocks=1024))
+        await until(lambda: [False, True] == acting(a, b), "the agent has moved")
+        for router in (a, b):
+            await until_found(
+                partial(router.ok, "/workers", method="GET"),
+                lambda shown: [1024] == [one["total_kv_blocks"] for one in shown],
+                within_s=5,
+            )
+
+
+async def test_default_after_a_model_has_gone(nats_url: str) -> None:
+    """`default` is the only model that has workers, as soon as the other one's are deleted."""
+    async with two_routers(nats_url) as (engine, a, _):
+        await a.ok("/workers", spec(engine, model_name="one"))
+        await a.ok("/workers", spec(engine, worker_id=2, model_name="two", kv_events_endpoints=None))
+        assert 400 == (await a.ask("/select", {"token_ids": PROMPT}))[0]
+        await a.ok(f"/workers/{ID}", method="DELETE")
+        assert 2 == (await a.ok("/select", {"token_ids": PROMPT}))["worker_id"]
+
+
 async def test_two_agents_at_once(nats_url: str) -> None:
     """Both begin in the same moment: the later one stays, and the other one watches again."""
     async with two_routers(nats_url) as (engine, a, b):
         for router in (a, b):
-            router.site.engines.has_agent = lambda _name: False  # type: ignore[assignment, method-assign]
+            router.site.engines.has_agent = lambda _engine: False  # type: ignore[assignment, method-assign]
             router.site.engines._chance = float
         registered = [asyncio.create_task(one.ok("/workers", spec(engine))) for one in (a, b)]
         await until(lambda: all(acting(a, b)), "both act")

@@ -154,7 +154,7 @@ def _size(pools: Iterable[Set[str]]) -> int:
 
 
 def pool_serving(model: str | None, pools: Iterable[Pool]) -> Pool:
-    """The pool that serves a model or LoRA name. If there is only one pool, the name may be None.
+    """The pool that serves a model or LoRA name. If only one pool has workers, the name may be None.
 
     Raises UnknownModelError, BadRequestError where a name is needed, or NoWorkersError before the first
     worker.
@@ -162,8 +162,8 @@ def pool_serving(model: str | None, pools: Iterable[Pool]) -> Pool:
     serving = [pool for pool in pools if pool.names]
     if not serving:
         raise NoWorkersError("no worker has been seen yet")
-    if model is None and len(serving) == 1:
-        return serving[0]
+    if model is None and len(live := [pool for pool in serving if pool.workers] or serving) == 1:
+        return live[0]
     found = [pool for pool in serving if model in pool.names]
     if len(found) == 1:
         return found[0]
