@@ -377,7 +377,7 @@ class Attempt:
         body = self._body
         if self._is_holding:
             self._hold(data)
-        elif self._is_stream and self._was_at_boundary and names_failure(data) and self._is_broken_off(data):
+        elif self._is_stream and self._was_at_boundary and self._is_broken_off(data):
             return
         elif body is not None and body.is_over:
             self._pass_last(data)
@@ -444,7 +444,8 @@ class Attempt:
 
     def _is_broken_off(self, data: bytes) -> bool:
         """Whether these bytes, amid an answer, ended it. An error that tells the client is only counted."""
-        error = _error_of(events_at_the_end(data)) if self._seam is None else None  # else `frame` finds it
+        may_be = self._seam is None and names_failure(data)  # a seam's `frame` finds it
+        error = _error_of(events_at_the_end(data)) if may_be else None
         if error is None:
             return False
         if not error.body:
@@ -708,11 +709,12 @@ class Attempt:
     def _framed(self, data: bytes) -> bytes:
         """A read as the client gets it."""
         seam, body = self._seam, self._body
-        is_in_chunks = self._content is not None and body is not None and body.is_at_boundary
-        if seam is not None and is_in_chunks and self._was_at_boundary and seam.passes(data):
-            if seam.may_move:
-                seam.keep(data)
-            return data
+        if seam is not None and self._content is not None and body is not None and self._was_at_boundary:
+            whole = data.removesuffix(LAST_CHUNK) if body.is_over else data  # `close` ends the body
+            if (body.is_over or body.is_at_boundary) and seam.passes(whole) and not names_failure(whole):
+                if seam.may_move:
+                    seam.keep(whole)
+                return whole
         content = data if self._content is None else self._content.feed(data)
         if self._begun is not None:
             return self._begun.frame(content) if content else b""

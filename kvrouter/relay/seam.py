@@ -93,17 +93,16 @@ class Seam(Begun, kw_only=True):
         return content_of(b"".join([one if isinstance(one, bytes) else one.record() for one in self._kept]))
 
     def passes(self, chunks: bytes) -> bool:
-        """Whether these whole chunks pass as they are: each ends an event, and none may be a failure."""
-        is_whole = self.is_chunked and self.is_plain and _EVENTS.fullmatch(chunks) is not None
-        return is_whole and not names_failure(chunks)
+        """Whether these whole chunks pass as they are, unless one is a failure: each ends an event."""
+        return self.is_chunked and self.is_plain and _EVENTS.fullmatch(chunks) is not None
 
     def keep(self, chunks: bytes) -> None:
         """Whole events have been passed on, each in chunks."""
-        size = len(chunks) + _OBJECT_BYTES
-        if not self.is_full and self._has_room(size) and self.records.bytes + size <= RECORDS_BYTES:
+        size, records = len(chunks) + _OBJECT_BYTES, self.records
+        if not self.is_full and self._has_room(size) and records.bytes + size <= RECORDS_BYTES:
             self._kept.append(chunks)
             self._kept_bytes += size
-            self.records.bytes += size
+            records.bytes += size
         else:
             self._give_up()
 
