@@ -24,6 +24,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from msgspec import Struct
@@ -445,10 +446,14 @@ class Attempt:
     def _is_broken_off(self, data: bytes) -> bool:
         """Whether these bytes, amid an answer, ended it. An error that tells the client is only counted."""
         may_be = self._seam is None and names_failure(data)  # a seam's `frame` finds it
-        error = _error_of(events_at_the_end(data)) if may_be else None
+        events = list(events_at_the_end(data)) if may_be else []
+        error = _error_of(events)
         if error is None:
             return False
         if not error.body:
+            if good := _before_error(events):
+                self._pass_on(chunk(good) if self._head is not None and self._head.is_chunked else good)
+                self._was_at_boundary = True
             self._break_off(error.message)
             return True
         self._trouble = self._trouble or _reported(error)
@@ -875,6 +880,10 @@ def _content(head: ResponseHead, data: bytes) -> bytes:
 def _error_of(events: Iterable[Event]) -> EventError | None:
     """The first error; None if there is none."""
     return next((event.error for event in events if event.error is not None), None)
+
+
+def _before_error(events: Iterable[Event]) -> bytes:
+    return b"".join([event.text for event in takewhile(lambda event: event.error is None, events)])
 
 
 def _reported(error: EventError) -> _Trouble:

@@ -162,6 +162,16 @@ async def test_death_between_chunks(fleet_of: FleetOf, failure: str) -> None:
         assert re.search(rb'outcome="broken",route="[^"]*"} 1.0', (await fleet.get("/metrics")).body)
 
 
+async def test_text_in_the_read_of_a_failure(fleet_of: FleetOf) -> None:
+    """The client has all text that came before the failure."""
+    read = b"".join(chunk(one) for one in (event("b"), event("c"), event("", "abort"), b"data: [DONE]\n\n"))
+    async with fleet_of(scripts=(says(ONE, read + LAST_CHUNK),)) as fleet:
+        response = await fleet.ask(STREAM)
+
+        assert response.is_whole
+        assert ["a", "b", "c", "BadGatewayError"] == texts(response.events)
+
+
 OPEN_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
 PING = b": ping\n\n"
 BEGUN = {  # how a stream may begin: the client gets the engine's chunks, the router's, or none
