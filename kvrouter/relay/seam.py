@@ -99,23 +99,20 @@ class Seam(Begun, kw_only=True):
     def keep(self, chunks: bytes) -> None:
         """Whole events have been passed on, each in chunks."""
         size, records = len(chunks) + _OBJECT_BYTES, self.records
-        if not self.is_full and self._has_room(size) and records.bytes + size <= RECORDS_BYTES:
-            self._kept.append(chunks)
-            self._kept_bytes += size
-            records.bytes += size
-        else:
+        kept, recorded = self._kept_bytes + size, records.bytes + size
+        if self.is_full or kept + self._native_bytes > RECORD_BYTES or recorded > RECORDS_BYTES:
             self._give_up()
+            return
+        self._kept.append(chunks)
+        self._kept_bytes, records.bytes = kept, recorded
 
     def keep_native(self, stream: native.Stream) -> None:
         """C has passed on whole events; they stay there."""
-        if stream.is_over or not self._has_room(stream.recorded):
+        if stream.is_over or self._kept_bytes + self._native_bytes + stream.recorded > RECORD_BYTES:
             self._give_up()
         elif stream.recorded and not self.is_full:
             self._kept.append(stream)
             self._native_bytes += stream.recorded
-
-    def _has_room(self, size: int) -> bool:
-        return self._kept_bytes + self._native_bytes + size <= RECORD_BYTES
 
     def _give_up(self) -> None:
         self.is_full = True
