@@ -32,7 +32,7 @@ from kvrouter.policies import CUSTOM, SERVED_MODES, PolicySettings
 from kvrouter.policies.files import PolicyFiles
 from kvrouter.policies.two_stage import read_header_name
 from kvrouter.prompts.settings import TokenOptions
-from kvrouter.relay.exchange import Limits
+from kvrouter.relay.outcomes import Limits
 from kvrouter.settings.declare import MIB, Command, Settings, mib, read_mib, setting
 from kvrouter.settings.read import load
 from kvrouter.telemetry.metrics_port import MetricsPortOptions

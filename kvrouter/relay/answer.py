@@ -19,7 +19,7 @@ from kvrouter.errors import (
     WrongMethodError,
 )
 from kvrouter.relay.codings import ACCEPTED
-from kvrouter.relay.exchange import Rejected
+from kvrouter.relay.outcomes import Rejected
 
 
 class Served(Struct, frozen=True):

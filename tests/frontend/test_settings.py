@@ -9,7 +9,7 @@ import pytest
 from kvrouter.errors import ConfigError
 from kvrouter.frontend.__main__ import main
 from kvrouter.frontend.settings import parse_options
-from kvrouter.relay.exchange import Limits
+from kvrouter.relay.outcomes import Limits
 
 
 def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 from kvrouter.bodies.apis import COMPLETION
 from kvrouter.relay.begun import Begun
-from kvrouter.relay.exchange import Attempt, Limits, Outcome
+from kvrouter.relay.exchange import Attempt
+from kvrouter.relay.outcomes import Limits, Outcome
 from kvrouter.relay.upstream import WorkerConnection
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvrouter.relay.answer import rejected_answer
-from kvrouter.relay.exchange import Rejected
+from kvrouter.relay.outcomes import Rejected
 
 
 def test_rejection_is_passed_on_byte_for_byte() -> None:

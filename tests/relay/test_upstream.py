@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.relay.events import MOST_EVENT_BYTES
-from kvrouter.relay.exchange import Done, Limits, Lost, Rejected
 from kvrouter.relay.framing import MAX_HEAD_BYTES
+from kvrouter.relay.outcomes import Done, Limits, Lost, Rejected
 from kvrouter.relay.upstream import IDLE_S, Upstream, WorkerUnreachableError
 from tests.frontend.fleet import no_trouble
 from tests.frontend.workers import (

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.relay.exchange import Done
+from kvrouter.relay.outcomes import Done
 from kvrouter.relay.upstream import Upstream, WorkerUnreachableError, address_of
 from kvrouter.tls import trusting
 from tests.certificates import Authority

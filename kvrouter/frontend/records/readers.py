@@ -22,7 +22,8 @@ from kvrouter.frontend.records.record import AttemptRecord, Ending, Record, cloc
 from kvrouter.frontend.records.tenant_totals import TenantTotals
 from kvrouter.frontend.requests import engine_routes
 from kvrouter.relay.engine_answers import UNKNOWN_MODEL
-from kvrouter.relay.exchange import Attempt, Lost, Rejected, Retried
+from kvrouter.relay.exchange import Attempt
+from kvrouter.relay.outcomes import Lost, Rejected, Retried
 from kvrouter.relay.request import Request
 from kvrouter.telemetry.metrics import OTHER, RequestMetrics
 

@@ -29,7 +29,7 @@ from kvrouter.frontend.keys.keys_file import Key
 from kvrouter.frontend.requests.kept_responses import NewResponse
 from kvrouter.prompts.ways import Sendable
 from kvrouter.relay.answer import Served
-from kvrouter.relay.exchange import Done, Limits, Outcome, Rejected
+from kvrouter.relay.outcomes import Done, Limits, Outcome, Rejected
 from kvrouter.relay.request import Request
 from kvrouter.telemetry.metrics import TargetCounts
 

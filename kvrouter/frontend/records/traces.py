@@ -13,7 +13,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from kvrouter.frontend.records.record import AttemptRecord, Record, clock
-from kvrouter.relay.exchange import Done, Lost, Outcome, Rejected, Retried, TimedOut
+from kvrouter.relay.outcomes import Done, Lost, Outcome, Rejected, Retried, TimedOut
 from kvrouter.relay.upstream import address_of
 
 if TYPE_CHECKING:

@@ -42,16 +42,8 @@ from kvrouter.relay.answer import Answer, Served, internal_error, rejected_answe
 from kvrouter.relay.begun import KeepAlive, begin_unplaced
 from kvrouter.relay.collected import Collected
 from kvrouter.relay.events import message_in
-from kvrouter.relay.exchange import (
-    Done,
-    Limits,
-    Lost,
-    Outcome,
-    Rejected,
-    Retried,
-    TimedOut,
-)
 from kvrouter.relay.hops import check_hops
+from kvrouter.relay.outcomes import Done, Limits, Lost, Outcome, Rejected, Retried, TimedOut
 from kvrouter.relay.request import Request, request_id_of
 from kvrouter.relay.routes import Routes
 from kvrouter.relay.seam import Seam

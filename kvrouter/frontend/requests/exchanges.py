@@ -25,7 +25,8 @@ from kvrouter.frontend.requests.hand_overs import HandOvers
 from kvrouter.frontend.requests.kept_responses import KeptResponses
 from kvrouter.frontend.requests.moves import Moves
 from kvrouter.frontend.requests.rules import record_refusal
-from kvrouter.relay.exchange import Attempt, ClientSide, Lost, Outcome
+from kvrouter.relay.exchange import Attempt, ClientSide
+from kvrouter.relay.outcomes import Lost, Outcome
 from kvrouter.relay.request import Request
 from kvrouter.relay.upstream import Upstream, WorkerConnection, WorkerUnreachableError
 from kvrouter.replica.publishing import Publishing

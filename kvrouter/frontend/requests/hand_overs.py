@@ -27,7 +27,7 @@ from kvrouter.errors import WorkerRejectedError
 from kvrouter.frontend.records.record import AttemptRecord
 from kvrouter.relay.collected import Collected
 from kvrouter.relay.events import message_in
-from kvrouter.relay.exchange import Done, Lost, Outcome
+from kvrouter.relay.outcomes import Done, Lost, Outcome
 from kvrouter.telemetry.metrics import RequestMetrics
 
 # When the client has its answer, the prefill worker's is still read for so long: for its count of cached

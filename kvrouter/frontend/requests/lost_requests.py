@@ -34,7 +34,7 @@ from kvrouter.core.wire.ids import PromptHash, Target, WorkerId
 from kvrouter.errors import NoWorkersError, RequestEndsWorkersError, WorkerDiedError
 from kvrouter.frontend.records.record import AttemptRecord, Work
 from kvrouter.frontend.requests.hung_engines import Probe
-from kvrouter.relay.exchange import Done, Lost, Outcome, Rejected
+from kvrouter.relay.outcomes import Done, Lost, Outcome, Rejected
 from kvrouter.replica.publishing import Publishing
 
 log = structlog.get_logger()

@@ -40,7 +40,7 @@ from kvrouter.errors import KvRouterError
 from kvrouter.frontend.records.record import AttemptRecord, Record, Work, clock
 from kvrouter.frontend.requests.accept import Accept
 from kvrouter.frontend.settings import MigrationOptions
-from kvrouter.relay.exchange import Done, Outcome
+from kvrouter.relay.outcomes import Done, Outcome
 from kvrouter.relay.request import Request
 from kvrouter.relay.seam import Records, Seam
 from kvrouter.telemetry.metrics import RequestMetrics

@@ -27,7 +27,7 @@ from kvrouter.core.wire.ids import PoolId, Target
 from kvrouter.frontend.settings import RuleOptions
 from kvrouter.policies import CUSTOM, PolicySettings, new_policy
 from kvrouter.relay.engine_answers import rest_s
-from kvrouter.relay.exchange import Done, Lost, Outcome, Rejected, Retried, TimedOut
+from kvrouter.relay.outcomes import Done, Lost, Outcome, Rejected, Retried, TimedOut
 from kvrouter.replica.loop import first_turn
 from kvrouter.telemetry.metrics import Sample
 
