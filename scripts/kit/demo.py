@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import importlib.util
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import zip_longest
@@ -200,7 +199,3 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     if flags.html is not None and importlib.util.find_spec("plotly") is None:
         parser.error("--html needs Plotly: scripts/setup installs it")
     return flags
-
-
-if __name__ == "__main__":
-    sys.exit(main())

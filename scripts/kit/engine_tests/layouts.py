@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -307,7 +306,3 @@ async def _run(flags: argparse.Namespace) -> int:
                 exact &= tally["all groups: exact"] >= 0.99 * tally["requests"]
             await stage.fleet.stop_all()
     return 0 if exact else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

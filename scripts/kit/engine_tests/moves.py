@@ -222,7 +222,3 @@ async def _check(stage: Stage, cuts: Cuts, count: int, *, kills: bool) -> tuple[
             differ.append(f"{path} {text!r}: {got} instead of {want}")
     seen = "all equal" if equal == count else f"{equal} equal, {known} differ also without a cut"
     return f"{count} streams", "; ".join([seen, *differ[:2]])
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

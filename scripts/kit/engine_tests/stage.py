@@ -21,7 +21,7 @@ ENGINES, REPLICAS = 2, 2
 # An engine publishes events within its next step after an answer, and an agent forwards them within 10 ms.
 SETTLE_S = 0.05
 SEEN_TIMEOUT_S = 60.0
-_SENT_IDS = re.compile(rb"^kvrouter_token_ids_sent_total\{[^}]*\} (\S+)", re.MULTILINE)
+_SENT_IDS = re.compile(r"^kvrouter_token_ids_sent_total\{[^}]*\} (\S+)", re.MULTILINE)
 
 # Prints all that a request may have: a difference in any of it is a difference in the ids.
 _CHAT_TEMPLATE = """\
@@ -75,11 +75,7 @@ class Stage:
 
     async def chats_with_ids(self) -> int:
         """How many chats the engines got with the token ids that a replica computed."""
-        count = 0
-        for replica in self.replicas:
-            _, text = await self.client.get(f"{replica.url}/metrics")
-            count += sum(int(float(value)) for value in _SENT_IDS.findall(text))
-        return count
+        return round(await self.client.total(_SENT_IDS, [replica.url for replica in self.replicas]))
 
     async def start_again(self, engine: Engine) -> None:
         """Restart a killed engine, and wait until every replica receives its events."""
