@@ -44,7 +44,6 @@ class FailedError(ScriptError):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo and return its exit code."""
     return run("demo", _run(_flags(arguments)))
 
 

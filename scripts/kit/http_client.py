@@ -130,7 +130,6 @@ class Client:
         return _json(url, head.status, bytes(answer))
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._session is not None:
             await self._session.close()
             self._session = None

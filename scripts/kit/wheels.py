@@ -197,7 +197,6 @@ def _ask(url: str, body: dict[str, Any] | None, log: Path) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build and try; returns the exit code."""
     parser = argparse.ArgumentParser(prog="scripts/wheels", description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument(
         "directory", type=Path, nargs="?", default=ROOT / "dist", help="where files go (dist)"

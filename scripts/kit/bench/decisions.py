@@ -114,7 +114,6 @@ def _siblings(base: Cell) -> list[Cell]:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Run the groups; returns the exit code."""
     known, figures = groups(), {}
     for name in flags.only or known:
         compared = _run(name, known[name], flags)

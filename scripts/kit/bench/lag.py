@@ -211,7 +211,6 @@ def quantile(buckets: Mapping[float, float], share: float) -> float:
 
 
 async def run(flags: argparse.Namespace) -> int:
-    """Measure; returns the exit code."""
     before, runs = MachineTime.now(), []
     async with open_stage("bench") as stage:
         more = ("--prompt-tokens", str(PROMPT_TOKENS))
@@ -228,7 +227,6 @@ async def run(flags: argparse.Namespace) -> int:
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """One row a rate."""
     columns = (
         *("blocks/s asked", "sent", "applied", "requests/s", "lag p50", "p99", "max", "over 5 ms"),
         *("TTFT p50", "p99", "frontend cores", "no core", "longest gc", "oldest message"),

@@ -63,7 +63,6 @@ def prefix_tokens(group: int) -> list[int]:
 
 
 def prefix_hashes(group: int) -> Sequence[int]:
-    """The hashes of the prefix's blocks."""
     return sequence_hashes(block_hashes(prefix_tokens(group), BLOCK_SIZE))
 
 
@@ -79,8 +78,6 @@ class Chain:
 
 
 class Worker:
-    """One worker's feed."""
-
     def __init__(self, number: int, engine_url: str, subjects: Subjects, rng: random.Random) -> None:
         self.id = WorkerId(f"w{number:04}")
         self.incarnation = time.time_ns() // 1000

@@ -45,7 +45,6 @@ class Row:
 
 
 async def run(flags: argparse.Namespace) -> int:
-    """Measure; returns the exit code."""
     before, rows = MachineTime.now(), list[Row]()
     async with open_stage("bench") as stage:
         keys, more = keyring(stage.directory, 2, {"weight": 1.0})

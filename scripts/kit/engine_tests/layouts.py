@@ -169,7 +169,7 @@ async def start(stage: Stage, program: Path, models: Path, layout: Layout) -> En
     of_size = ["--block-size", str(layout.block_size), "--max-model-len", "1024"]
     environment = {"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": str(int(layout.int_hashes))}
     engine = await start_engine(stage.fleet, test, 0, [*of_size, *flags], environment)
-    await wait_until_up(stage.client, stage.fleet.processes[engine.name], engine)
+    await wait_until_up(stage.client, stage.fleet, [engine])
     return engine
 
 
@@ -248,7 +248,8 @@ async def measure(stage: Stage, engine: Engine, layout: Layout, requests: int, s
         if layout.is_killed and number == requests // 2:
             events.close()
             await process.kill()
-            await wait_until_up(stage.client, await stage.fleet.start_again(engine.name), engine)
+            await stage.fleet.start_again(engine.name)
+            await wait_until_up(stage.client, stage.fleet, [engine])
             events = Events(engine.events, layout.ranks)
             for one in found:
                 one.forget()

@@ -111,16 +111,11 @@ async def _run(options: argparse.Namespace) -> int:
         (port,) = free_ports(1)
         roles = ("producer", "consumer")
         engines = [await start_half(common, test, options, n, roles[n], port) for n in range(2)]
-        for engine in engines:
-            await wait_until_up(common.client, common.fleet.processes[engine.name], engine)
+        await wait_until_up(common.client, common.fleet, engines)
         proxy = await stack.enter_async_context(between(engines[0].url))
-        named = [
-            f"{url},kv={engine.events},replay={engine.replay},role={role},connector={options.connector}"
-            + (f",bootstrap-port={port}" if role == "prefill" else "")
-            for engine, url, role in zip(
-                engines, (proxy.url, engines[1].url), ("prefill", "decode"), strict=True
-            )
-        ]
+        more = {"role": "prefill", "connector": options.connector, "bootstrap-port": f"{port}"}
+        decode = engines[1].named(role="decode", connector=options.connector)
+        named = [engines[0].named(proxy.url, **more), decode]
         flags = ["--router-mode=kv", "--router-replica-sync", "--pd-min-uncached-tokens=0"]
         stage = await serve_engines(common.fleet, common.client, engines, named, flags)
         await _until_checked(stage)

@@ -67,11 +67,9 @@ async def _run(directory: Path) -> int:
         test = EngineTest("sglang", program, common.model_path, {}, NUM_BLOCKS)
         (port,) = free_ports(1)
         engines = [await _start(common, test, directory, role, port) for role in _ROLES]
-        for engine in engines:
-            await wait_until_up(common.client, common.fleet.processes[engine.name], engine)
+        await wait_until_up(common.client, common.fleet, engines)
         *pair, whole = engines
-        named = [f"{engine.url},kv={engine.events},replay={engine.replay}" for engine in pair]
-        flags = ["--router-mode=kv", "--router-replica-sync"]
+        flags, named = ["--router-mode=kv", "--router-replica-sync"], [engine.named() for engine in pair]
         stage = await serve_engines(common.fleet, common.client, pair, named, flags)
         rows = [*await _lengths(stage, whole), await _at_once(stage, whole)]
         seen = await predictions(stage, {"exact"})

@@ -40,8 +40,6 @@ _CHAT_TEMPLATE = """\
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What runs."""
-
     fleet: Fleet
     client: Client
     engines: Sequence[Engine]
@@ -79,8 +77,8 @@ class Stage:
 
     async def start_again(self, engine: Engine) -> None:
         """Restart a killed engine, and wait until every replica receives its events."""
-        process = await self.fleet.start_again(engine.name)
-        await wait_until_up(self.client, process, engine)
+        await self.fleet.start_again(engine.name)
+        await wait_until_up(self.client, self.fleet, [engine])
         await self.until_live()
 
 
@@ -97,11 +95,10 @@ def prepare(directory: Path, kind: Kind, program: Path, num_blocks: int) -> Engi
 async def set_up(fleet: Fleet, client: Client, test: EngineTest) -> Stage:
     """Start everything; returns when every replica receives the events of every engine."""
     engines = [await start_engine(fleet, test, number) for number in range(ENGINES)]
-    for engine in engines:
-        await wait_until_up(client, fleet.processes[engine.name], engine)
+    await wait_until_up(client, fleet, engines)
     first, *others = engines
     # only the first engine has its event sockets: `serve` must find the others'
-    named = [f"{first.url},kv={first.events},replay={first.replay}", *(engine.url for engine in others)]
+    named = [first.named(), *(engine.url for engine in others)]
     return await serve_engines(fleet, client, engines, named)
 
 
