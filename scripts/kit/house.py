@@ -72,7 +72,7 @@ COMMENTS = 30
 DOC_WORDS = 58_900
 # Of *.py in scripts/; 12,000 is the aim. A bench whose number is written down, and that holds no promise that
 # is measured again, goes.
-SCRIPT_LINES = 12_920
+SCRIPT_LINES = 12_900
 # Of tests/: a test asks what users and operators can ask, and waits for a state. These may only go down.
 SHORTCUTS = {"private reads": 113, "patches": 180, "sleeps": 44}
 _IMPORT = re.compile(r"^\s*from kvrouter\.core\.(\w+)", re.MULTILINE)
