@@ -84,7 +84,6 @@ def written() -> str:
 
 
 def main() -> int:
-    """Write it; returns the exit status."""
     FILE.write_text(written())
     return 0
 

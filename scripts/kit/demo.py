@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import importlib.util
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import zip_longest
@@ -45,7 +44,6 @@ class FailedError(ScriptError):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo and return its exit code."""
     return run("demo", _run(_flags(arguments)))
 
 
@@ -200,7 +198,3 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     if flags.html is not None and importlib.util.find_spec("plotly") is None:
         parser.error("--html needs Plotly: scripts/setup installs it")
     return flags
-
-
-if __name__ == "__main__":
-    sys.exit(main())

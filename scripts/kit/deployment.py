@@ -25,8 +25,6 @@ SETTLE_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to start."""
-
     router_mode: str
     model_path: Path
     engines: int = 4
@@ -64,8 +62,6 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """What runs, and where."""
-
     nats_url: str
     engines: list[Engine]
     frontends: list[Process]
@@ -136,7 +132,6 @@ async def deploy(fleet: Fleet, client: Client, plan: Plan, nats_url: str) -> Dep
 
 
 async def start_engine(fleet: Fleet, plan: Plan, nats_url: str, number: int) -> Engine:
-    """Start one mocker and its agent."""
     port = plan.engine_ports[number] if plan.engine_ports else free_ports(3)[0]
     events, replay = port + 1, port + 2
     url = f"http://127.0.0.1:{port}"
@@ -161,7 +156,6 @@ async def start_engine(fleet: Fleet, plan: Plan, nats_url: str, number: int) -> 
 async def start_frontend(
     fleet: Fleet, client: Client, plan: Plan, nats_url: str, number: int
 ) -> tuple[Process, Replica]:
-    """Start one replica."""
     port, admin_port = free_ports(2)
     process = await fleet.start(
         f"frontend-{number}",

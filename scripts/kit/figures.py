@@ -36,7 +36,6 @@ class Figures:
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """For a file."""
         return {**asdict(self), "cached_token_rate": self.cached_token_rate}
 
 

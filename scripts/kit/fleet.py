@@ -83,7 +83,6 @@ class Process:
         return await self._process.wait()
 
     def tail(self, lines: int = 15) -> str:
-        """The last lines of its log."""
         text = self.log.read_text(errors="replace").rstrip()
         return "\n".join(text.splitlines()[-lines:]) or "(no output)"
 

@@ -1,4 +1,4 @@
-"""How large the package is: files, lines, functions, classes, comments, arrows in core/; words of docs/.
+"""How large the package is: files, lines, functions, classes, comments, arrows in core/; docs/ and scripts/.
 
 And how often tests reach inside instead of asking what users can ask.
 
@@ -70,9 +70,11 @@ LINES = 79_042
 # Of *.pyx and *.pxi, which LINES does not count.
 CYTHON_LINES = 2739  # 27 for `event: error`, 19 for hashes of a sample
 COMMENTS = 30
-# Of docs/, as `wc -w` counts them, without docs/changes. Each fact is said once, and somebody acts on it.
-# 60,000, and what came after that: troubleshooting, new rows of the comparison.
-DOC_WORDS = 60_710
+# Of docs/, as `wc -w` counts them, without docs/changes. Each fact is said once, and a user acts on it.
+DOC_WORDS = 58_900
+# Of *.py in scripts/; 12,000 is the aim. A bench whose number is written down, and that holds no promise that
+# is measured again, goes.
+SCRIPT_LINES = 12_900
 # Of tests/: a test asks what users and operators can ask, and waits for a state. These may only go down.
 SHORTCUTS = {"private reads": 113, "patches": 180, "sleeps": 44}
 _IMPORT = re.compile(r"^\s*from kvrouter\.core\.(\w+)", re.MULTILINE)
@@ -144,7 +146,6 @@ def above(sources: dict[Path, str], cython: int) -> Iterator[str]:
 
 
 def doc_words(root: Path) -> int:
-    """The words of the documentation."""
     pages = [page for page in (root / "docs").rglob("*.md") if page.parent.name != "changes"]
     return sum(len(page.read_text().split()) for page in pages)
 
@@ -159,7 +160,6 @@ def core_arrows(sources: dict[Path, str]) -> set[tuple[str, str]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit status."""
     parser = argparse.ArgumentParser(prog="python -m scripts.kit.house", description=__doc__)
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout to read")
     root: Path = parser.parse_args(arguments).root.resolve()
@@ -182,7 +182,9 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"arrows between folders of core/  {len(core_arrows(sources))}")
     print(f"lines with a comment per 1,000   {1000 * written / lines:.1f}")
     words = doc_words(root)
+    scripts = sum(path.read_text().count("\n") for path in (root / "scripts").rglob("*.py"))
     print(f"words of docs/                   {words}")
+    print(f"lines of scripts/                {scripts}")
     native = [path for kind in ("*.pyx", "*.pxi") for path in (root / "kvrouter").rglob(kind)]
     cython = sum(path.read_text().count("\n") for path in native)
     print(f"lines of Cython                  {cython}")
@@ -195,6 +197,8 @@ def main(arguments: list[str] | None = None) -> int:
             found.append(f"tests: {count} {what}, more than {most}")
     if words > DOC_WORDS:
         found.append(f"docs: {words} words, more than {DOC_WORDS}")
+    if scripts > SCRIPT_LINES:
+        found.append(f"scripts: {scripts} lines, more than {SCRIPT_LINES}")
     for one in found:
         print(one, file=sys.stderr)
     return int(bool(found))

@@ -6,7 +6,8 @@ It has no code in common with kvrouter's relay: a mistake there would go unnotic
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -117,6 +118,11 @@ class Client:
         """The JSON of a GET; raises HttpError unless the status is 200."""
         return _json(url, *await self.get(url))
 
+    async def total(self, metric: re.Pattern[str], urls: Iterable[str]) -> float:
+        """The sum of what the pattern finds in /metrics of these servers: its only group is the value."""
+        texts = [(await self.get(f"{url}/metrics"))[1].decode() for url in urls]
+        return sum(float(value) for text in texts for value in metric.findall(text))
+
     async def post_json(self, url: str, body: bytes, headers: Mapping[str, str] | None = None) -> Any:
         """The JSON of a POST; raises HttpError unless the status is 200."""
         answer = bytearray()
@@ -124,7 +130,6 @@ class Client:
         return _json(url, head.status, bytes(answer))
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._session is not None:
             await self._session.close()
             self._session = None

@@ -14,14 +14,16 @@ import asyncio
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import aiohttp
 from rich.table import Table
 
-from scripts.kit.script import new_console, table_of
+from scripts.kit.engine_tests.answers import ask
+from scripts.kit.engine_tests.workload import Request
+from scripts.kit.http_client import Client
+from scripts.kit.script import new_console, run, table_of
 
 # Small ones of every format and colour mode that is read.
 FILE = Path(__file__).resolve().parents[2] / "tests" / "data" / "images.json"
@@ -33,26 +35,13 @@ Json: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    kind: str
-    path: str
-    body: Json
-
-
-@dataclass(frozen=True, slots=True)
 class Result:
-    """Tokens, by the router and by the engine; `media`: what the router says of the prompt's images."""
+    """What the router says of the images, and whether cached tokens and length are as predicted."""
 
     kind: str
     media: str
-    predicted_tokens: int
+    is_equal: bool
     cached_tokens: int
-    isl: int
-    prompt_tokens: int
-
-    @property
-    def is_equal(self) -> bool:
-        return (self.predicted_tokens, self.isl) == (self.cached_tokens, self.prompt_tokens)
 
 
 def requests(images: dict[str, str]) -> Iterator[Request]:
@@ -68,35 +57,18 @@ def requests(images: dict[str, str]) -> Iterator[Request]:
     first = images[names[0]]
     source = {"type": "base64", "media_type": "image/png", "data": first}
     said = [{"type": "image", "source": source}, {"type": "text", "text": WORDS}]
-    yield from 2 * [
-        Request(
-            "messages", "/v1/messages", {"messages": [{"role": "user", "content": said}], "max_tokens": 2}
-        )
-    ]
+    body: Json = {"messages": [{"role": "user", "content": said}], "max_tokens": 2}
+    yield from 2 * [Request("messages", "/v1/messages", body, 0)]
     shown_first = {"type": "input_image", "image_url": _url(first), "detail": "auto"}
     parts = [shown_first, {"type": "input_text", "text": WORDS}]
     item = {"type": "message", "role": "user", "content": parts}
     body = {"input": [item], "max_output_tokens": 2, "store": False}
-    yield from 2 * [Request("responses", "/v1/responses", body)]
+    yield from 2 * [Request("responses", "/v1/responses", body, 0)]
     yield from 2 * [_chat("uuid", _user("uuid", _image(first, uuid="a picture")))]
     alone = {"type": "image_url", "image_url": None, "uuid": "a picture"}
     yield _chat("uuid without image", _user("uuid", alone))
     salted = _chat("salt", _user("salt", _image(first)))
-    yield from 2 * [Request("salt", salted.path, salted.body | {"cache_salt": "tenant"})]
-
-
-def cached_tokens(usage: Json) -> int:
-    """As the engine reports them, over any of the APIs."""
-    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
-    return int(usage.get("cache_read_input_tokens") or details.get("cached_tokens") or 0)
-
-
-def prompt_tokens(usage: Json) -> int:
-    """The length of the prompt. /v1/messages counts cached tokens apart, and may leave them out."""
-    if "prompt_tokens" in usage:
-        return int(usage["prompt_tokens"])
-    apart = ("cache_read_input_tokens", "cache_creation_input_tokens")
-    return int(usage["input_tokens"]) + sum(int(usage.get(name) or 0) for name in apart)
+    yield from 2 * [replace(salted, body=salted.body | {"cache_salt": "tenant"})]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -108,7 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", required=True)
     parser.add_argument("--block-size", type=int, default=16, help="of the engine")
     given = parser.parse_args(arguments)
-    results = asyncio.run(_run(given.url, given.admin, given.model, given.block_size))
+    return run("images", _check(given))
+
+
+async def _check(given: argparse.Namespace) -> int:
+    results = await _run(given.url, given.admin, given.model, given.block_size)
     new_console().print(_table(results))
     return int(any(one.media == "exact" and not one.is_equal for one in results))
 
@@ -116,15 +92,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 async def _run(url: str, admin: str, model: str, block_size: int) -> list[Result]:
     images = {each["name"]: each["base64"] for each in json.loads(FILE.read_text("utf-8"))}
     results = []
-    async with aiohttp.ClientSession(raise_for_status=True) as http:
-        for request in requests(images):
-            async with http.post(url + request.path, json={"model": model} | request.body) as response:
-                usage = (await response.json())["usage"]
-            async with http.get(f"{admin}/decisions?limit=1") as listed:
-                (decision,) = (await listed.json())["decisions"]
-            predicted = block_size * int(response.headers["x-kvrouter-overlap-blocks"])
-            counts = predicted, cached_tokens(usage), decision["isl"], prompt_tokens(usage)
-            results.append(Result(request.kind, decision.get("media", ""), *counts))
+    async with Client() as client:
+        for number, request in enumerate(requests(images)):
+            answer = await ask(client, url, replace(request, body={"model": model} | request.body))
+            sample = answer.sample(number, "", request, block_size)
+            (decision,) = (await client.get_json(f"{admin}/decisions?limit=1"))["decisions"]
+            is_equal = sample.is_exact and decision["isl"] == sample.prompt_tokens
+            results.append(Result(request.kind, decision.get("media", ""), is_equal, sample.cached_tokens))
             await asyncio.sleep(SETTLE_S)
     return results
 
@@ -141,7 +115,7 @@ def _table(results: Sequence[Result]) -> Table:
 
 
 def _chat(kind: str, *messages: Json) -> Request:
-    return Request(kind, "/v1/chat/completions", {"messages": [*messages], "max_tokens": 2})
+    return Request(kind, "/v1/chat/completions", {"messages": [*messages], "max_tokens": 2}, 0)
 
 
 def _user(name: str, *images: Json) -> Json:

@@ -41,12 +41,10 @@ def written(name: str) -> str:
 
 
 def examples() -> list[str]:
-    """Their file names."""
     return sorted(path.name for path in EXAMPLES.glob("*.yaml"))
 
 
 def main() -> int:
-    """Write all; returns the exit code."""
     try:
         texts = {name: written(name) for name in examples()}
     except ImportError:

@@ -63,7 +63,6 @@ def alerts_of(rules: str) -> dict[str, dict[str, Any]]:
 
 
 def expressions_of(rules: str) -> list[str]:
-    """Of all rules."""
     return [rule["expr"] for group in yaml.safe_load(rules)["groups"] for rule in group["rules"]]
 
 
@@ -76,8 +75,6 @@ def dashboard_expressions(interval_s: int = 10) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Prometheus:
-    """A running server."""
-
     url: str
     client: Client
 

@@ -236,7 +236,6 @@ async def all_names() -> set[str]:
 
 
 def main() -> int:
-    """Print them; returns the exit status."""
     sys.stdout.writelines(f"{line}\n" for line in sorted(asyncio.run(all_names())))
     return 0
 

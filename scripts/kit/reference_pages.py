@@ -1,4 +1,4 @@
-"""Writes docs/reference/errors.md and wire.md, and the tables of docs/metrics.md, from the code."""
+"""Writes the pages of docs/reference but http.md, and the tables of docs/metrics.md, from the code."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import msgspec
 from kvrouter import errors
 from kvrouter.core.wire import heartbeats, ops, values
 from kvrouter.telemetry.catalog import SECTIONS, Metric
+from scripts.kit.settings_page import MADE, settings_page
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/reference"
-_MADE = "<!-- Written by `python -m scripts.kit.reference_pages`; a test compares it with the code. -->"
 MOST_CHOICES = 3  # the union of all ops has more
 _FORMS = {
     "`/v1/messages`": """Anthropic's: `{"type": "error", "error": {"type": "not_found_error", \
@@ -60,7 +60,7 @@ def errors_page() -> str:
     found.sort(key=lambda one: (one.status, inspect.getsourcelines(one)[1]))
     rows = [_error(one) for one in found]
     head = "| status | `type` | class | situation |\n|---|---|---|---|"
-    return "\n\n".join(["# Errors", _MADE, _ERRORS, "\n".join([head, *rows])]) + "\n"
+    return "\n\n".join(["# Errors", MADE, _ERRORS, "\n".join([head, *rows])]) + "\n"
 
 
 def _error(one: type[errors.KvRouterError]) -> str:
@@ -78,7 +78,7 @@ def wire_page() -> str:
     used = set(re.findall(r"\w+", " ".join(parts)))
     rows = [f"| {name} | {_spelled(kind)} |" for kind, name in _VALUES.items() if name in used]
     table = "\n".join(["| value | is |", "|---|---|", *rows])
-    return "\n\n".join(["# Wire", _MADE, _WIRE, table, *parts]) + "\n"
+    return "\n\n".join(["# Wire", MADE, _WIRE, table, *parts]) + "\n"
 
 
 def _structures(module: ModuleType) -> Iterator[type[msgspec.Struct]]:
@@ -188,17 +188,16 @@ def _metric(name: str, metric: Metric) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Return the pages by path."""
     metrics = FOLDER.parent / "metrics.md"
     return {
         FOLDER / "errors.md": errors_page(),
+        FOLDER / "settings.md": settings_page(),
         FOLDER / "wire.md": wire_page(),
         metrics: metrics_page(metrics.read_text()),
     }
 
 
 def main() -> int:
-    """Write them; returns the exit status."""
     for path, text in pages().items():
         path.write_text(text)
     return 0

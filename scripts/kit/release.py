@@ -144,7 +144,6 @@ def _git(*words: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write it; returns the exit code."""
     parser = argparse.ArgumentParser(prog="scripts/release", description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("version", help="X.Y.Z")
     parser.add_argument(

@@ -33,7 +33,6 @@ class View:
 
     @property
     def bookings_left(self) -> int:
-        """Bookings of all owners."""
         return sum(self.bookings.values())
 
     @property

@@ -25,8 +25,6 @@ LATE_LIMIT_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class ModeResult:
-    """The results of one router mode."""
-
     mode: str
     figures: Figures
     # One view for each replica, at the end of the run.
@@ -67,7 +65,6 @@ class ModeResult:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """For a file."""
         return {
             "mode": self.mode,
             **self.figures.as_json(),

@@ -43,7 +43,6 @@ PYTEST = ["-p", "no:cacheprovider", "--timeout=1800", "--capture=sys", "-k", "no
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build, run the tests, and return the exit code."""
     tests = list(sys.argv[1:] if arguments is None else arguments) or TESTS
     with tempfile.TemporaryDirectory(prefix="kvrouter-sanitize-") as folder:
         copy = Path(folder)

@@ -1,19 +1,16 @@
-"""Writes docs/reference/settings.md from the declared settings."""
+"""docs/reference/settings.md, from the declared settings; reference_pages.py writes it."""
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from kvrouter.settings.commands import MODULES, command_named
 from kvrouter.settings.declare import Command, Declared, declared
 from kvrouter.settings.pages import usage
 
-FOLDER = Path(__file__).resolve().parents[2] / "docs/reference"
-_MADE = "<!-- Written by `python -m scripts.kit.settings_page`; a test compares it with the code. -->"
+MADE = "<!-- Written by `python -m scripts.kit.reference_pages`; a test compares it with the code. -->"
 _INTRODUCTION = """\
 Every setting can be given in three ways. A flag has precedence over the environment, the environment over the
 file:
@@ -42,7 +39,7 @@ _WIDTH = 140
 
 def settings_page() -> str:
     """Return all settings of all commands: each as a row of the first command that has it."""
-    parts = ["# Settings", _MADE, _INTRODUCTION]
+    parts = ["# Settings", MADE, _INTRODUCTION]
     seen: dict[str, str] = {}  # row: the command that has it first
     for name in sorted(MODULES, key=lambda one: one != _FIRST):
         parts += [f"## kvrouter {name}", *_tables(command_named(name), seen)]
@@ -102,19 +99,3 @@ def _row(one: Declared) -> str:
     key = f", in a file `{one.name}`" if setting.is_positional else ""
     cells = (f"`{usage(one)}`{key}", default or "–", " ".join(filter(None, notes)))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def pages() -> dict[Path, str]:
-    """Return the page by path."""
-    return {FOLDER / "settings.md": settings_page()}
-
-
-def main() -> int:
-    """Write them; returns the exit status."""
-    for path, text in pages().items():
-        path.write_text(text)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,6 +10,7 @@ checkout: a mocker, an agent, NATS and a frontend with a completion through it.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import re
@@ -18,14 +19,14 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from scripts.kit.fleet import Fleet, wait_until_ok
+from scripts.kit.http_client import Client
 from scripts.kit.ports import free_ports
+from scripts.kit.script import ScriptError
 
 ROOT = Path(__file__).resolve().parents[2]
 CONSTRAINTS = ROOT / "scripts" / "constraints.txt"
@@ -34,12 +35,14 @@ _EXTENSIONS = re.compile(
     r"^(#[^\n]*\n)*\[\[tool\.setuptools\.ext-modules\]\]\n(?:[^\[\n][^\n]*\n)*\n?", re.MULTILINE
 )
 _READY_S = 60.0
+# What `kvrouter serve` starts by -m would import the checkout: by PYTHONPATH, or from the working directory.
+_OWN_CODE = {"PYTHONPATH": "", "PYTHONSAFEPATH": "1"}
 _LARGEST_MB = 200
 _NEWER = ("3.11", "3.12", "3.13", "3.14")
 NATIVE, PURE = "native", "python"
 
 
-class WheelError(Exception):
+class WheelError(ScriptError):
     """A build failed, or what was built does not work."""
 
 
@@ -142,7 +145,7 @@ def try_file(file: Path, python: str, *, core: str) -> Trial:
         version = run(own.parent / "kvrouter", "--version", cwd=work).strip()
         if f"kvrouter-{version}-" not in file.name.replace(".tar.gz", "-"):
             raise WheelError(f"{file.name} is version {version}")
-        in_use = _serve(own.parent / "kvrouter", work)
+        in_use = asyncio.run(_serve(own.parent / "kvrouter", work))
         if in_use != core:
             raise WheelError(f"{file.name} uses the tables in {in_use}, not {core}")
         size = sum(each.lstat().st_size for each in (work / "venv").rglob("*") if each.is_file())
@@ -152,52 +155,28 @@ def try_file(file: Path, python: str, *, core: str) -> Trial:
     return Trial(file.name, tag, in_use, size / 1e6, time.monotonic() - began)
 
 
-def _serve(kvrouter: Path, work: Path) -> str:
-    """Run a mocker and `kvrouter serve`; returns which hot tables serve. Raises WheelError."""
+async def _serve(kvrouter: Path, work: Path) -> str:
+    """Run NATS, a mocker and `kvrouter serve`; returns which hot tables serve. Raises FleetError."""
     engine, port, admin, nats = free_ports(4)
-    commands = [
-        ["mocker", f"--port={engine}", "--served-model-name=m"],
-        [
+    commands = {
+        "nats": ["nats", f"nats://127.0.0.1:{nats}"],
+        "mocker": ["mocker", f"--port={engine}", "--served-model-name=m"],
+        "serve": [
             "serve", f"--engine=http://127.0.0.1:{engine}", f"--port={port}", f"--admin-port={admin}",
             f"--nats=nats://127.0.0.1:{nats}", "--host=127.0.0.1",
         ],
-        ["nats", f"nats://127.0.0.1:{nats}"],
-    ]  # fmt: skip
-    log = work / "log"
-    with log.open("wb") as output:
-        processes = [
-            subprocess.Popen([kvrouter, *words], cwd=work, env=_clean(), stdout=output, stderr=output)
-            for words in commands
-        ]
-        try:
-            body = {"model": "m", "prompt": list(range(1, 65)), "max_tokens": 3}
-            _ask(f"http://127.0.0.1:{port}/v1/completions", body, log)
-            in_use: str = _ask(f"http://127.0.0.1:{admin}/workers", None, log)["core"]["in_use"]
-            return in_use
-        finally:
-            for process in processes:
-                process.terminate()
-            for process in processes:
-                process.wait(30)
-
-
-def _ask(url: str, body: dict[str, Any] | None, log: Path) -> Any:
-    """The answer, as soon as it is a 200. Raises WheelError."""
-    data = None if body is None else json.dumps(body).encode()
-    until_s, reason = time.monotonic() + _READY_S, ""
-    while time.monotonic() < until_s:
-        request = urllib.request.Request(url, data, {"content-type": "application/json"})
-        try:
-            with urllib.request.urlopen(request, timeout=10) as response:
-                return json.load(response)
-        except (OSError, urllib.error.URLError) as error:
-            reason = str(error)
-        time.sleep(0.1)
-    raise WheelError(f"{url}: {reason}; the last lines:\n{log.read_text()[-2000:]}")
+    }  # fmt: skip
+    async with Client() as client, Fleet(work) as fleet:
+        for name, words in commands.items():
+            last = await fleet.start(name, [str(kvrouter), *words], _OWN_CODE)
+        await wait_until_ok(client, last, f"http://127.0.0.1:{port}/ready", _READY_S)
+        body = json.dumps({"model": "m", "prompt": list(range(1, 65)), "max_tokens": 3}).encode()
+        await client.post_json(f"http://127.0.0.1:{port}/v1/completions", body)
+        in_use: str = (await client.get_json(f"http://127.0.0.1:{admin}/workers"))["core"]["in_use"]
+        return in_use
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build and try; returns the exit code."""
     parser = argparse.ArgumentParser(prog="scripts/wheels", description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument(
         "directory", type=Path, nargs="?", default=ROOT / "dist", help="where files go (dist)"
@@ -217,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{trial.file}: Python {trial.python}, tables in {trial.core},"
                 f" environment of {trial.megabytes:.0f} MB, {trial.seconds:.0f} s"
             )
-    except WheelError as error:
+    except ScriptError as error:
         print(f"wheels: failed: {error}", file=sys.stderr)
         return 1
     return 0

@@ -120,7 +120,6 @@ def print_table(rows: list[str], words: Counter[str], counts: Counter[tuple[str,
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit status."""
     parser = argparse.ArgumentParser(prog="scripts/words", description=__doc__)
     parser.add_argument("only", nargs="*", metavar="ROW|PATH", help="these rows, these files; no limits then")
     parser.add_argument("--list", action="store_true", help="print file:line of each place")

@@ -15,7 +15,9 @@ from kvrouter.core.tables.predictions import PredictionKind
 from kvrouter.lab.mocker.engine import EngineConfig
 from kvrouter.tokens.tiny import build_tiny_model
 from kvrouter.worker.options import worker_id_of
-from scripts.kit.images import cached_tokens, requests
+from scripts.kit.engine_tests.answers import read
+from scripts.kit.http_client import Head
+from scripts.kit.images import requests
 from tests.e2e.fleet import Fleet, running_fleet, until
 
 IMAGES = {
@@ -59,9 +61,10 @@ async def asked(fleet: Fleet, number: int, path: str, **body: Any) -> tuple[int,
     async with fleet.http.post(f"{url}{path}", json={"model": "tiny", **body}) as http:
         answer = await http.json()
         assert 200 == http.status, answer
-        usage, headers = answer["usage"], http.headers
+        headers = http.headers
     await _until_indexed(fleet)
-    return cached_tokens(usage), 16 * int(headers["x-kvrouter-overlap-blocks"]), headers["x-kvrouter-worker"]
+    cached = read(path, Head(200, {}), [answer]).cached_tokens
+    return cached, 16 * int(headers["x-kvrouter-overlap-blocks"]), headers["x-kvrouter-worker"]
 
 
 async def _until_indexed(fleet: Fleet) -> None:

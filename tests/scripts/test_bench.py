@@ -41,7 +41,6 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
         ("policies --targets 2 --runs 1 --seconds 0.001", "figures"),
         ("decisions --seeds 1 --jobs 1", "groups"),
         ("tokens --runs 1 --sizes 100 --texts 20 --bursts 0", "times"),
-        ("bodies --runs 1 --sizes 70", "bodies"),
     ],
 )
 def test_runs(command: str, figures: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,6 +35,7 @@ def test_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "arrows between folders of core/": "1",
         "lines with a comment per 1,000": "200.0",
         "words of docs/": "0",
+        "lines of scripts/": "0",
         "lines of Cython": "0",
         "private reads of tests": "0",
         "patches of tests": "0",
@@ -83,6 +84,17 @@ def test_long_docs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
     assert 1 == main(["--root", str(tmp_path)])
     assert f"docs: {house.DOC_WORDS + 1} words, more than {house.DOC_WORDS}" in capsys.readouterr().err
+
+
+def test_long_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines of scripts/ have a limit, too."""
+    (tmp_path / "kvrouter").mkdir()
+    (tmp_path / "kvrouter" / "a.py").write_text("# why\nx = 1\n")
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "a.py").write_text("\n" * (house.SCRIPT_LINES + 1))
+
+    assert 1 == main(["--root", str(tmp_path)])
+    assert f"scripts: {house.SCRIPT_LINES + 1} lines" in capsys.readouterr().err
 
 
 def test_shortcuts_of_tests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

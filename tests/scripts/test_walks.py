@@ -41,10 +41,10 @@ def test_a_walk_on_the_page() -> None:
 
     assert [" ".join(line.split()) for line in lines(steps)] == [
         "agent:",
-        "1 outer/first.py First.on",
+        "outer/first.py First.on",
         "replica b:",
-        "2 outer/inner/second.py made.take",
-        "3 third.py <lambda>",
+        "outer/inner/second.py made.take",
+        "third.py <lambda>",
     ]
 
 
@@ -55,5 +55,5 @@ def test_the_page_has_the_walks() -> None:
     changed = written(page, {name: [Step("agent", f"{name}.py", "run")] for name in LIMITS})
 
     assert len(LIMITS) == changed.count(": 1 files.** ")
-    assert len(LIMITS) == changed.count("```\nagent:\n   1  ") == changed.count("  run\n```\n")
+    assert len(LIMITS) == changed.count("```\nagent:\n  ") == changed.count("  run\n```\n")
     assert page.partition("## Walks")[0] == changed.partition("## Walks")[0]

@@ -9,7 +9,8 @@ import pytest
 from kvrouter.settings.commands import MODULES, command_named
 from kvrouter.settings.pages import WIDTH, help_page
 from kvrouter.settings.read import load
-from scripts.kit import settings_page
+from scripts.kit.reference_pages import FOLDER
+from scripts.kit.settings_page import settings_page
 
 NOTHING = re.compile(r"default: (None|\[\]|\(\))?\)")
 
@@ -35,18 +36,9 @@ def test_each_default_is_shown_once(name: str) -> None:
         assert one.setting.is_hidden or one.variable in page
 
 
-@pytest.mark.parametrize("path", settings_page.pages())
-def test_pages_of_the_docs_are_current(path: object) -> None:
-    """`python -m scripts.kit.settings_page` would change nothing."""
-    pages = {str(page): text for page, text in settings_page.pages().items()}
-
-    with open(str(path), encoding="utf-8") as file:
-        assert pages[str(path)] == file.read()
-
-
 def flags_on_the_page(name: str) -> set[str]:
     """The flags in the part of a command, and of the commands of which it has all other settings."""
-    _, _, rest = settings_page.settings_page().partition(f"\n## kvrouter {name}\n")
+    _, _, rest = settings_page().partition(f"\n## kvrouter {name}\n")
     part, _, _ = rest.partition("\n## ")
     named = {text.replace("[no-]", "").split(" ")[0] for text in re.findall(r"`([^`]+)`", part)}
     others = re.findall(r"All other settings of \[`kvrouter (\w+)`\]", part)
@@ -64,7 +56,7 @@ def test_the_page_names_each_setting(name: str) -> None:
 @pytest.mark.parametrize("name", ["serve", "router"])
 def test_all_other_settings(name: str) -> None:
     """A part that refers to all settings of frontends names the ones that the command lacks."""
-    _, _, rest = settings_page.settings_page().partition(f"\n## kvrouter {name}\n")
+    _, _, rest = settings_page().partition(f"\n## kvrouter {name}\n")
     part, _, _ = rest.partition("\n## ")
     others = {one.flag for one in command_named("frontend").declared() if not one.setting.is_hidden}
     lacking = others - {one.flag for one in command_named(name).declared()}
@@ -77,7 +69,7 @@ def test_all_other_settings(name: str) -> None:
 @pytest.mark.parametrize("name", ["frontend", "serve"])
 def test_the_example_file(name: str) -> None:
     """docs/examples/kvrouter.toml can be used as it is."""
-    file = settings_page.FOLDER.parent / "examples/kvrouter.toml"
+    file = FOLDER.parent / "examples/kvrouter.toml"
     loaded = load(command_named(name), ["--config", str(file)], {})
 
     assert ("production", 8000) == (loaded.values["namespace"], loaded.values["port"])

@@ -10,7 +10,7 @@ Bookings of peers arrive within milliseconds, in a burst later. How long it take
 this replica its own frames, too, on the same way as those of peers. What was counted longer ago than twice
 that, all replicas know. Of what that leaves of a limit each replica lets pass its share, and then waits until
 all know of it: such a request is unsure. So a burst at one replica gets all of the limit, in steps, and one
-at all of them gets little more (`scripts/bench limits`).
+at all of them gets little more (tests/frontend/test_limits.py, docs/operations.md).
 
 What a tenant was served, for its turns, is halved every HALF_S: what a peer that is gone, or never was, has
 said of it fades.

@@ -13,13 +13,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from kvrouter.lab.simulate import generated, workloads
 from kvrouter.lab.simulate.cells import Cell
 from kvrouter.lab.simulate.compare import Compared, ModeRow, compare
 from kvrouter.lab.simulate.placement import Sync
+from kvrouter.lab.simulate.progress import shown_progress
 from kvrouter.lab.simulate.report import as_json
 from kvrouter.lab.simulate.settings import mode_name
 from kvrouter.lab.simulate.step_model import H100, LARGE_STEPS, SHORTEST
@@ -116,7 +114,6 @@ def _siblings(base: Cell) -> list[Cell]:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Run the groups; returns the exit code."""
     known, figures = groups(), {}
     for name in flags.only or known:
         compared = _run(name, known[name], flags)
@@ -128,17 +125,9 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def _run(name: str, group: Group, flags: argparse.Namespace) -> list[Compared]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(name, total=None)
-        return compare(
-            group.cells,
-            flags.modes or group.modes,
-            PolicySettings(),
-            seeds=flags.seeds,
-            jobs=flags.jobs,
-            on_done=lambda done, total: progress.update(task, completed=done, total=total),
-        )
+    modes, settings = flags.modes or group.modes, PolicySettings()
+    with shown_progress(name) as on_done:
+        return compare(group.cells, modes, settings, seeds=flags.seeds, jobs=flags.jobs, on_done=on_done)
 
 
 def markdown(title: str, compared: Sequence[Compared]) -> str:

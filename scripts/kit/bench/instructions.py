@@ -105,7 +105,6 @@ def total(dump: str) -> int:
 
 
 async def run(flags: argparse.Namespace) -> int:
-    """Measure; returns the exit code."""
     for program in ("valgrind", "callgrind_control"):
         if shutil.which(program) is None:
             raise FleetError(f"{program} is not on PATH: install valgrind")

@@ -24,14 +24,8 @@ from rich.table import Table
 
 from kvrouter.lab.simulate.percentiles import percentiles
 from scripts.kit.bench.meter import conclude, cpu_ns, machine
-from scripts.kit.bench.mock_fleet import (
-    BLOCK_SIZE,
-    MODEL,
-    PREFIX_BLOCKS,
-    PREFIXES,
-    mock_engine,
-    prefix_tokens,
-)
+from scripts.kit.bench.mock_fleet import BLOCK_SIZE, MODEL, PREFIX_BLOCKS, PREFIXES, prefix_tokens
+from scripts.kit.bench.wire.routers import start_workers
 from scripts.kit.deployment import Plan, Stage, open_stage, start_frontend
 from scripts.kit.figures import MachineTime
 from scripts.kit.fleet import FleetError, Process, wait_until_ok
@@ -217,10 +211,11 @@ def quantile(buckets: Mapping[float, float], share: float) -> float:
 
 
 async def run(flags: argparse.Namespace) -> int:
-    """Measure; returns the exit code."""
     before, runs = MachineTime.now(), []
-    async with open_stage("bench") as stage, mock_engine(PROMPT_TOKENS) as engine_url:
-        bench = Bench(stage, engine_url, flags, make_requests())
+    async with open_stage("bench") as stage:
+        more = ("--prompt-tokens", str(PROMPT_TOKENS))
+        engine = await start_workers(stage.fleet, stage.client, pace_ms=0, count=1, more=more)
+        bench = Bench(stage, engine.urls[0], flags, make_requests())
         for blocks_s in flags.blocks_s:
             print(f"{blocks_s:,.0f} blocks/s", flush=True)
             runs.append(await bench.at(blocks_s))
@@ -232,7 +227,6 @@ async def run(flags: argparse.Namespace) -> int:
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """One row a rate."""
     columns = (
         *("blocks/s asked", "sent", "applied", "requests/s", "lag p50", "p99", "max", "over 5 ms"),
         *("TTFT p50", "p99", "frontend cores", "no core", "longest gc", "oldest message"),

@@ -14,8 +14,6 @@ one removed: half of the blocks sent are stored, half removed.
 from __future__ import annotations
 
 import argparse
-import asyncio
-import contextlib
 import json
 import random
 import socket
@@ -24,9 +22,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 from urllib.parse import urlsplit
 
 from kvrouter.bus import Subjects
@@ -55,7 +52,6 @@ CHAINS = ((8,) * 8 + (64,)) * 2
 # Chains that a worker holds.
 WINDOW = 14
 TICK_S = 0.01
-ENGINE_EVENTS = 4  # of each answer of the mock engine
 BEAT_S, CARD_BEATS = 1.0, 10
 _MASK64 = (1 << 64) - 1
 
@@ -67,7 +63,6 @@ def prefix_tokens(group: int) -> list[int]:
 
 
 def prefix_hashes(group: int) -> Sequence[int]:
-    """The hashes of the prefix's blocks."""
     return sequence_hashes(block_hashes(prefix_tokens(group), BLOCK_SIZE))
 
 
@@ -83,13 +78,11 @@ class Chain:
 
 
 class Worker:
-    """One worker's feed."""
-
     def __init__(self, number: int, engine_url: str, subjects: Subjects, rng: random.Random) -> None:
         self.id = WorkerId(f"w{number:04}")
         self.incarnation = time.time_ns() // 1000
         self.seq = 0
-        # with a path of its own, as one address is one engine; the mock engine reads none
+        # with a path of its own, as one address is one engine; the fake worker reads none
         url = f"{engine_url}/{self.id}"
         self._card = Card(
             worker_id=self.id, url=url, model=MODEL, block_size=BLOCK_SIZE, started_at_us=1 + number
@@ -224,55 +217,6 @@ class MockFleet:
         """Cards first, so that feeds begin empty; then the base of every worker."""
         cards = [worker.heartbeat(with_card=True) for worker in self._workers]
         return b"".join([*cards, *(worker.first() for worker in self._workers)])
-
-
-class _EngineConnection(asyncio.Protocol):
-    def __init__(self, answer: bytes) -> None:
-        self._answer = answer
-        self._data = b""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        self._data += data
-        head, blank, body = self._data.partition(b"\r\n\r\n")
-        if not blank:
-            return
-        length = int(head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0] or 0)
-        if len(body) >= length:
-            self._data = body[length:]
-            self._transport.write(self._answer)
-
-
-def _answer(prompt_tokens: int) -> bytes:
-    def event(body: object) -> bytes:
-        data = b"data: " + (body if isinstance(body, bytes) else json.dumps(body).encode()) + b"\n\n"
-        return b"%x\r\n%b\r\n" % (len(data), data)
-
-    text = {"id": "c", "choices": [{"index": 0, "text": "word ", "finish_reason": None}]}
-    usage = {
-        "id": "c",
-        "choices": [],
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": ENGINE_EVENTS,
-            "total_tokens": prompt_tokens + ENGINE_EVENTS,
-        },
-    }
-    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-    return head + event(text) * ENGINE_EVENTS + event(usage) + event(b"[DONE]") + b"0\r\n\r\n"
-
-
-@contextlib.asynccontextmanager
-async def mock_engine(prompt_tokens: int) -> AsyncIterator[str]:
-    """The URL of a minimal engine, which answers all completions with the same events at once."""
-    answer = _answer(prompt_tokens)
-    server = await asyncio.get_running_loop().create_server(lambda: _EngineConnection(answer), "127.0.0.1", 0)
-    try:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    finally:
-        server.close()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,7 +8,6 @@ its own, and what the queue does not hold is refused.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +22,7 @@ from scripts.kit.deployment import Plan, Stage, open_stage
 from scripts.kit.figures import MachineTime
 from scripts.kit.load import LoadRequest, Outcome, run_load
 from scripts.kit.script import table_of
-from scripts.kit.workload import MODEL
+from scripts.kit.workload import completion
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 1000, 8
 # Slow engines: then these take the time, not this machine.
@@ -46,7 +45,6 @@ class Row:
 
 
 async def run(flags: argparse.Namespace) -> int:
-    """Measure; returns the exit code."""
     before, rows = MachineTime.now(), list[Row]()
     async with open_stage("bench") as stage:
         keys, more = keyring(stage.directory, 2, {"weight": 1.0})
@@ -113,12 +111,8 @@ def _requests(rates: dict[str, float], seconds: float) -> list[LoadRequest]:
     for key, rate in rates.items():
         at = 0.0
         while rate and (at := at + rng.expovariate(rate)) < seconds:
-            body = {
-                "model": MODEL, "prompt": [rng.randrange(3, 250) for _ in range(PROMPT_TOKENS)],
-                "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "stream": True,
-                "stream_options": {"include_usage": True},
-            }  # fmt: skip
-            found.append(LoadRequest(at, json.dumps(body).encode(), headers=_headers(key)))
+            prompt = [rng.randrange(3, 250) for _ in range(PROMPT_TOKENS)]
+            found.append(LoadRequest(at, completion(prompt, OUTPUT_TOKENS), headers=_headers(key)))
     return sorted(found, key=lambda one: one.at_s)
 
 

@@ -27,7 +27,6 @@ CHATS = 320
 
 
 async def run(flags: argparse.Namespace) -> int:
-    """Measure; returns the exit code."""
     _find(flags)
     raise_descriptor_limit()
     before = MachineTime.now()
@@ -102,7 +101,6 @@ async def _chats(stage: Stage, flags: argparse.Namespace) -> Results:
 
 
 def _versions(flags: argparse.Namespace) -> dict[str, str]:
-    """The versions of the installed programs."""
     versions = {peer.name: peer.version for peer in installs.PEERS if peer.find()}
     if flags.nginx:
         version = subprocess.run([str(flags.nginx), "-v"], capture_output=True, text=True, check=False).stderr

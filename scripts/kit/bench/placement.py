@@ -120,7 +120,6 @@ def _signed(value: int) -> int:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `scripts/bench placement`."""
     parser.add_argument("--workers", type=int, default=64, help="engines (64)")
     parser.add_argument("--rate", type=float, default=1000, help="decisions a second (1000)")
     parser.add_argument("--seconds", type=float, default=6, help="of each turn (6)")
@@ -128,7 +127,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(flags: argparse.Namespace) -> int:
-    """Measure; returns the exit code."""
     dynamo = DYNAMO.find()
     if dynamo is None:
         raise ScriptError("ai-dynamo is not installed: scripts/bench peers --install")

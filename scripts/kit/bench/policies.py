@@ -60,7 +60,6 @@ class Figure:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Measure; returns the exit code."""
     figures = [figure for count in flags.targets for figure in measure(count, flags)]
     about = machine() | {"blocks": flags.blocks, "runs": flags.runs, "seconds": flags.seconds}
     conclude(flags, [table(figures, flags)], about, figures=[asdict(one) for one in figures])
@@ -163,7 +162,6 @@ def _microseconds(act: Callable[[], object], seconds: float) -> float:
 
 
 def table(figures: Sequence[Figure], flags: argparse.Namespace) -> Table:
-    """One row a mode, one column a size."""
     modes = dict.fromkeys(one.mode for one in figures)
     rows = [[mode, *(f"{one.us:,.1f}" for one in figures if one.mode == mode)] for mode in modes]
     columns = ["mode", *(f"{count} targets" for count in flags.targets)]

@@ -21,7 +21,6 @@ from scripts.kit.figures import MachineTime
 
 
 async def run(flags: argparse.Namespace) -> int:
-    """Measure; returns the exit code."""
     raise_descriptor_limit()
     before = MachineTime.now()
     works = standard_works(flags.share)

@@ -94,11 +94,9 @@ class FakeTransport(asyncio.Transport):
         self._on_write = on_write
 
     def write(self, data: Any) -> None:
-        """Pass the bytes on."""
         self._on_write(data)
 
     def is_closing(self) -> bool:
-        """Always False."""
         return False
 
     def pause_reading(self) -> None:
@@ -112,7 +110,6 @@ class FakeTransport(asyncio.Transport):
 
 
 async def run(flags: argparse.Namespace) -> int:
-    """Measure; returns the exit code."""
     set_up_logs("info" if flags.flag else "error", "json")
     figures: dict[str, dict[str, float]] = {}
     async with open_stage() as stage:

@@ -42,8 +42,6 @@ CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 class Case(NamedTuple):
-    """One request."""
-
     name: str
     path: str
     body: dict[str, Any]
@@ -143,7 +141,6 @@ class Steps:
 
 
 async def run(flags: argparse.Namespace) -> int:
-    """Measure; returns the exit code."""
     if shutil.which("valgrind") is None:
         raise FleetError("valgrind is not on PATH: install it")
     before, rows, figures = MachineTime.now(), list[tuple[str, ...]](), list[dict[str, Any]]()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import re
 import sys
@@ -201,10 +202,9 @@ def make_walks(nats_url: str, namespace: str, model: Path) -> dict[str, list[Ste
 
 def lines(steps: Sequence[Step]) -> Iterator[str]:
     """Each file with its function, below the part of the fleet where it is called."""
-    for number, step in enumerate(steps, 1):
-        if number == 1 or step.part != steps[number - 2].part:
-            yield f"{step.part}:"
-        yield f"  {number:2}  {step.file:36}  {step.function.replace('<locals>.', '')}"
+    for part, its in itertools.groupby(steps, key=lambda step: step.part):
+        yield f"{part}:"
+        yield from (f"  {step.file:36}  {step.function.replace('<locals>.', '')}" for step in its)
 
 
 def written(page: str, walks: Mapping[str, Sequence[Step]]) -> str:

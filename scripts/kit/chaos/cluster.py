@@ -54,7 +54,6 @@ class Link:
             yield link
 
     def lead_to(self, ports: Sequence[int]) -> None:
-        """The servers' ports for leaf nodes."""
         self._to = ports
 
     @contextlib.contextmanager

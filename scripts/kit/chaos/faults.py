@@ -99,7 +99,6 @@ async def kill_replica(stage: Stage, load: SteadyLoad) -> Damage:
 
 
 async def kill_frontend(stage: Stage, load: SteadyLoad) -> Damage:
-    """Kill a replica."""
     url = stage.urls[1]
     at_s = time.perf_counter()
     await stage.frontend(1).kill()
@@ -200,7 +199,6 @@ async def kill_agent_with_state(stage: Stage, load: SteadyLoad) -> Damage:
 
 
 def state_file(directory: Path) -> Path:
-    """The state file of the agent of the engine KEPT."""
     return directory / "agent.state"
 
 

@@ -65,7 +65,7 @@ async def end_in_turn(stage: Stage, load: SteadyLoad, *, drains: bool) -> Damage
 
     `drains`: in order, with its agent, as Kubernetes ends the containers of a pod.
     """
-    before = await _moved(stage)
+    before = await stage.client.total(_MOVED, stage.urls)
     for number in range(len(stage.deployed.engines)):
         await until(lambda: any(load.is_streaming(url) for url in stage.urls))
         names = [f"agent-{number}", f"mocker-{number}"] if drains else [f"mocker-{number}"]
@@ -75,24 +75,19 @@ async def end_in_turn(stage: Stage, load: SteadyLoad, *, drains: bool) -> Damage
         for name in reversed(names):
             await stage.start(name)
         await asyncio.sleep(_DOWN_S)
-    moved = await _moved(stage) - before
+    moved = round(await stage.client.total(_MOVED, stage.urls) - before)
     problems = [] if moved else ["no stream has moved: the fault proves nothing"]
     noticed = stage.knows_restarted(*range(len(stage.deployed.engines)))
     return Damage(time.perf_counter(), [], [f"{moved} streams moved"], problems, noticed)
 
 
-async def _moved(stage: Stage) -> int:
-    """The streams that have moved, at all replicas."""
-    found = [(await stage.client.get(f"{url}/metrics"))[1].decode() for url in stage.urls]
-    return sum(int(float(count)) for text in found for count in _MOVED.findall(text))
-
-
 async def end_leases(stage: Stage, load: SteadyLoad) -> Damage:
     """Stop a decode worker for longer than the blocks are kept for it."""
-    before = await _expired(stage)
+    urls = [stage.deployed.engines[number].url for number in PREFILLS]
+    before = await stage.client.total(_EXPIRED, urls)
     with stage.fleet.processes[f"mocker-{DECODES[0]}"].paused():
         await asyncio.sleep(LEASE_S + _DOWN_S)
-    ended = await _expired(stage) - before
+    ended = await stage.client.total(_EXPIRED, urls) - before
     damage = await _damage(stage, [])
     problems = [] if ended else ["no lease has ended: the fault proves nothing"]
     return replace(damage, notes=[*damage.notes, f"{ended:g} leases ended"], problems=problems)
@@ -160,12 +155,3 @@ async def _counts(stage: Stage) -> Counter[str]:
         for path, failure, count in _PATHS.findall(text.decode()):
             counts[path or failure] += int(float(count))
     return counts
-
-
-async def _expired(stage: Stage) -> float:
-    """Leases that have ended at the prefill workers."""
-    found = 0.0
-    for number in PREFILLS:
-        _, text = await stage.client.get(f"{stage.deployed.engines[number].url}/metrics")
-        found += sum(float(count) for count in _EXPIRED.findall(text.decode()))
-    return found

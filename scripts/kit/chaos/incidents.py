@@ -185,8 +185,6 @@ async def _restart(stage: Stage, load: SteadyLoad, commands: Mapping[str, list[s
 
 
 def _more(rate: float, make: Callable[[], Sequence[LoadRequest]], timeout_s: float = 60.0) -> Lasting:
-    """More requests."""
-
     @contextlib.asynccontextmanager
     async def lasting(stage: Stage, _load: SteadyLoad) -> AsyncIterator[None]:
         async with SteadyLoad(make(), stage.urls, rate=rate, timeout_s=timeout_s):
@@ -196,7 +194,6 @@ def _more(rate: float, make: Callable[[], Sequence[LoadRequest]], timeout_s: flo
 
 
 def _all(kind: str, *, is_killed: bool) -> Lasting:
-    """All processes of a kind are down."""
     names = [f"{kind}-{number}" for number in range(ENGINES)]
     return lambda stage, load: down(*names, stage=stage, load=load, is_killed=is_killed)
 

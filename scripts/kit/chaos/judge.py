@@ -32,7 +32,6 @@ class Excuse:
     request_numbers: frozenset[int] = frozenset()
 
     def covers(self, outcome: Outcome) -> bool:
-        """Whether this failure is expected."""
         ended = math.inf if outcome.ended_at_s is None else outcome.ended_at_s
         was_in_flight = outcome.sent_at_s <= self.at_s <= ended
         return was_in_flight and (outcome.url == self.url or outcome.number in self.request_numbers)
@@ -40,8 +39,6 @@ class Excuse:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """The damage of a fault, at its end."""
-
     ended_at_s: float
     excuses: Sequence[Excuse] = ()
     notes: Sequence[str] = ()
@@ -68,8 +65,6 @@ class Leftovers:
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """The result of one fault."""
-
     name: str
     what: str
     requests: int = 0
@@ -90,7 +85,6 @@ class RowResult:
         return bool(self.skipped) or not self.reasons()
 
     def reasons(self) -> list[str]:
-        """The conditions that were not met."""
         found = list(self.problems)
         counted = Counter(outcome.error or "" for outcome in self.unexpected)
         found += [f"{count} requests failed: {error}" for error, count in counted.most_common(5)]
@@ -101,7 +95,6 @@ class RowResult:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """For a file."""
         return {
             **asdict(self),
             "unexpected": [asdict(outcome) for outcome in self.unexpected[:_SHOWN_FAILURES]],
@@ -127,7 +120,6 @@ def judge(outcomes: Sequence[Outcome], excuses: Sequence[Excuse]) -> tuple[dict[
 
 
 def table(results: Sequence[RowResult]) -> Table:
-    """The table of all results."""
     rows: list[Sequence[object]] = []
     for result in results:
         promise = "[green]kept[/]" if result.holds else "[bold red]broken[/]"

@@ -12,7 +12,6 @@ import asyncio
 import itertools
 import json
 import logging
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -275,7 +274,3 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     if not 0 < flags.rate <= 1000:
         parser.error(f"--rate {flags.rate:g}: use more than 0 and at most 1000 requests/s")
     return flags
-
-
-if __name__ == "__main__":
-    sys.exit(main())

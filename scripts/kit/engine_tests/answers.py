@@ -66,9 +66,13 @@ async def ask(client: Client, base_url: str, request: Request) -> Answer:
     head = await client.send("POST", url, body.extend, request.encoded())
     if head.status != 200:
         return Answer(head.status, head.headers, body.decode(errors="replace"))
-    events = events_of(bytes(body)) if request.is_stream else [json.loads(body)]
-    read = {"/v1/messages": read_message, "/v1/responses": read_response}.get(request.path, read_completion)
-    return read(head, events)
+    return read(request.path, head, events_of(bytes(body)) if request.is_stream else [json.loads(body)])
+
+
+def read(path: str, head: Head, events: list[Json]) -> Answer:
+    """The answer of a path, from the events of its stream or from the whole body alone."""
+    readers = {"/v1/messages": read_message, "/v1/responses": read_response}
+    return readers.get(path, read_completion)(head, events)
 
 
 def events_of(body: bytes) -> list[Json]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +18,7 @@ from kvrouter.worker.engines.adapter import Adapter
 from kvrouter.worker.engines.sglang import SglangAdapter
 from kvrouter.worker.engines.vllm import BlockRemoved, VllmAdapter
 from scripts.kit.engine_tests.adapters import RANK
-from scripts.kit.fleet import Fleet, FleetError, Process, wait_until_ok
+from scripts.kit.fleet import Fleet, FleetError, wait_until_ok
 from scripts.kit.http_client import Client
 from scripts.kit.ports import free_ports
 
@@ -69,6 +69,11 @@ class Engine:
     events: str
     replay: str
 
+    def named(self, url: str = "", **more: str) -> str:
+        """The value of `--engine` of `kvrouter serve`; `url`: of a proxy before it."""
+        keys = {"kv": self.events, "replay": self.replay, **more}
+        return ",".join([url or self.url, *(f"{key}={value}" for key, value in keys.items())])
+
 
 def find_program(kind: Kind, directory: Path) -> Path:
     """The engine's program in `directory`. Raises FleetError with the way to make one."""
@@ -108,9 +113,9 @@ async def start_engine(
     return engine
 
 
-async def wait_until_up(client: Client, process: Process, engine: Engine) -> None:
-    """Wait until the engine serves requests."""
-    await wait_until_ok(client, process, f"{engine.url}/health", START_TIMEOUT_S)
+async def wait_until_up(client: Client, fleet: Fleet, engines: Iterable[Engine]) -> None:
+    for engine in engines:
+        await wait_until_ok(client, fleet.processes[engine.name], f"{engine.url}/health", START_TIMEOUT_S)
 
 
 def _environment(test: EngineTest) -> dict[str, str]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -170,7 +169,7 @@ async def start(stage: Stage, program: Path, models: Path, layout: Layout) -> En
     of_size = ["--block-size", str(layout.block_size), "--max-model-len", "1024"]
     environment = {"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": str(int(layout.int_hashes))}
     engine = await start_engine(stage.fleet, test, 0, [*of_size, *flags], environment)
-    await wait_until_up(stage.client, stage.fleet.processes[engine.name], engine)
+    await wait_until_up(stage.client, stage.fleet, [engine])
     return engine
 
 
@@ -249,7 +248,8 @@ async def measure(stage: Stage, engine: Engine, layout: Layout, requests: int, s
         if layout.is_killed and number == requests // 2:
             events.close()
             await process.kill()
-            await wait_until_up(stage.client, await stage.fleet.start_again(engine.name), engine)
+            await stage.fleet.start_again(engine.name)
+            await wait_until_up(stage.client, stage.fleet, [engine])
             events = Events(engine.events, layout.ranks)
             for one in found:
                 one.forget()
@@ -307,7 +307,3 @@ async def _run(flags: argparse.Namespace) -> int:
                 exact &= tally["all groups: exact"] >= 0.99 * tally["requests"]
             await stage.fleet.stop_all()
     return 0 if exact else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -151,18 +151,14 @@ async def _run(options: argparse.Namespace) -> int:
         write_weights(common.model_path, 3)
         test = EngineTest("vllm", program, common.model_path, {}, NUM_BLOCKS, load_format="auto")
         engines, flags = await _start(common, test, options)
-        for engine in engines:
-            await wait_until_up(common.client, common.fleet.processes[engine.name], engine)
+        await wait_until_up(common.client, common.fleet, engines)
         cuts = Cuts()
         named = []
         for number, engine in enumerate(engines):
             cutter = await stack.enter_async_context(Cutter(engine.url, cuts).serving())
-            is_prefill = options.connector and not number
-            pair = f",role={'prefill' if is_prefill else 'decode'},connector={options.connector}"
-            url = engine.url if is_prefill else cutter.url
-            named.append(
-                f"{url},kv={engine.events},replay={engine.replay}" + (pair if options.connector else "")
-            )
+            role = "decode" if number else "prefill"
+            pair = {"role": role, "connector": options.connector} if options.connector else {}
+            named.append(engine.named(cutter.url if number or not pair else "", **pair))
         # The same few prompts lose their workers again and again here.
         flags += ["--migration-limit=1", "--deadly-prompt-ttl-s=0"]
         flags.append(f"--model-path={common.model_path}")  # with its tokenizer a character may be cut in two
@@ -222,7 +218,3 @@ async def _check(stage: Stage, cuts: Cuts, count: int, *, kills: bool) -> tuple[
             differ.append(f"{path} {text!r}: {got} instead of {want}")
     seen = "all equal" if equal == count else f"{equal} equal, {known} differ also without a cut"
     return f"{count} streams", "; ".join([seen, *differ[:2]])
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -17,7 +17,6 @@ import random
 import re
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,7 +24,9 @@ from kvrouter.connectors.nixl import ASKING, NEEDED
 from scripts.kit.deployment import Stage as Common
 from scripts.kit.deployment import open_stage
 from scripts.kit.engine_events import FILE, hand_over_of
+from scripts.kit.engine_tests import answers
 from scripts.kit.engine_tests.adapters import write_weights
+from scripts.kit.engine_tests.answers import Answer
 from scripts.kit.engine_tests.between import Between, between
 from scripts.kit.engine_tests.engines import (
     BLOCK_SIZE,
@@ -36,6 +37,7 @@ from scripts.kit.engine_tests.engines import (
     wait_until_up,
 )
 from scripts.kit.engine_tests.stage import Stage, serve_engines
+from scripts.kit.engine_tests.workload import Request
 from scripts.kit.http_client import Client
 from scripts.kit.ports import free_ports
 from scripts.kit.script import ScriptError, new_console, run, table_of
@@ -78,30 +80,17 @@ class PairError(ScriptError):
     """Something was not as with one engine."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What a client got."""
-
-    status: int
-    text: str
-    cached_tokens: int | None
-    prefill_worker: str
-
-
-async def ask(client: Client, url: str, prompt: Sequence[int], *, stream: bool = False) -> Reply:
+async def ask(client: Client, url: str, prompt: Sequence[int], *, stream: bool = False) -> Answer:
     """A greedy completion."""
     body: dict[str, Any] = {"model": "tiny", "prompt": list(prompt), "max_tokens": OUTPUT_TOKENS}
     body |= {"temperature": 0, "ignore_eos": True}
     body |= {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-    received = bytearray()
-    head = await client.send("POST", f"{url}/v1/completions", received.extend, json.dumps(body).encode())
-    text, usage = "", dict[str, Any]()
-    lines = received.decode().splitlines() if stream else [f"data: {received.decode()}"]
-    for part in [json.loads(line[6:]) for line in lines if line.startswith("data: {")]:
-        text += "".join(choice["text"] for choice in part.get("choices") or ())
-        usage = part.get("usage") or usage
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    return Reply(head.status, text, cached, head.headers.get("x-kvrouter-prefill-worker", ""))
+    return await answers.ask(client, url, Request("", "/v1/completions", body, 0))
+
+
+def is_handed(answer: Answer) -> bool:
+    """Whether a prefill engine has computed the prompt."""
+    return "x-kvrouter-prefill-worker" in answer.headers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -122,16 +111,11 @@ async def _run(options: argparse.Namespace) -> int:
         (port,) = free_ports(1)
         roles = ("producer", "consumer")
         engines = [await start_half(common, test, options, n, roles[n], port) for n in range(2)]
-        for engine in engines:
-            await wait_until_up(common.client, common.fleet.processes[engine.name], engine)
+        await wait_until_up(common.client, common.fleet, engines)
         proxy = await stack.enter_async_context(between(engines[0].url))
-        named = [
-            f"{url},kv={engine.events},replay={engine.replay},role={role},connector={options.connector}"
-            + (f",bootstrap-port={port}" if role == "prefill" else "")
-            for engine, url, role in zip(
-                engines, (proxy.url, engines[1].url), ("prefill", "decode"), strict=True
-            )
-        ]
+        more = {"role": "prefill", "connector": options.connector, "bootstrap-port": f"{port}"}
+        decode = engines[1].named(role="decode", connector=options.connector)
+        named = [engines[0].named(proxy.url, **more), decode]
         flags = ["--router-mode=kv", "--router-replica-sync", "--pd-min-uncached-tokens=0"]
         stage = await serve_engines(common.fleet, common.client, engines, named, flags)
         await _until_checked(stage)
@@ -201,23 +185,17 @@ async def start_half(  # noqa: PLR0917
     return await start_engine(common.fleet, test, number, flags, environment)
 
 
-async def _sum(client: Client, *urls: str, of: re.Pattern[str]) -> float:
-    """Of the values of a metric."""
-    texts = [(await client.get(f"{url}/metrics"))[1].decode() for url in urls]
-    return sum(float(value) for text in texts for value in of.findall(text))
-
-
 async def _counts(stage: Stage) -> dict[str, float]:
     url = stage.engines[1].url
-    bytes_moved = await _sum(stage.client, *[engine.url for engine in stage.engines], of=_BYTES)
-    return {"bytes": bytes_moved, "tokens": await _sum(stage.client, url, of=_HITS)}
+    bytes_moved = await stage.client.total(_BYTES, [engine.url for engine in stage.engines])
+    return {"bytes": bytes_moved, "tokens": await stage.client.total(_HITS, [url])}
 
 
 async def _until_checked(stage: Stage) -> None:
     """The replicas' own test chats (templates, tokens) are over: the decode engine counts them, too."""
     urls, ended = [engine.url for engine in stage.engines], -1.0
     async with asyncio.timeout(CHECKED_TIMEOUT_S):
-        while (now := await _sum(stage.client, *urls, of=_ENDED)) != ended:
+        while (now := await stage.client.total(_ENDED, urls)) != ended:
             ended = now
             await asyncio.sleep(QUIET_S)
 
@@ -234,7 +212,7 @@ async def _lengths(stage: Stage, connector: str) -> list[Row]:
         _check(reply, await ask(stage.client, stage.engines[0].url, prompt), f"{length} tokens")
         blocks, tokens = -(-length // BLOCK_SIZE), after["tokens"] - before["tokens"]
         # with parameters the prefill's own count, else what was read
-        if not reply.prefill_worker or reply.cached_tokens != (tokens if connector == "example" else 0):
+        if not is_handed(reply) or reply.cached_tokens != (tokens if connector == "example" else 0):
             raise PairError(
                 f"{length} tokens: not handed over, or usage is not that of the prefill: {reply}; the decode "
                 f"engine counts {tokens:.0f} tokens of the prefill engine's"
@@ -268,12 +246,12 @@ async def _wrong_engine(stage: Stage, proxy: Between) -> Row:
     """The parameters name another engine, as after a restart of the prefill engine at the same address."""
     url = stage.replicas[0].url
     for prompt, stream in zip(prompts(4, 2, 300), (False, True), strict=True):
-        before = [await _sum(stage.client, url, of=each) for each in (_FAILURES, _FALLBACKS)]
+        before = [await stage.client.total(each, [url]) for each in (_FAILURES, _FALLBACKS)]
         proxy.changes = {"remote_engine_id": "0" * 36}
         reply = await ask(stage.client, url, prompt, stream=stream)
         proxy.reset()
         _check(reply, await ask(stage.client, stage.engines[0].url, prompt), "wrong engine id")
-        if [await _sum(stage.client, url, of=each) - 1 for each in (_FAILURES, _FALLBACKS)] != before:
+        if [await stage.client.total(each, [url]) - 1 for each in (_FAILURES, _FALLBACKS)] != before:
             raise PairError("wrong engine id: not counted as a failure of the pair, and a fallback")
     await _works(stage, 5)
     return "wrong engine id", f"{proxy.spoilt} refused", "equal"
@@ -292,25 +270,25 @@ async def _works(stage: Stage, seed: int) -> None:
 async def _lease_over(stage: Stage, proxy: Between) -> Row:
     """The prefill engine's answer comes when its blocks hold other prompts: to read them would be wrong."""
     client, engine, url = stage.client, stage.engines[0].url, stage.replicas[0].url
-    expired = await _sum(client, engine, of=_EXPIRED)
+    expired = await client.total(_EXPIRED, [engine])
 
     async def until_overwritten() -> None:
         async with asyncio.timeout(LEASE_TIMEOUT_S):
             while True:
                 await asyncio.sleep(0.5)
-                if await _sum(client, engine, of=_EXPIRED) > expired:
+                if await client.total(_EXPIRED, [engine]) > expired:
                     break
         for other in prompts(7, 2 * NUM_BLOCKS * BLOCK_SIZE // 1500, 1500):
             await ask(client, engine, other)
 
     proxy.before = until_overwritten
     (prompt,) = prompts(6, 1, 300)
-    before, fallbacks = await _counts(stage), await _sum(client, url, of=_FALLBACKS)
+    before, fallbacks = await _counts(stage), await client.total(_FALLBACKS, [url])
     reply = await ask(client, url, prompt, stream=True)
     proxy.reset()
     after = await _counts(stage)
     _check(reply, await ask(client, engine, prompt), "lease over")
-    if after["tokens"] != before["tokens"] or await _sum(client, url, of=_FALLBACKS) != fallbacks + 1:
+    if after["tokens"] != before["tokens"] or await client.total(_FALLBACKS, [url]) != fallbacks + 1:
         raise PairError("lease over: the decode engine has read blocks that the prefill engine had freed")
     await _works(stage, 8)
     return "lease over, blocks overwritten", "nothing", "equal"
@@ -346,10 +324,6 @@ async def predictions(stage: Stage, allowed: set[str]) -> str:
     return "predictions of prompts: " + ", ".join(f"{count:.0f} {result}" for result, count in found.items())
 
 
-def _check(reply: Reply, alone: Reply, what: str) -> None:
+def _check(reply: Answer, alone: Answer, what: str) -> None:
     if reply.status != 200 or reply.text != alone.text:
         raise PairError(f"{what}: {reply.status}, {reply.text!r} instead of {alone.text!r}")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -14,8 +14,6 @@ from scripts.kit.script import table_of
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All samples of a run, and its circumstances."""
-
     samples: Sequence[Sample]
     evicted_blocks: int
     chats_with_ids: int
@@ -29,11 +27,9 @@ class Report:
 
     @property
     def differences(self) -> list[Sample]:
-        """The samples whose prediction was wrong."""
         return [sample for sample in self.samples if not sample.is_exact]
 
     def as_json(self) -> dict[str, Any]:
-        """The whole report as JSON."""
         return {
             "versions": self.versions,
             "took_s": round(self.took_s, 1),
@@ -47,7 +43,6 @@ class Report:
 
 
 def table(report: Report) -> list[Table | str]:
-    """The report for a terminal."""
     lines: list[Table | str] = [_by(report.samples, "phase"), _by(report.samples, "kind")]
     lines += [
         f"difference: request {sample.number} ({sample.kind}, {sample.phase}, {sample.worker}): predicted"

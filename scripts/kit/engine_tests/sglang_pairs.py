@@ -18,7 +18,7 @@ from scripts.kit.deployment import Stage as Common
 from scripts.kit.deployment import open_stage
 from scripts.kit.engine_tests.adapters import write_weights
 from scripts.kit.engine_tests.engines import Engine, EngineTest, find_program, start_engine, wait_until_up
-from scripts.kit.engine_tests.pairs import AT_ONCE, PairError, Row, ask, predictions, prompts
+from scripts.kit.engine_tests.pairs import AT_ONCE, PairError, Row, ask, is_handed, predictions, prompts
 from scripts.kit.engine_tests.stage import Stage, serve_engines
 from scripts.kit.ports import free_ports
 from scripts.kit.script import new_console, run, table_of
@@ -67,11 +67,9 @@ async def _run(directory: Path) -> int:
         test = EngineTest("sglang", program, common.model_path, {}, NUM_BLOCKS)
         (port,) = free_ports(1)
         engines = [await _start(common, test, directory, role, port) for role in _ROLES]
-        for engine in engines:
-            await wait_until_up(common.client, common.fleet.processes[engine.name], engine)
+        await wait_until_up(common.client, common.fleet, engines)
         *pair, whole = engines
-        named = [f"{engine.url},kv={engine.events},replay={engine.replay}" for engine in pair]
-        flags = ["--router-mode=kv", "--router-replica-sync"]
+        flags, named = ["--router-mode=kv", "--router-replica-sync"], [engine.named() for engine in pair]
         stage = await serve_engines(common.fleet, common.client, pair, named, flags)
         rows = [*await _lengths(stage, whole), await _at_once(stage, whole)]
         seen = await predictions(stage, {"exact"})
@@ -105,7 +103,7 @@ async def _lengths(stage: Stage, whole: Engine) -> list[Row]:
         alone = await ask(stage.client, whole.url, prompt)
         for stream in (False, True):
             reply = await ask(stage.client, stage.replicas[number % 2].url, prompt, stream=stream)
-            if (reply.status, reply.text) != (200, alone.text) or not reply.prefill_worker:
+            if (reply.status, reply.text) != (200, alone.text) or not is_handed(reply):
                 raise PairError(f"{length} tokens: {reply} instead of {alone.text!r}")
             await stage.until_equal()
         rows.append(
@@ -131,7 +129,3 @@ async def _without_prefill(stage: Stage) -> Row:
     if not {*statuses} <= {502, 503}:
         raise PairError(f"prefill engine killed: {statuses}")
     return "prefill engine killed", "", f"{statuses[0]}, {statuses[1]}"
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -21,7 +21,7 @@ ENGINES, REPLICAS = 2, 2
 # An engine publishes events within its next step after an answer, and an agent forwards them within 10 ms.
 SETTLE_S = 0.05
 SEEN_TIMEOUT_S = 60.0
-_SENT_IDS = re.compile(rb"^kvrouter_token_ids_sent_total\{[^}]*\} (\S+)", re.MULTILINE)
+_SENT_IDS = re.compile(r"^kvrouter_token_ids_sent_total\{[^}]*\} (\S+)", re.MULTILINE)
 
 # Prints all that a request may have: a difference in any of it is a difference in the ids.
 _CHAT_TEMPLATE = """\
@@ -40,8 +40,6 @@ _CHAT_TEMPLATE = """\
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What runs."""
-
     fleet: Fleet
     client: Client
     engines: Sequence[Engine]
@@ -75,16 +73,12 @@ class Stage:
 
     async def chats_with_ids(self) -> int:
         """How many chats the engines got with the token ids that a replica computed."""
-        count = 0
-        for replica in self.replicas:
-            _, text = await self.client.get(f"{replica.url}/metrics")
-            count += sum(int(float(value)) for value in _SENT_IDS.findall(text))
-        return count
+        return round(await self.client.total(_SENT_IDS, [replica.url for replica in self.replicas]))
 
     async def start_again(self, engine: Engine) -> None:
         """Restart a killed engine, and wait until every replica receives its events."""
-        process = await self.fleet.start_again(engine.name)
-        await wait_until_up(self.client, process, engine)
+        await self.fleet.start_again(engine.name)
+        await wait_until_up(self.client, self.fleet, [engine])
         await self.until_live()
 
 
@@ -101,11 +95,10 @@ def prepare(directory: Path, kind: Kind, program: Path, num_blocks: int) -> Engi
 async def set_up(fleet: Fleet, client: Client, test: EngineTest) -> Stage:
     """Start everything; returns when every replica receives the events of every engine."""
     engines = [await start_engine(fleet, test, number) for number in range(ENGINES)]
-    for engine in engines:
-        await wait_until_up(client, fleet.processes[engine.name], engine)
+    await wait_until_up(client, fleet, engines)
     first, *others = engines
     # only the first engine has its event sockets: `serve` must find the others'
-    named = [f"{first.url},kv={first.events},replay={first.replay}", *(engine.url for engine in others)]
+    named = [first.named(), *(engine.url for engine in others)]
     return await serve_engines(fleet, client, engines, named)
 
 

@@ -60,11 +60,9 @@ class Request:
 
     @property
     def is_stream(self) -> bool:
-        """Whether the answer is a stream of events."""
         return bool(self.body.get("stream"))
 
     def encoded(self) -> bytes:
-        """The body as sent."""
         return json.dumps(self.body).encode()
 
 

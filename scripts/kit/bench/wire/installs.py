@@ -25,7 +25,6 @@ class Peer:
 
     @property
     def version(self) -> str:
-        """The wanted version."""
         return (self.without_deps or self.packages)[0].partition("==")[2]
 
     def directory(self, cache: Path | None = None) -> Path:

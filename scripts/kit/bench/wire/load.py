@@ -60,7 +60,6 @@ class Report:
 
     @property
     def requests_per_s(self) -> float:
-        """Answered requests per second."""
         return self.requests / self.seconds if self.seconds else 0.0
 
     @property

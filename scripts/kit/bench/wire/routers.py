@@ -49,11 +49,13 @@ class Workers:
         return [f"http://127.0.0.1:{port}" for port in self.ports]
 
 
-async def start_workers(fleet: Fleet, client: Client, *, pace_ms: float, count: int = 4) -> Workers:
-    """Start fake workers in one process with one thread. A router sees separate workers."""
+async def start_workers(
+    fleet: Fleet, client: Client, *, pace_ms: float, count: int = 4, more: Sequence[str] = ()
+) -> Workers:
+    """Start fake workers in one process with one thread. A router sees separate ones. `more`: flags."""
     ports = free_ports(count)
     words = [word for port in ports for word in ("--port", str(port))]
-    command = [str(binary("worker")), *words, "--model", MODEL, "--pace-ms", str(pace_ms)]
+    command = [str(binary("worker")), *words, "--model", MODEL, "--pace-ms", str(pace_ms), *more]
     process = await fleet.start(f"fake-workers-{pace_ms:g}", command)
     await wait_until_ok(client, process, f"http://127.0.0.1:{ports[0]}/health")
     return Workers(process, ports)

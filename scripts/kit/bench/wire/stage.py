@@ -101,7 +101,6 @@ def direct(workers: Workers) -> Contender:
 
 
 def contender(router: Router) -> Contender:
-    """The contender for a running router."""
     return Contender(router.name, router.port, router.process.pid)
 
 

@@ -37,7 +37,6 @@ class Target:
 
     @property
     def ratio(self) -> float | None:
-        """Ours over theirs."""
         return self.ours / self.theirs if self.theirs else None
 
     @property

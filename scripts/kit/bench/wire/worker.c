@@ -1,8 +1,8 @@
 /* A fake engine: answers completions at once, or streams SSE events at a fixed pace. One thread, epoll.
  *
- *   worker --port P [--port P]... [--events N] [--pace-ms X] [--model NAME] [--seconds S]
+ *   worker --port P [--port P]... [--events N] [--pace-ms X] [--model NAME] [--prompt-tokens N] [--seconds S]
  *
- * Each port is an engine. The first event of a stream leaves --pace-ms after its request has arrived, so a longer
+ * Each port is an engine, or several by the beginnings of paths. The first event of a stream leaves --pace-ms after its request has arrived, so a longer
  * wait of the client is caused by the router. After that the engine works in steps of --pace-ms: in each step all
  * its streams get an event, as with continuous batching. The steps of several ports are spread evenly. The head
  * of a stream leaves at once, as from uvicorn. A stream has `max_tokens` events (default: --events).
@@ -41,7 +41,7 @@ struct connection {
 };
 
 static int epoll_fd, timer_fd;
-static long events_a_stream = 64;
+static long events_a_stream = 64, prompt_tokens = 8;
 static uint64_t pace_ns = 5000000, armed;
 static const char *model = "mock";
 static volatile sig_atomic_t is_stopped;
@@ -189,7 +189,8 @@ static int wants_stream(const char *body, size_t len) {
 }
 
 static int respond(struct connection *c, const char *head_at, const char *body, size_t len) {
-    const char *path = strchr(head_at, ' ') + 1;
+    const char *path = strchr(head_at, ' ') + 1, *below = memmem(path, strcspn(path, " "), "/v1/", 4);
+    if (below) path = below;
     int is_chat = !strncmp(path, "/v1/chat/completions ", 21);
     if (!is_chat && strncmp(path, "/v1/completions ", 16)) {
         if (!strncmp(path, "/v1/models ", 11)) return send_bytes(c, models_answer, (size_t)models_len);
@@ -301,8 +302,9 @@ static int chunked(char *to, size_t size, const char *data, const char *after) {
 }
 
 static void make_answers(void) {
-    char body[800];
-    const char *usage = "\"usage\":{\"prompt_tokens\":8,\"completion_tokens\":8,\"total_tokens\":16}";
+    char body[800], usage[100];
+    print_into(usage, sizeof usage, "\"usage\":{\"prompt_tokens\":%ld,\"completion_tokens\":8,\"total_tokens\":%ld}",
+               prompt_tokens, prompt_tokens + 8);
     const char *choice[2] = {"\"text\":\" word\"", "\"message\":{\"role\":\"assistant\",\"content\":\" word\"}"};
     const char *delta[2] = {"\"text\":\" word\"", "\"delta\":{\"content\":\" word\"}"};
     const char *id[2] = {"cmpl-1", "chatcmpl-1"}, *kind[2] = {"text_completion", "chat.completion"};
@@ -354,11 +356,13 @@ int main(int argc, char **argv) {
         else if (!strcmp(flag, "--events")) events_a_stream = atol(value);
         else if (!strcmp(flag, "--pace-ms")) pace_ns = (uint64_t)(atof(value) * 1e6);
         else if (!strcmp(flag, "--model")) model = value;
+        else if (!strcmp(flag, "--prompt-tokens")) prompt_tokens = atol(value);
         else if (!strcmp(flag, "--seconds")) seconds = atof(value);
         else ports = 0, i = argc;
     }
     if (!ports || argc % 2 == 0) {
-        fprintf(stderr, "usage: worker --port P [--port P]... [--events N] [--pace-ms X] [--model NAME] [--seconds S]\n");
+        fprintf(stderr, "usage: worker --port P [--port P]... [--events N] [--pace-ms X] [--model NAME] [--prompt-tokens N]"
+                        " [--seconds S]\n");
         return 2;
     }
     if (!getrlimit(RLIMIT_NOFILE, &files)) {

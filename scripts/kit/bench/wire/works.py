@@ -75,7 +75,6 @@ class Work:
     headers: tuple[str, ...] = ()
 
     def load(self, port: int) -> Load:
-        """The load for the router at this port."""
         return Load(
             port, self.bodies, path=self.path, concurrency=self.concurrency, requests=self.requests,
             is_stream=self.is_stream, ramp_ms=self.ramp_ms, seconds=90, limit_s=100,
@@ -111,8 +110,6 @@ def standard_works(share: float = 1.0) -> list[Work]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The figures of one run."""
-
     cpu_us_per_request: float
     cpu_us_per_event: float
     latency_p50_ms: float
