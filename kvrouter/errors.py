@@ -325,6 +325,14 @@ class ShuttingDownError(KvRouterError):
     type = "ServiceUnavailableError"
 
 
+class NatsAwayError(KvRouterError):
+    """The replica has no connection to NATS, and the call changes what other replicas know."""
+
+    names_nothing = True
+    status = 503
+    type = "ServiceUnavailableError"
+
+
 class QueueFullError(NoWorkersError):
     """The queue of requests waiting for a worker is full."""
 

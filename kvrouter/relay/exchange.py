@@ -24,7 +24,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import takewhile
 from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
@@ -60,6 +59,7 @@ from kvrouter.relay.framing import (
     LAST_CHUNK,
     Body,
     ChunkContent,
+    LengthBody,
     ResponseHead,
     UntilCloseBody,
     chunk,
@@ -377,13 +377,13 @@ class Attempt:
 
     def _is_broken_off(self, data: bytes) -> bool:
         """Whether these bytes, amid an answer, ended it. An error that tells the client is only counted."""
-        may_be = self._seam is None and names_failure(data)  # a seam's `frame` finds it
-        events = list(events_at_the_end(data)) if may_be else []
-        error = _error_of(events)
+        if self._seam is not None or not names_failure(data):  # a seam's `frame` finds it
+            return False
+        error, good = _first_error(b"" if self._ends_event else self._last_reads[-1], data)
         if error is None:
             return False
         if not error.body:
-            if good := _before_error(events):
+            if good:
                 self._pass_on(chunk(good) if self._head is not None and self._head.is_chunked else good)
                 self._was_at_boundary = True
             self._break_off(error.message)
@@ -677,20 +677,25 @@ class Attempt:
             self._trouble = trouble
             if trouble is not None and trouble.is_unsaid:
                 self._break_off(trouble.reason)
-        elif trouble is not None and trouble.is_unsaid and (rest := self._without_end(data)) is not None:
-            self._pass_on(rest, head)
-            self._was_at_boundary = True
+        elif trouble is not None and trouble.is_unsaid and not isinstance(self._body, LengthBody):
+            rest = self._without_end(data)
+            self._pass_on(rest or b"", head)
+            self._was_at_boundary = rest is not None
             self._break_off(trouble.reason)
         else:
             self._pass_on(data, head)
             self._trouble = trouble
 
     def _without_end(self, data: bytes) -> bytes | None:
-        """The last read of a body, without what ends it; None if the body cannot be made longer."""
+        """The last read of a body, without what ends it; None if a part of its end was passed on before."""
         if self._content is not None or self._begun is not None or isinstance(self._body, UntilCloseBody):
             return data
-        is_last_chunk = self._head is not None and self._head.is_chunked and data.endswith(LAST_CHUNK)
-        return data[: -len(LAST_CHUNK)] if is_last_chunk else None
+        if data.endswith(LAST_CHUNK):
+            return data[: -len(LAST_CHUNK)]
+        if not self._was_at_boundary:
+            return None
+        content = content_of(data)  # an extension, or trailers
+        return chunk(content) if content else b""
 
     def _trouble_in(self, tail: bytes) -> _Trouble | None:
         """What is wrong with a stream that ends with these bytes."""
@@ -730,7 +735,8 @@ class Attempt:
         """
         head, begun = self._head, self._begun
         assert head is not None
-        takes_event = head.is_event_stream and (self._was_at_boundary if begun is None else begun.ends_event)
+        is_between = self._was_at_boundary and self._ends_event if begun is None else begun.ends_event
+        takes_event = head.is_event_stream and is_between
         end = b""
         if takes_event:
             end = self._framed_end(head, self._form.error_event(error or WorkerDiedError(reason)))
@@ -758,6 +764,11 @@ class Attempt:
         keeps_alive, spares_worker = self._keeps_alive and not needs_reset, trouble.spares_worker
         self._finish(Done(head.status, keeps_alive, trouble.reason, needs_reset, spares_worker))
         return True
+
+    @property
+    def _ends_event(self) -> bool:
+        """Whether what was passed on ends an event."""
+        return not self._last_reads or self._last_reads[-1].endswith(_EVENT_ENDS)
 
     def _framed_end(self, head: ResponseHead, event: bytes) -> bytes:
         """The last event of a stream, and the end of its body."""
@@ -814,8 +825,14 @@ def _error_of(events: Iterable[Event]) -> EventError | None:
     return next((event.error for event in events if event.error is not None), None)
 
 
-def _before_error(events: Iterable[Event]) -> bytes:
-    return b"".join([event.text for event in takewhile(lambda event: event.error is None, events)])
+def _first_error(before: bytes, data: bytes) -> tuple[EventError | None, bytes]:
+    """The first error in a read, and what comes before it. `before`: it has the beginning of an event."""
+    events = list(events_at_the_end(before + data))
+    at = next((place for place, event in enumerate(events) if event.error is not None), None)
+    if at is None:
+        return None, b""
+    own = list(events_at_the_end(data)) if before else events
+    return events[at].error, b"".join([event.text for event in own[: at - len(events)]])
 
 
 def _reported(error: EventError) -> _Trouble:

@@ -16,14 +16,15 @@ from kvrouter.core.routing.policy import Candidate
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.bookings import MOST_TOKENS
 from kvrouter.core.wire.ids import Target
-from kvrouter.errors import BadRequestError
+from kvrouter.errors import BadRequestError, NatsAwayError
 from kvrouter.frontend.operators.views import View, json_answer
 from kvrouter.relay.answer import Answer
 from kvrouter.relay.request import Request
 from kvrouter.router.asked import DEFAULT, PlacementAsk
 from kvrouter.router.bodies import read
 from kvrouter.router.placing import Placing, endpoint_of, pause_after, place_of, public_id, tier_depths
-from kvrouter.router.workers import RegisteredEngines, Registration
+from kvrouter.router.registrations import Registration
+from kvrouter.router.workers import RegisteredEngines
 
 Readiness = Callable[[], tuple[int, dict[str, Any]]]
 
@@ -40,10 +41,17 @@ class OutputSoFar(Struct, frozen=True):
 
 
 class DynamoCalls:
-    def __init__(self, placing: Placing, engines: RegisteredEngines, readiness: Readiness) -> None:
+    def __init__(
+        self,
+        placing: Placing,
+        engines: RegisteredEngines,
+        readiness: Readiness,
+        is_connected: Callable[[], bool],
+    ) -> None:
         self._placing = placing
         self._engines = engines
         self._readiness = readiness
+        self._is_connected = is_connected
 
     def views(self) -> Iterator[tuple[str, str, View]]:
         """Method, path and view of each."""
@@ -98,20 +106,28 @@ class DynamoCalls:
 
     async def _add_worker(self, request: Request) -> Answer:
         engine = await read(request, Registration)
+        self._check_connected()
         await self._engines.upsert(engine)
         return json_answer(self._worker(engine.name), 201)
 
     async def _change_worker(self, request: Request) -> Answer:
-        name = request.path_after(WORKERS)
-        await self._engines.change(name, await read(request, dict[str, Any]))
+        name, changes = request.path_after(WORKERS), await read(request, dict[str, Any])
+        self._check_connected()
+        await self._engines.change(name, changes)
         return json_answer(self._worker(name))
 
     async def _remove_worker(self, request: Request) -> Answer:
         name = request.path_after(WORKERS)
+        self._check_connected()
         shown = self._worker(name)
         await self._engines.delete(name)
         self._placing.free_worker(name)
         return json_answer(shown | {"lifecycle": "unschedulable"})
+
+    def _check_connected(self) -> None:
+        """Raise NatsAwayError where no other replica would hear of a change."""
+        if not self._is_connected():
+            raise NatsAwayError("NATS is away: no worker was changed; send the call again once it is back")
 
     async def _list_workers(self, request: Request) -> Answer:
         return json_answer(self._workers(request.in_query("model_name")))

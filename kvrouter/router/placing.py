@@ -103,9 +103,11 @@ class Placing:
 
     def reserve_kept(self, asked: PlacementAsk, caller: str) -> dict[str, Any]:
         """Book what `select` has kept, where it was."""
-        kept = self.table.take(asked.id or "", self._now())
+        kept = self.table.kept(asked.id or "", self._now())
         request = replace(kept.request, wanted=Wanted(*kept.target), mode=DIRECT)
-        return self.book(kept.router, request, caller, asked)
+        booked = self.book(kept.router, request, caller, asked)
+        self.table.forget(asked.id or "")
+        return booked
 
     def book(self, router: Router, request: RouteRequest, caller: str, asked: PlacementAsk) -> dict[str, Any]:
         """Choose and book. One plain call: no other caller can take the id or the room in between."""
@@ -189,11 +191,14 @@ class Placing:
             what = f"routing_group {group[:100]!r} is not served here: a group is a namespace"
             raise UnknownModelError(f"{what}; start a router with --namespace for each")
         try:
-            return self.replica.router_for(self._aliases().get(model, model))
-        except UnknownModelError:
+            router = self.replica.router_for(self._aliases().get(model, model))
+        except (UnknownModelError, NoWorkersError):
             if model != DEFAULT:
                 raise
-            return self.replica.router_for(None)
+        else:
+            if model != DEFAULT or router.pool.workers:
+                return router
+        return self.replica.router_for(None)
 
     async def _wanted(self, asked: PlacementAsk, request_id: str) -> tuple[Router, RouteRequest]:
         if asked.has_text:

@@ -129,7 +129,7 @@ class Reservations:
     def expired(self, now: float) -> list[Reservation]:
         """Those whose lease has ended, to be removed now. Forgets selections that were kept too long."""
         for name in [name for name, one in self._kept.items() if one.expires_at <= now]:
-            self._forget(name)
+            self.forget(name)
         over = []
         while self._heap and self._heap[0][0] <= now:
             reservation = heapq.heappop(self._heap)[2]
@@ -148,17 +148,16 @@ class Reservations:
 
     def keep(self, name: str, router: Router, request: RouteRequest, target: Target, now: float) -> None:
         """Keep a selection for KEPT_S; the oldest ones give way."""
-        self._forget(name)
+        self.forget(name)
         size = size_of(request)
         self._kept[name] = Kept(router, request, target, now + KEPT_S, size)
         self._kept_bytes += size
         while len(self._kept) > MOST_KEPT or self._kept_bytes > MOST_KEPT_BYTES:
-            self._forget(next(iter(self._kept)))
+            self.forget(next(iter(self._kept)))
 
-    def take(self, name: str, now: float) -> Kept:
-        """A kept selection, once. Raises UnknownReservationError."""
+    def kept(self, name: str, now: float) -> Kept:
+        """A kept selection, to be forgotten once it is reserved. Raises UnknownReservationError."""
         found = self._kept.get(name)
-        self._forget(name)
         if found is None or found.expires_at <= now:
             raise UnknownReservationError(
                 f"no selection {name[:100]!r} is kept: it can be reserved once, within {KEPT_S:g} s after "
@@ -166,7 +165,7 @@ class Reservations:
             )
         return found
 
-    def _forget(self, name: str) -> None:
+    def forget(self, name: str) -> None:
         kept = self._kept.pop(name, None)
         self._kept_bytes -= kept.size_bytes if kept is not None else 0
 

@@ -61,7 +61,7 @@ class PlacementPort:
         )
         self.engines = RegisteredEngines(publishing.replica, options.nats, options.namespace)
         self._dialects = (
-            DynamoCalls(self.placing, self.engines, admin.ready_facts),
+            DynamoCalls(self.placing, self.engines, admin.ready_facts, admin.is_connected),
             RayCalls(self.placing, completions.accept, loop.time),
             MooncakeCalls(self.placing),
         )

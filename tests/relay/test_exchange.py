@@ -162,14 +162,39 @@ async def test_death_between_chunks(fleet_of: FleetOf, failure: str) -> None:
         assert re.search(rb'outcome="broken",route="[^"]*"} 1.0', (await fleet.get("/metrics")).body)
 
 
-async def test_text_in_the_read_of_a_failure(fleet_of: FleetOf) -> None:
-    """The client has all text that came before the failure."""
-    read = b"".join(chunk(one) for one in (event("b"), event("c"), event("", "abort"), b"data: [DONE]\n\n"))
-    async with fleet_of(scripts=(says(ONE, read + LAST_CHUNK),)) as fleet:
+ABORT, DONE = event("", "abort"), chunk(b"data: [DONE]\n\n")
+HALF, REST = chunk(event("b")[:30]), chunk(event("b")[30:])
+# Reads after the first event, and the texts that the client gets in a whole body; None: a body that is cut.
+TROUBLES: dict[str, tuple[list[bytes], list[str] | None]] = {
+    "text and abort in one read": ([chunk(event("b")) + chunk(ABORT) + DONE + LAST_CHUNK], ["a", "b"]),
+    "half an event before": (
+        [HALF, REST + chunk(event("c")) + chunk(ABORT) + LAST_CHUNK],
+        ["a", "b", "c"],
+    ),
+    "half an event, then abort": ([HALF, chunk(event("b")[30:] + ABORT) + LAST_CHUNK], ["a", "b"]),
+    "half an event, then an error": ([HALF, chunk(b'data: {"error":{"message":"m","code":500}}\n\n')], None),
+    "an error in two chunks": (
+        [chunk(b"data:"), chunk(b' {"error":{"message":"m"}}\n\n') + LAST_CHUNK],
+        ["a"],
+    ),
+    "no finish reason": ([chunk(event("b")), LAST_CHUNK], ["a", "b"]),
+    "the same with an extension": ([chunk(event("b")) + b"0;x=y\r\n\r\n"], ["a", "b"]),
+    "the same with trailers": ([chunk(event("b")), b"0\r\nx: y\r\n\r\n"], ["a", "b"]),
+    "the same with a last chunk in two reads": ([chunk(event("b")) + b"0\r\n", b"\r\n"], None),
+}
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+async def test_no_failure_looks_whole(fleet_of: FleetOf, trouble: str) -> None:
+    """The client has all events that came before, and an error event behind whole ones, or a cut body."""
+    reads, expected = TROUBLES[trouble]
+    async with fleet_of(scripts=(says(ONE, *reads),)) as fleet:
         response = await fleet.ask(STREAM)
 
-        assert response.is_whole
-        assert ["a", "b", "c", "BadGatewayError"] == texts(response.events)
+        assert response.is_whole == (expected is not None)
+        if expected is not None:
+            assert expected == texts(response.events[:-1])
+            assert "error" in response.events[-1]
 
 
 OPEN_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"

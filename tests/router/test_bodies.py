@@ -13,7 +13,7 @@ from kvrouter.errors import BadRequestError, RequestTooLargeError
 from kvrouter.router.asked import PlacementAsk, given_hashes
 from kvrouter.router.bodies import MOST_BODY_BYTES, MOST_HASHES, MOST_TOKENS, decoded, read_body
 from kvrouter.router.mooncake import Query
-from kvrouter.router.workers import Registration
+from kvrouter.router.registrations import Registration
 
 MANY = [*range(20_000)]
 SIGNED = [one * 461_168_601_842_738 - (1 << 62) for one in MANY]

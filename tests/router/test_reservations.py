@@ -127,10 +127,10 @@ def test_a_selection_is_kept_for_one_use() -> None:
     table = Reservations()
     table.keep("s", ROUTER, asked("s"), W, 0.0)
     table.keep("late", ROUTER, asked("late"), W, 0.0)
-    assert W == table.take("s", 1.0).target
+    assert W == table.kept("s", 1.0).target
     for name in ("s", "late", "never"):
         with pytest.raises(UnknownReservationError, match="once, within 120 s"):
-            table.take(name, KEPT_S)
+            table.kept(name, KEPT_S)
 
 
 @pytest.mark.parametrize(
@@ -142,9 +142,9 @@ def test_kept_selections_are_bounded(blocks: int, most: int) -> None:
     for number in range(most + 2):
         table.keep(f"s{number}", ROUTER, request, W, 0.0)
     with pytest.raises(UnknownReservationError):
-        table.take("s1", 0.0)
-    assert W == table.take("s2", 0.0).target
+        table.kept("s1", 0.0)
+    assert W == table.kept("s2", 0.0).target
     table.expired(KEPT_S)
     for number in range(most):
         table.keep(f"t{number}", ROUTER, request, W, KEPT_S)
-    assert W == table.take("t0", KEPT_S).target
+    assert W == table.kept("t0", KEPT_S).target

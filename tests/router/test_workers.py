@@ -9,9 +9,13 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
+import pytest
+
 from kvrouter.lab.mocker.config import MockerConfig
 from kvrouter.lab.mocker.engine import EngineConfig
 from kvrouter.lab.mocker.server import Mocker, running_mocker
+from kvrouter.worker.announce import announce, connect
+from kvrouter.worker.publisher import KvPublisher
 from tests.frontend.workers import until, until_found
 from tests.router.routers import Router, running_router
 
@@ -20,9 +24,12 @@ ID = (1 << 64) - 7  # as Ray makes them
 
 
 @contextlib.asynccontextmanager
-async def two_routers(nats: str) -> AsyncIterator[tuple[Mocker, Router, Router]]:
+async def two_routers(nats: str, namespace: str = "") -> AsyncIterator[tuple[Mocker, Router, Router]]:
     """And an engine without an agent."""
-    namespace, config = uuid.uuid4().hex, MockerConfig(EngineConfig(num_blocks=2049), model_name="tiny")
+    namespace, config = (
+        namespace or uuid.uuid4().hex,
+        MockerConfig(EngineConfig(num_blocks=2049), model_name="tiny"),
+    )
     async with (
         running_mocker(config) as engine,
         running_router(nats, namespace) as a,
@@ -92,33 +99,83 @@ async def test_a_change_is_announced(nats_url: str) -> None:
         assert ("http://10.0.0.9:8000", 3) == (found["endpoint"], found["dp_rank"])
 
 
-async def test_facts_that_differ(nats_url: str) -> None:
-    """Another replica must register the same facts. A change of one that has it moves the agent there."""
+async def test_the_last_registration_counts(nats_url: str) -> None:
+    """At every replica that knows the engine, whoever is asked. The agent moves to where it was changed."""
     async with two_routers(nats_url) as (engine, a, b):
         await a.ok("/workers", spec(engine))
-        status, error = await b.ask("/workers", spec(engine, total_kv_blocks=1024))
-        assert 409 == status
-        assert "registered at another replica with other facts (block_size 16" in str(error)
-        assert 404 == (await b.ask(f"/workers/{ID}", method="DELETE"))[0]  # it kept nothing
-
-        await b.ok("/workers", spec(engine))
+        same = {"data_parallel_size": 1, "endpoint": "ray://replica#1/", "worker_id": str(ID), "new": 1}
+        await b.ok("/workers", spec(engine, **same))
         assert [True, False] == acting(a, b)
-        await b.ok("/workers", spec(engine, total_kv_blocks=1024))
-        await until(lambda: [False, True] == acting(a, b), "the agent has moved")
-        for router in (a, b):
-            await until_found(
-                partial(router.ok, "/workers", method="GET"),
-                lambda shown: [1024] == [one["total_kv_blocks"] for one in shown],
-                within_s=5,
-            )
+        for size, router in enumerate((b, a, b, b, a), start=1000):
+            shown = await router.ok(f"/workers/{ID}", {"total_kv_blocks": size}, method="PATCH")
+            assert size == shown["total_kv_blocks"]
+            for each in (a, b):
+                await until_size(each, size)
+        await b.ok("/workers", spec(engine))
+        await until_size(a, 2048)
+        first, second = (a, b) if acting(a)[0] else (b, a)
+        await first.site.engines.close()
+        await until(lambda: [False, True] == acting(first, second), "the other one takes over")
+        await until_size(first, 2048)
 
 
-async def test_default_after_a_model_has_gone(nats_url: str) -> None:
+async def test_registrations_at_once(nats_url: str) -> None:
+    """Of several in flight, at one router and at two, one counts, and its engine stays."""
+    async with two_routers(nats_url) as (engine, a, b):
+        sizes = range(1000, 1006)
+        calls = [(a, b)[size % 2].ok("/workers", spec(engine, total_kv_blocks=size)) for size in sizes]
+        await asyncio.gather(*calls, a.ok("/workers", spec(engine, total_kv_blocks=1006)))
+        shown = await until_same_size(a, b)
+        assert shown in {*sizes, 1006}
+
+
+async def test_an_agent_of_its_own_stays(nats_url: str) -> None:
+    """It has come after the registration, which may not be changed then."""
+    namespace = uuid.uuid4().hex
+    async with two_routers(nats_url, namespace) as (engine, a, _):
+        await a.ok("/workers", spec(engine))
+        own: dict[str, Any] = {"url": engine.url, "model": "default", "namespace": namespace}
+        async with connect(nats_url) as bus, announce(bus, [KvPublisher(bus, str(ID), 16)], **own):
+            await until(lambda: not acting(a)[0], "the agent takes over")
+            for call in (
+                a.ask("/workers", spec(engine)),
+                a.ask(f"/workers/{ID}", {"block_size": 32}, method="PATCH"),
+            ):
+                status, error = await call
+                assert 409 == status
+                assert "has an agent of its own" in str(error)
+        await until(lambda: acting(a)[0], "it is gone")
+
+
+async def until_size(router: Router, size: int) -> None:
+    def is_size(found: Any) -> bool:
+        return [size] == [one["total_kv_blocks"] for one in found]
+
+    await until_found(partial(router.ok, "/workers", method="GET"), is_size, within_s=20)
+
+
+async def until_same_size(a: Router, b: Router) -> int:
+    """Both show the same, and one of them acts."""
+
+    async def looked() -> list[Any]:
+        return [
+            [one["total_kv_blocks"] for one in await each.ok("/workers", method="GET")] for each in (a, b)
+        ]
+
+    def agree(found: list[Any]) -> bool:
+        return found[0] == found[1] and len(found[0]) == 1 and sum(acting(a, b)) == 1
+
+    found = await until_found(looked, agree, within_s=20)
+    return int(found[0][0])
+
+
+@pytest.mark.parametrize("name", ["one", "default"])
+async def test_default_after_a_model_has_gone(nats_url: str, name: str) -> None:
     """`default` is the only model that has workers, as soon as the other one's are deleted."""
     async with two_routers(nats_url) as (engine, a, _):
-        await a.ok("/workers", spec(engine, model_name="one"))
+        await a.ok("/workers", spec(engine, model_name=name))
         await a.ok("/workers", spec(engine, worker_id=2, model_name="two", kv_events_endpoints=None))
-        assert 400 == (await a.ask("/select", {"token_ids": PROMPT}))[0]
+        assert (400 if name == "one" else 200) == (await a.ask("/select", {"token_ids": PROMPT}))[0]
         await a.ok(f"/workers/{ID}", method="DELETE")
         assert 2 == (await a.ok("/select", {"token_ids": PROMPT}))["worker_id"]
 
@@ -127,11 +184,11 @@ async def test_two_agents_at_once(nats_url: str) -> None:
     """Both begin in the same moment: the later one stays, and the other one watches again."""
     async with two_routers(nats_url) as (engine, a, b):
         for router in (a, b):
-            router.site.engines.has_agent = lambda _engine: False  # type: ignore[assignment, method-assign]
+            router.site.engines.is_announced = lambda _name: False  # type: ignore[assignment, method-assign]
             router.site.engines._chance = float
         registered = [asyncio.create_task(one.ok("/workers", spec(engine))) for one in (a, b)]
         await until(lambda: all(acting(a, b)), "both act")
         for router in (a, b):
-            del router.site.engines.has_agent
+            del router.site.engines.is_announced
         await until(lambda: 1 == sum(acting(a, b)), "one has given way")
         await asyncio.gather(*registered)

@@ -32,8 +32,9 @@ from kvrouter.replica.loop import first_turn
 from kvrouter.router.asked import PlacementAsk
 from kvrouter.router.bodies import decoded
 from kvrouter.router.placing import Placing
+from kvrouter.router.registrations import Registration
 from kvrouter.router.reservations import Reservations
-from kvrouter.router.workers import RegisteredEngines, Registration
+from kvrouter.router.workers import RegisteredEngines
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -164,7 +164,7 @@ def choose_pair(
     first_half, second_half = PrefillHalf(policy), DecodeHalf(policy)
     prefill = replace_fields(selection, policy=first_half)
     decode = replace_fields(selection, policy=second_half)
-    best: tuple[float, float, Candidate, Candidates, Candidates] | None = None
+    best: _Island | None = None
     for all_prefillers, all_decoders in islands:
         decoders = decode.eligible(request, all_decoders, moment)
         prefillers = _not_resting(prefill.eligible(request, all_prefillers, moment), decoders, moment)
@@ -174,26 +174,42 @@ def choose_pair(
             continue
         costs = first_half.costs(request, prefillers, moment)
         place = lowest(costs.each, moment.random())
-        if best is None or costs.each[place] < best[0]:
-            best = costs.each[place], costs.block, prefillers[place], prefillers, decoders
+        decoders = _not_resting_after(prefillers[place], decoders, moment)
+        if not decoders:
+            continue
+        held = second_half.costs(request, decoders, moment)
+        at = lowest(held.each, moment.random())
+        cost = costs.each[place] + costs.block * held.added_blocks()[at]
+        both = costs.each[place] + costs.block * held.each[at]
+        if best is None or both < best.both:
+            best = _Island(both, cost, prefillers[place], decoders[at], prefillers, decoders)
     if best is None:
         return Sharing()
-    cost, block, computes, prefillers, decoders = best
-    rests = moment.tables.transfers.rests
-    first = computes.target.worker_id
-    decoders = decoders.kept(
-        [not rests(first, target.worker_id, moment.now) for target in decoders.targets()]
+    terms = _compared(
+        request, policy, moment, whole, best.answers, prefill_cost=best.cost, least_tokens=least_tokens
     )
-    if not decoders:
-        return Sharing()
-    held = second_half.costs(request, decoders, moment)
-    place = lowest(held.each, moment.random())
-    answers = decoders[place]
-    cost += block * held.added_blocks()[place]
-    terms = _compared(request, policy, moment, whole, answers, prefill_cost=cost, least_tokens=least_tokens)
     is_remote = terms.pop("is_remote") or computed_at is not None  # what is computed is not computed twice
-    pair = Pair(computes, answers, prefill, decode, prefillers, decoders) if is_remote else None
-    return Sharing(pair, terms)
+    two = best.computes, best.answers, prefill, decode, best.prefillers, best.decoders
+    return Sharing(Pair(*two) if is_remote else None, terms)
+
+
+class _Island(NamedTuple):
+    """The best pair of workers that can hand over to each other."""
+
+    both: float
+    """The costs of both halves, in the unit of the first: islands are compared by it."""
+    cost: float
+    """That of the first half, and what was added to that of the second."""
+    computes: Candidate
+    answers: Candidate
+    prefillers: Candidates
+    decoders: Candidates
+
+
+def _not_resting_after(computes: Candidate, decoders: Candidates, moment: Moment) -> Candidates:
+    """Those that this prefill worker can hand over to."""
+    rests, first = moment.tables.transfers.rests, computes.target.worker_id
+    return decoders.kept([not rests(first, one.worker_id, moment.now) for one in decoders.targets()])
 
 
 def _not_resting(prefillers: Candidates, decoders: Candidates, moment: Moment) -> Candidates:

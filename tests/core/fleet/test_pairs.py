@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -220,6 +221,24 @@ def test_islands_and_labels() -> None:
     bound = decoding(new_router(split_pool(*cards, pd_same_label=("zone",))))
     assert {(P1, D1)} == {pair_of(bound.route(ask(), 0.0))}
     assert 1 == len(bound.pool.split.islands)
+
+
+def test_islands_share_the_load() -> None:
+    """Between idle prefill workers the decode workers of each island decide."""
+    cards = [
+        card(f"{role[0]}{number}", role=role, labels={"zone": zone})
+        for role in ("prefill", "decode")
+        for number, zone in ((1, "a"), (2, "b"))
+    ]
+    router = decoding(new_router(split_pool(*cards, pd_same_label=("zone",))))
+    counts = Counter[Any]()
+    for number in range(2, 22):
+        placed = router.route(ask(number), float(number))
+        counts[pair_of(placed)] += 1
+        if placed.prefill is not None:
+            router.bookings.free(placed.prefill.key, number + 0.1)
+    assert {(P1, D1), (P2, D2)} == counts.keys()
+    assert max(counts.values()) <= 12
 
 
 def test_whole_workers_beside_pairs() -> None:
