@@ -94,9 +94,9 @@ class Readers:
                 metrics.between.observe((clock() - running.first_at) / (events - 1), running.model)
         if work.traits is not None or record.is_noted or work.key is not None:
             running.usage = work.api.find_usage(attempt.tail)
-        # of a pair, this engine has computed no prompt
-        if running.usage is not None and running.prefill is None and running.is_good:
-            check_answer(running, running.usage, self._audit, self._now())
+            # of a pair, this engine has computed no prompt
+            if work.traits is not None and running.prefill is None and running.is_good:
+                check_answer(running, running.usage, self._audit, self._now())
 
     def attempt_freed(self, running: AttemptRecord, ending: Ending) -> None:
         """No connection is tried again for it: its booking ends."""
@@ -135,10 +135,10 @@ class Readers:
                 metrics.pd_requests.inc(path)
         # Only the APIs' own routes lead here, so the path is not the client's choice.
         metrics.requests.values[model, record.request.head.route, mode, record.status, ending] += 1
-        seconds = record.lasted_s
-        self.clients.of(record.request, self._now()).count(record, ending, seconds)
+        seconds, last, output_tokens = record.lasted_s, record.asked or record.last, record.output_tokens
+        self.clients.of(record.request, self._now()).count(last, output_tokens, ending, seconds)
         if record.tenant:
-            self.tenants.count(record.tenant, record, ending)
+            self.tenants.count(record.tenant, last, output_tokens, ending, seconds)
         if record.served is not None:
             metrics.duration.observe(seconds, model)
         if ending != "ok" or record.error is not None or record.is_noted:
