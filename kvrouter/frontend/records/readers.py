@@ -84,14 +84,14 @@ class Readers:
         """Count what an attempt has relayed, whole or not, and compare the prediction of a good one."""
         work, metrics, events = running.work, self.metrics, attempt.events
         running.events = events
-        if work.key is not None and work.api.parse is None:
-            running.output_tokens = attempt.output_tokens()
-        elif work.api.parse is not None:
+        if work.api.parse is not None:
             running.output_tokens = tokens = attempt.output_tokens()
             if tokens:
                 metrics.tokens.values[running.model, "output"] += tokens
             if running.first_at and events > 1:
                 metrics.between.observe((clock() - running.first_at) / (events - 1), running.model)
+        elif work.key is not None:
+            running.output_tokens = attempt.output_tokens()
         if work.traits is not None or record.is_noted or work.key is not None:
             running.usage = work.api.find_usage(attempt.tail)
             # of a pair, this engine has computed no prompt
