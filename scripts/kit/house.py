@@ -63,8 +63,9 @@ FILES = 25
 # of a pair cost and show, and for what is left out of a choice, in a module of its own. 25 for errors that
 # only the name of an event tells, and bodies that end amid an event. 53 that keep a step of 128,000 tokens
 # short: 36 blocks that prompts share, by bisection, 17 caches that shrink in slices, 5 a turn of the loop
-# between hashing and routing. 10 so that a key takes a third of what it took: rows of today for tenants.
-LINES = 79_006
+# between hashing and routing. 10 so that a key takes a third of what it took: rows of today for tenants. 60
+# for files of --worker-tls-* that change, by a context that passes handshakes on.
+LINES = 79_066
 # Of *.pyx and *.pxi, which LINES does not count.
 CYTHON_LINES = 2739  # 27 for `event: error`, 19 for hashes of a sample
 COMMENTS = 30
