@@ -70,8 +70,8 @@ LINES = 79_066
 CYTHON_LINES = 2739  # 27 for `event: error`, 19 for hashes of a sample
 COMMENTS = 30
 # Of docs/, as `wc -w` counts them, without docs/changes. Each fact is said once, and somebody acts on it.
-# 60,000, and what came after that: troubleshooting, new rows of the comparison.
-DOC_WORDS = 60_686
+# 60,000, and what came after that: troubleshooting, new rows of the comparison, what a key costs.
+DOC_WORDS = 60_735
 # Of tests/: a test asks what users and operators can ask, and waits for a state. These may only go down.
 SHORTCUTS = {"private reads": 113, "patches": 180, "sleeps": 44}
 _IMPORT = re.compile(r"^\s*from kvrouter\.core\.(\w+)", re.MULTILINE)
