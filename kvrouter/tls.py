@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import ssl
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any, Self, TypeAlias
+
+import structlog
 
 from kvrouter.errors import ConfigError
 
@@ -14,6 +20,13 @@ _HTTP = ["http/1.1"]
 # OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_EMAIL_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH.
 _OTHER_NAME = {62, 63, 64}
 _EXPIRED = 10  # X509_V_ERR_CERT_HAS_EXPIRED
+
+# A renewed certificate is in use after this long at most. Each look costs two calls of stat.
+LOOK_EVERY_S = 10.0
+
+Marks: TypeAlias = tuple[tuple[int, int, int] | None, ...]
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +85,22 @@ def server_context(files: CertificateFiles, client_ca: Path | None = None) -> ss
 
 @lru_cache(maxsize=64)
 def trusting(
-    ca: Path | None, flag: str = "--worker-tls-ca", own: CertificateFiles | None = None
+    ca: Path | None,
+    flag: str = "--worker-tls-ca",
+    own: CertificateFiles | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> ssl.SSLContext:
     """A context for calls to servers that the system's authorities, or those in `ca`, have signed.
 
-    `own`: shown to servers that ask for one. Raises ConfigError. All callers share it: reading the system's
-    authorities takes 50 ms.
+    `own`: shown to servers that ask for one. Files that change are read again. Raises ConfigError. All
+    callers share it: reading the system's authorities takes 50 ms.
     """
+    files = ([ca] if ca is not None else []) + ([own.cert, own.key] if own is not None else [])
+    read = partial(_trusting, ca, flag, own)
+    return _Renewed(read, files, clock) if files else read()
+
+
+def _trusting(ca: Path | None, flag: str, own: CertificateFiles | None) -> ssl.SSLContext:
     context = ssl.create_default_context()
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(_HTTP)
@@ -87,6 +109,63 @@ def trusting(
     if own is not None:
         own.load_into(context)
     return context
+
+
+class _Renewed(ssl.SSLContext):
+    """For calls to servers: each handshake uses what the files had when they could be read last.
+
+    A renewal makes a new context, and passes handshakes on to it: OpenSSL forgets no authority, and keeps one
+    certificate per kind of key.
+    """
+
+    def __new__(cls, *_given: object) -> Self:
+        return super().__new__(cls, ssl.PROTOCOL_TLS_CLIENT)
+
+    def __init__(
+        self, read: Callable[[], ssl.SSLContext], files: Sequence[Path], clock: Callable[[], float]
+    ) -> None:
+        """`read()` makes a context of the files. Raises ConfigError."""
+        self._read, self._files, self._clock = read, files, clock
+        self._marks, self._looks_at, self._last_error = self._look(), clock() + LOOK_EVERY_S, ""
+        self._newest = read()
+
+    def wrap_bio(self, *given: Any, **named: Any) -> ssl.SSLObject:
+        return self._now().wrap_bio(*given, **named)
+
+    def wrap_socket(self, *given: Any, **named: Any) -> ssl.SSLSocket:
+        return self._now().wrap_socket(*given, **named)
+
+    def _now(self) -> ssl.SSLContext:
+        if self._clock() < self._looks_at:
+            return self._newest
+        self._looks_at = self._clock() + LOOK_EVERY_S
+        if (found := self._look()) == self._marks:
+            return self._newest
+        try:
+            self._newest = self._read()
+        except ConfigError as error:
+            if str(error) != self._last_error:  # once per cause
+                log.warning("worker_tls.not_renewed", error=str(error))
+            self._last_error = str(error)
+        else:
+            self._marks, self._last_error = found, ""
+            log.info("worker_tls.renewed", files=[str(file) for file in self._files])
+        return self._newest
+
+    def _look(self) -> Marks:
+        return tuple(map(marks, self._files))
+
+
+def marks(path: Path) -> tuple[int, int, int] | None:
+    """What changes with a file's content or with the file that a link points to; None: no such file.
+
+    Kubernetes and certbot replace certificates by changing a symbolic link, hence the inode.
+    """
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino, found.st_size
 
 
 def _trust(context: ssl.SSLContext, ca: Path, flag: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ssl
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from kvrouter.bus import NatsOptions
 from kvrouter.errors import ConfigError
-from kvrouter.tls import CertificateFiles, server_context, tls_trouble, trusting
+from kvrouter.tls import LOOK_EVERY_S, CertificateFiles, server_context, tls_trouble, trusting
 from tests.certificates import Authority
 
 Spoil = Callable[[Authority, CertificateFiles], CertificateFiles]
@@ -103,10 +104,59 @@ def test_authorities_are_added(tmp_path: Path) -> None:
     path = Authority(tmp_path).file
     system, more = trusting(None), trusting(path)
 
-    assert system.cert_store_stats()["x509_ca"] + 1 == more.cert_store_stats()["x509_ca"]
+    used = more.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_hostname="localhost").context
+    assert system.cert_store_stats()["x509_ca"] + 1 == used.cert_store_stats()["x509_ca"]
     assert trusting(path) is more
 
 
 def test_other_errors() -> None:
     """Errors without TLS have no TLS text."""
     assert ["", ""] == [tls_trouble(ConnectionRefusedError(111, "refused")), tls_trouble(None)]
+
+
+def shake(client: ssl.SSLContext, server: ssl.SSLContext) -> None:
+    """A handshake without sockets. Raises SSLError."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    calling = client.wrap_bio(to_client, to_server, server_hostname="localhost")
+    asked = server.wrap_bio(to_server, to_client, server_side=True)
+    for side in (calling, asked, calling, asked):
+        with contextlib.suppress(ssl.SSLWantReadError):
+            side.do_handshake()
+    assert calling.version()
+    calling.write(b"x")
+    assert b"x" == asked.read()
+
+
+def test_files_for_engines_change(tmp_path: Path) -> None:
+    """New authorities and certificates count from the next look on; unusable files change nothing."""
+    authorities = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        authorities.append(Authority(tmp_path / name))
+    servers = [server_context(one.sign(stem="server"), one.file) for one in authorities]
+    for server in servers:
+        server.verify_mode = ssl.CERT_REQUIRED
+    now, ca, own = [0.0], tmp_path / "ca.pem", CertificateFiles(tmp_path / "own.pem", tmp_path / "own.key")
+
+    def write(number: int) -> None:
+        signed = authorities[number].sign(stem="own", rsa=number == 1)
+        for new, old in ((authorities[number].file, ca), (signed.cert, own.cert), (signed.key, own.key)):
+            new.replace(old)
+
+    write(0)
+    context = trusting(ca, own=own, clock=lambda: now[0])
+    shake(context, servers[0])
+
+    write(1)
+    shake(context, servers[0])
+    now[0] += LOOK_EVERY_S
+    shake(context, servers[1])
+    with pytest.raises(ssl.SSLError):
+        shake(context, servers[0])
+
+    own.key.write_text("nothing")
+    now[0] += LOOK_EVERY_S
+    shake(context, servers[1])
+    write(0)
+    now[0] += LOOK_EVERY_S
+    shake(context, servers[0])

@@ -8,6 +8,7 @@ import random
 import signal
 import ssl
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +29,6 @@ from kvrouter.core.routing.policy import AUTO
 from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.errors import ConfigError
 from kvrouter.frontend.keys.clients import ClientKeys
-from kvrouter.frontend.keys.keys_file import now_utc
 from kvrouter.frontend.keys.limits import TenantLimits
 from kvrouter.frontend.operators.admin import Admin
 from kvrouter.frontend.operators.busy_threshold import BusyThresholds
@@ -311,7 +311,8 @@ async def _open_request_path(
             registry.register(StateCollector(tracing.samples))
         access = AccessLog(options.access, views, random.random, tracing)
         clients = ClientTotals(access.addresses, now)
-        tenants = TenantTotals(metrics.tenant_tokens, now_utc)
+        tenants = TenantTotals(time.time)
+        registry.register(StateCollector(tenants.samples))
         readers = Readers(
             metrics,
             clients=clients,

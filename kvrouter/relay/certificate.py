@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import ssl
 from pathlib import Path
-from typing import TypeAlias
 
 import structlog
 
 from kvrouter.errors import ConfigError
-from kvrouter.tls import CertificateFiles, server_context
+from kvrouter.tls import LOOK_EVERY_S, CertificateFiles, Marks, marks, server_context
 
 log = structlog.get_logger()
-
-# A renewed certificate is in use after this long at most. Each look costs two calls of stat.
-LOOK_EVERY_S = 10.0
-
-_Marks: TypeAlias = tuple[tuple[int, int, int] | None, ...]
 
 
 class ServerCertificate:
@@ -56,8 +49,8 @@ class ServerCertificate:
         """
         if files is not None and files != self._files:
             self._files, self._marks = files, ()
-        marks = self._look_at_files()
-        if marks == self._marks:
+        found = self._look_at_files()
+        if found == self._marks:
             return False
         try:
             self._newest = server_context(self._files, self._client_ca)
@@ -69,25 +62,13 @@ class ServerCertificate:
                 log.warning("frontend.certificate_not_renewed", error=str(error), effect=effect)
             self._last_error = str(error)
             return False
-        self._marks, self._last_error = marks, ""
+        self._marks, self._last_error = found, ""
         log.info("frontend.certificate_renewed", cert=str(self._files.cert))
         return True
 
     def _show_newest(self, handshake: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
         handshake.context = self._newest
 
-    def _look_at_files(self) -> _Marks:
+    def _look_at_files(self) -> Marks:
         files = (self._files.cert, self._files.key, *filter(None, [self._client_ca]))
-        return tuple(map(_marks, files))
-
-
-def _marks(path: Path) -> tuple[int, int, int] | None:
-    """What changes with a file's content or with the file that a link points to; None: no such file.
-
-    Kubernetes and certbot replace certificates by changing a symbolic link, hence the inode.
-    """
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_ino, found.st_size
+        return tuple(map(marks, files))

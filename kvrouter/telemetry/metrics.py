@@ -195,7 +195,6 @@ class RequestMetrics:
         self.kv_transfer = Spread("kvrouter_kv_transfer_seconds", registry)
         self.removed_fields = Count("kvrouter_removed_fields_total", registry)
         self.token_ids_sent = Count("kvrouter_token_ids_sent_total", registry)
-        self.tenant_tokens = Count("kvrouter_tenant_tokens_total", registry)
         self.tokens = Count("kvrouter_tokens_total", registry)
         self.first_byte = Spread("kvrouter_first_byte_seconds", registry)
         self.between = Spread("kvrouter_inter_token_seconds", registry, bounds=BETWEEN)

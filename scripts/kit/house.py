@@ -28,12 +28,12 @@ CLASS_LINES = 300
 # Attempt hands committed streams to C and takes them back; Completions asks for blocks of a peer; Replica,
 # BookingTable and Completions have four lines more each for tenants. Attempt and Completions know of streams
 # that move, and Attempt passes reads of several chunks, and a last one, as they are, knows bodies that end
-# amid an event, and passes what came before a failure.
+# amid an event, passes what came before a failure, and lets none look whole.
 # FeedReader, BlockIndex show C where the next frame goes, and count what it took; Bus reports all messages of
 # a read at once. BlockIndex answers by slot, too; Replica knows heartbeats without news.
 LARGER = {
-    "Attempt": 639, "Replica": 501, "FeedReader": 467, "BlockIndex": 436, "Pool": 394, "Agent": 379,
-    "BookingTable": 366, "Completions": 343, "Bus": 341, "EngineBlocks": 313,
+    "Attempt": 650, "Replica": 501, "FeedReader": 467, "BlockIndex": 436, "Pool": 394, "Agent": 379,
+    "BookingTable": 366, "Completions": 339, "Bus": 341, "EngineBlocks": 313,
     "ReferenceEngine": 351,  # with both halves of a request, and blocks of a peer
     "Router": 250, "OwnBookings": 250, "SyncFeed": 250,  # one router in three
 }  # fmt: skip
@@ -64,17 +64,19 @@ FILES = 25
 # of a pair cost and show, and for what is left out of a choice, in a module of its own. 25 for errors that
 # only the name of an event tells, and bodies that end amid an event. 53 that keep a step of 128,000 tokens
 # short: 36 blocks that prompts share, by bisection, 17 caches that shrink in slices, 5 a turn of the loop
-# between hashing and routing. 46 for registrations of one engine that differ, last reads of streams that may
-# move, and events in the read of a failure.
-LINES = 79_042
+# between hashing and routing. 170 for registrations that all replicas take over, with their modules'
+# heads (150), last reads of streams that may move, failures that must not look whole, and islands. 10 so that a key
+# takes a third of what it took: rows of today for tenants. 60 for files of --worker-tls-* that change.
+LINES = 79_265
 # Of *.pyx and *.pxi, which LINES does not count.
 CYTHON_LINES = 2739  # 27 for `event: error`, 19 for hashes of a sample
 COMMENTS = 30
 # Of docs/, as `wc -w` counts them, without docs/changes. Each fact is said once, and a user acts on it.
-DOC_WORDS = 58_900
+# 90 for what a key costs, and registrations that all replicas take over.
+DOC_WORDS = 58_990
 # Of *.py in scripts/; 12,000 is the aim. A bench whose number is written down, and that holds no promise that
 # is measured again, goes.
-SCRIPT_LINES = 12_900
+SCRIPT_LINES = 12_903
 # Of tests/: a test asks what users and operators can ask, and waits for a state. These may only go down.
 SHORTCUTS = {"private reads": 113, "patches": 180, "sleeps": 44}
 _IMPORT = re.compile(r"^\s*from kvrouter\.core\.(\w+)", re.MULTILINE)

@@ -185,7 +185,7 @@ class Fleet:
 
 def use_of(replica: Replica, tenant: str = "a") -> _Use:
     """What a replica counts of a tenant, which clients see in parts: what is left, or a 429."""
-    return replica.tenants._use(tenant)
+    return replica.tenants._uses[tenant]
 
 
 def hears_itself(replica: Replica) -> bool:

@@ -107,7 +107,7 @@ def test_a_request_at_two_workers() -> None:
             )
         )
     totals = Totals()
-    totals.count(record, "ok", record.lasted_s)
+    totals.count(record.asked, record.output_tokens, "ok", record.lasted_s)
 
     assert Totals(requests=1, prompt_tokens=64, output_tokens=7, seconds=2.5) == totals
 

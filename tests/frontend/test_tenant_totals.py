@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import io
 from datetime import UTC, datetime, timedelta
+from typing import cast
 
 import pytest
-from prometheus_client import CollectorRegistry
 
-from kvrouter.frontend.records.record import Record
+from kvrouter.core.fleet.router import Placement
+from kvrouter.frontend.records.record import AttemptRecord, Work
 from kvrouter.frontend.records.tenant_totals import DAYS, TenantTotals
-from kvrouter.telemetry.metrics import Count
+from kvrouter.telemetry.metrics import TargetCounts
 from tests.frontend.clients import get
 from tests.frontend.fleet import BODY, FleetOf
 from tests.frontend.test_keys import Ring, ring
@@ -46,16 +47,28 @@ async def test_tenants(fleet_of: FleetOf, ring: Ring) -> None:
 
 
 async def test_days() -> None:
-    """A month of days is kept."""
+    """A month of days is kept; the metric goes on."""
     now = [datetime(2027, 1, 1, 23, tzinfo=UTC)]
-    totals = TenantTotals(Count("kvrouter_tenant_tokens_total", CollectorRegistry()), lambda: now[0])
+    totals = TenantTotals(lambda: datetime.timestamp(now[0]))
+    last = AttemptRecord(
+        work=cast(Work, None),
+        placement=cast(Placement, None),
+        excluded=None,
+        model="m",
+        counts=TargetCounts(),
+        decided=(0.0, 0.0),
+        sent_at=0.0,
+        prompt_tokens=10,
+        overlap_tokens=4,
+    )
     for _ in range(DAYS + 5):
-        totals.count("t", Record(None, "", 0.0, 0.0), "refused")  # type: ignore[arg-type]  # of no client
+        totals.count("t", last, 1, "ok", 0.0)
         now[0] += timedelta(days=1)
 
     days = totals._days
     assert DAYS == len(days)
     assert now[0].date() - timedelta(days=1) == max(days)
+    assert [each * (DAYS + 5) for each in (10, 4, 6, 1)] == [tokens for _, _, tokens in totals.samples()]
 
 
 @pytest.mark.parametrize("path", ["/tenants"])

@@ -21,7 +21,7 @@ Invariant: the sums of a window are those of its seconds. Only tenants of `limit
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Set
 from typing import Literal, TypeAlias
 
@@ -75,8 +75,8 @@ class Charge(Struct, gc=False):
 
     tenant: str
     prompt_tokens: int
-    output_tokens: int
-    """Asked for, or those of a mean answer."""
+    tokens: int
+    """With those of output that it asks for, or of a mean answer."""
     used: int = 0
     """Known when an attempt has ended; 0: no worker has done anything for it."""
     counted_at: float | None = None
@@ -84,10 +84,6 @@ class Charge(Struct, gc=False):
     is_booked: bool = False
     goes_on: bool = False
     """Whether its engine works on once it has answered: then it counts all that it asked for."""
-
-    @property
-    def tokens(self) -> int:
-        return self.prompt_tokens + self.output_tokens
 
 
 class Left(Struct, frozen=True):
@@ -222,7 +218,7 @@ class TenantTable:
         """The tenants that are counted: anyone who may publish as a replica can name any number of others."""
         self.booked_elsewhere: Counter[str] = Counter()
         """Bookings of peers in flight, by tenant. BookedBudget counts them."""
-        self._uses: dict[str, _Use] = {}
+        self._uses: defaultdict[str, _Use] = defaultdict(_Use)
         self._counted_at: float | None = None
         """When the first was counted that no frame has told yet; None: all were told."""
         self._awaited: dict[tuple[str, int], float] = {}
@@ -237,13 +233,14 @@ class TenantTable:
         """Count these tenants from now on, and no others. `has_turns`: also what they are served."""
         self.limited, self._has_turns = tenants, has_turns
         # those in flight end later, perhaps after the tenant has a limit again
-        self._uses = {name: use for name, use in self._uses.items() if name in tenants or use.at_once}
+        kept = {name: use for name, use in self._uses.items() if name in tenants or use.at_once}
+        self._uses = defaultdict(_Use, kept)
 
     def check(
         self, tenant: str, limits: KeyLimits, tokens: int, now: float, *, peers: int, hears: bool
     ) -> Left:
         """Whether a request may begin. `hears`: whether bookings of peers arrive; else each has its share."""
-        use, own, own_tokens = self._use(tenant), 0, 0
+        use, own, own_tokens = self._uses[tenant], 0, 0
         self._has_peers = peers > 0
         if not hears and use.share is None:
             use.share = use.last_share(peers + 1)
@@ -278,7 +275,7 @@ class TenantTable:
 
     def begin(self, charge: Charge, now: float) -> None:
         """A request of this replica begins."""
-        self._use(charge.tenant).at_once += 1
+        self._uses[charge.tenant].at_once += 1
         self.count(charge, now)
 
     def served(self, tenant: str) -> float:
@@ -296,7 +293,7 @@ class TenantTable:
             self.halvings += passed
             for one in self._uses.values():
                 one.served *= 0.5**passed
-        use = self._use(tenant)
+        use = self._uses[tenant]
         use.served = min(_MOST_SERVED, use.served + min(cost, _MOST_COST))
 
     def active(self, now: float) -> Iterator[str]:
@@ -318,7 +315,7 @@ class TenantTable:
     def count(self, charge: Charge, now: float) -> None:
         """Count it, if it is not counted: a retry is again what the failed attempt was."""
         if charge.counted_at is None:
-            use, charge.counted_at = self._use(charge.tenant), now
+            use, charge.counted_at = self._uses[charge.tenant], now
             use.own.add(now, 1, charge.tokens)
             if self._has_peers:
                 use.count_recent(now, charge.tokens)
@@ -331,14 +328,14 @@ class TenantTable:
             return 0
         settled = charge.used - charge.tokens
         self._serve(charge.tenant, OUTPUT_WEIGHT * max(0, charge.used - charge.prompt_tokens), now)
-        self._settle(self._use(charge.tenant).own, settled, charge.tokens, charge.counted_at, now)
+        self._settle(self._uses[charge.tenant].own, settled, charge.tokens, charge.counted_at, now)
         if not charge.used:
             charge.counted_at = None
         return settled
 
     def end(self, charge: Charge, now: float) -> None:
         """The request has ended. One that no worker got does not count."""
-        use = self._use(charge.tenant)
+        use = self._uses[charge.tenant]
         use.at_once = max(0, use.at_once - 1)
         if not charge.is_booked:
             self.settle(charge, now)
@@ -373,7 +370,7 @@ class TenantTable:
     ) -> None:
         if tenant in self.limited:
             self._serve(tenant, prefill_tokens, now)
-            window = self._use(tenant).of_peer(router_id)
+            window = self._uses[tenant].of_peer(router_id)
             if window is not None:
                 window.add(now, 1, tokens)
 
@@ -391,7 +388,7 @@ class TenantTable:
         if tenant not in self.limited:
             return
         self._serve(tenant, OUTPUT_WEIGHT * max(0, tokens + settled - isl), now)
-        window = self._use(tenant).peers.get(router_id)
+        window = self._uses[tenant].peers.get(router_id)
         if window is not None:
             self._settle(window, settled, tokens, begun_at, now)
 
@@ -421,15 +418,9 @@ class TenantTable:
                 window = fresh.setdefault((op.tenant, owner), Window())
                 window.add(now - op.age_ms / 1000, op.requests, op.tokens)
         for (tenant, owner), window in fresh.items():
-            use = self._use(tenant)
+            use = self._uses[tenant]
             if owner == source or owner not in use.peers:
                 use.of_peer(owner, window)
-
-    def _use(self, tenant: str) -> _Use:
-        use = self._uses.get(tenant)
-        if use is None:
-            use = self._uses[tenant] = _Use()
-        return use
 
 
 def _is_below(limits: KeyLimits, requests: int, tokens: int, at_once: int) -> bool:

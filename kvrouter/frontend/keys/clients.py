@@ -56,12 +56,13 @@ class ClientKeys:
 
 
 class KnownHead(Struct, frozen=True):
-    """What was found out of a head. Counts while `keys` are in use, for the port whose rights found it."""
+    """What was found out of a head. Counts while `keys` are in use. Each port has heads of its own."""
 
     keys: Keys
-    port: object
     client: Caller
     bare: RequestHead
+    expiring: Key | None
+    """The client's key, if that expires."""
 
 
 def key_in(headers: Mapping[str, str], keys: Keys) -> Key:

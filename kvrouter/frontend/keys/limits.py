@@ -71,20 +71,20 @@ class TenantLimits:
         self._has_queue = has_queue
         self._now = asyncio.get_running_loop().time
         self._means: dict[str, float] = {}
+        self.counted = frozenset[str]()
+        """The tenants whose requests have a charge."""
         self.change()
 
     def change(self) -> None:
         """The keys have changed."""
         keys = self._keys.now
-        counted = frozenset[str]() if keys is None else keys.limited
+        self.counted = frozenset[str]() if keys is None else keys.limited
         if keys is not None and self._has_queue:
-            counted = frozenset(keys.weights)
-        self._table.limit(counted, has_turns=self._has_queue)
+            self.counted = frozenset(keys.weights)
+        self._table.limit(self.counted, has_turns=self._has_queue)
 
-    def charge(self, key: Key, api: Api, read: ReadBody, prompts: Sequence[Prompt]) -> Charge | None:
-        """What the request would count; None: its tenant is not counted. Raises KeyForbidsError."""
-        if key.tenant not in self._table.limited:
-            return None
+    def charge(self, key: Key, api: Api, read: ReadBody, prompts: Sequence[Prompt]) -> Charge:
+        """What the request of a tenant in `counted` would count. Raises KeyForbidsError."""
         asked, output, count = read.asked, 0, 1
         tokens = prompts[0].isl if len(prompts) == 1 else sum([prompt.isl for prompt in prompts])
         if len(prompts) != 1 and asked.prompt is not None:
@@ -95,7 +95,8 @@ class TenantLimits:
         if api.parse is not None:
             each = asked.asked_output or round(self._means.get(read.router.pool.model, FIRST_MEAN))
             output = each * max(asked.n, asked.best_of) * count
-        charge = Charge(key.tenant, min(MOST_TOKENS, tokens or 1), min(MOST_TOKENS, output))
+        tokens = min(MOST_TOKENS, tokens or 1)
+        charge = Charge(key.tenant, tokens, tokens + min(MOST_TOKENS, output))
         if (
             api.converted == "responses"
             and isinstance(asked, responses.ResponseRequest)

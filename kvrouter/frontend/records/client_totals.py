@@ -18,7 +18,7 @@ from typing import TypeAlias
 import msgspec
 from msgspec import Struct
 
-from kvrouter.frontend.records.record import Ending, Record
+from kvrouter.frontend.records.record import AttemptRecord, Ending
 from kvrouter.relay.answer import Answer
 from kvrouter.relay.request import Request
 
@@ -105,16 +105,15 @@ class Totals(Struct):
     output_tokens: int = 0
     seconds: float = 0.0
 
-    def count(self, record: Record, ending: Ending, seconds: float) -> None:
-        """Add a request that has ended after so long."""
+    def count(self, last: AttemptRecord | None, output_tokens: int, ending: Ending, seconds: float) -> None:
+        """Add a request that has ended after so long. `last`: its last attempt; None: it had none."""
         self.requests += 1
         self.seconds += seconds
-        if record.attempts:
-            last = record.asked or record.attempts[-1]
+        if last is not None:
             if last.prompt_tokens:
                 self.prompt_tokens += last.prompt_tokens
                 self.overlap_tokens += last.overlap_tokens
-            self.output_tokens += record.output_tokens
+            self.output_tokens += output_tokens
         if ending != "ok":
             self.failed += ending in {"failed", "broken"}
             self.refused += ending == "refused"

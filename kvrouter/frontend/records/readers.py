@@ -85,19 +85,19 @@ class Readers:
         """Count what an attempt has relayed, whole or not, and compare the prediction of a good one."""
         work, metrics, events = running.work, self.metrics, attempt.events
         running.events = events
-        if work.key is not None and work.api.parse is None:
-            running.output_tokens = attempt.output_tokens()
-        elif work.api.parse is not None:
+        if work.api.parse is not None:
             running.output_tokens = tokens = attempt.output_tokens()
             if tokens:
                 metrics.tokens.values[running.model, "output"] += tokens
             if running.first_at and events > 1:
                 metrics.between.observe((clock() - running.first_at) / (events - 1), running.model)
+        elif work.key is not None:
+            running.output_tokens = attempt.output_tokens()
         if work.traits is not None or record.is_noted or work.key is not None:
             running.usage = work.api.find_usage(attempt.tail)
-        # of a pair, this engine has computed no prompt
-        if running.usage is not None and running.prefill is None and running.is_good:
-            check_answer(running, running.usage, self._audit, self._now())
+            # of a pair, this engine has computed no prompt
+            if work.traits is not None and running.prefill is None and running.is_good:
+                check_answer(running, running.usage, self._audit, self._now())
 
     def attempt_freed(self, running: AttemptRecord, ending: Ending) -> None:
         """No connection is tried again for it: its booking ends."""
@@ -136,10 +136,10 @@ class Readers:
                 metrics.pd_requests.inc(path)
         # Only the APIs' own routes lead here, so the path is not the client's choice.
         metrics.requests.values[model, record.request.head.route, mode, record.status, ending] += 1
-        seconds = record.lasted_s
-        self.clients.of(record.request, self._now()).count(record, ending, seconds)
+        seconds, last, output_tokens = record.lasted_s, record.asked or record.last, record.output_tokens
+        self.clients.of(record.request, self._now()).count(last, output_tokens, ending, seconds)
         if record.tenant:
-            self.tenants.count(record.tenant, record, ending)
+            self.tenants.count(record.tenant, last, output_tokens, ending, seconds)
         if record.served is not None:
             metrics.duration.observe(seconds, model)
         if ending != "ok" or record.error is not None or record.is_noted:

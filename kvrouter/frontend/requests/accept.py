@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from kvrouter.bodies import lax, openai, responses
 from kvrouter.bodies.aliases import renamed, renamed_target
-from kvrouter.bodies.apis import Api, Parse
+from kvrouter.bodies.apis import Api, Parse, unnamed
 from kvrouter.bodies.edits import (
     Edit,
     apply,
@@ -80,6 +80,7 @@ log = structlog.get_logger()
 # reject it, and tokenizing 30 MB of text would take 40 s.
 _MOST_CHARACTERS_PER_TOKEN = 64
 _UNKNOWN_MODEL_LEN = 131_072
+_UNSALTED = "with --tenant-cache-salt this route is closed: engines take no salt there"
 # To hash more takes 100,000 instructions.
 _MANY_BLOCKS = 1_024
 
@@ -129,22 +130,21 @@ class Accept:
 
     async def work(self, record: Record, api: Api, rights: Rights | None) -> Work:
         """Read what routing needs from a request. Raises KvRouterError. `rights`: its client's; None: all."""
-        request = record.request
+        request, found_ids = record.request, list[Sendable]()
         client = rights.of(request) if rights and (rights.are_limited or rights.key.is_set) else ALL
-        if self._first_worker is not None:
-            await self._first_worker.wait()
         read = await self._read(record, api, client)
         asked, router, key = read.asked, read.router, client.key
         overrides = self._overrides(request, read, client)
         wanted, mode = _wanted(request, read, overrides)
         policy = (router.modes.of(mode) if mode else router.modes.default).policy
-        found_ids: list[Sendable] = []
-        if read.large is not None and read.large.holes:
+        if read.large is not None:
             asked = await _whole(read, read.large, api, policy)
         # also in a mode without tokens, if others of the pool are placed by what its booking holds
         needs_tokens = policy.needs_tokens or router.needs_tokens
         prompts = await self._prompts(asked, router, api, record, found_ids, client) if needs_tokens else ()
-        charge = None if key is None or overrides.dry_run else self.limits.charge(key, api, read, prompts)
+        charge = None
+        if key is not None and key.tenant in self.limits.counted and not overrides.dry_run:
+            charge = self.limits.charge(key, api, read, prompts)
         # at most 15 keywords: CPython passes more by a dict, which takes 1 % of a request
         route = RouteRequest(
             record.id,
@@ -178,7 +178,7 @@ class Accept:
             router=router,
             received_at=record.received_at,
             traits=_traits(asked, lora_name, prompts, api) if prompts else None,
-            api=api,
+            api=api if client.sees_workers else unnamed(api),
             response=response,
             is_dry_run=overrides.dry_run,
             reads_end=policy.reads_ends,
@@ -190,11 +190,14 @@ class Accept:
 
     async def _read(self, record: Record, api: Api, client: Caller) -> _Read:
         """Parse the body. A response continues the chat of the one before it."""
+        if self._first_worker is not None:
+            await self._first_worker.wait()
         request, now, key = record.request, record.received_at, client.key
         parse, before, owner = api.parse, None, ""
         if key is not None:
             record.tenant = key.tenant
-            await _check_length(key, request)
+            if key.max_body_bytes:
+                await request.read_at_most(key.max_body_bytes, "max-body-bytes of the key")
         body = await request.read() if request.body is None else request.body
         is_json = bool(body) and (parse is not None or passthrough.is_json(request))
         if not body.startswith(PLAIN) and is_json:
@@ -207,12 +210,8 @@ class Accept:
                 large = await LargeBody.read_fields(body, passthrough.FIELDS)
         asked, large = await _parsed(parse or partial(passthrough.parse, request), body, large)
         model = self.aliases.get(asked.model or "", asked.model)
-        names_one = asked.model is not None
-        if key is not None and names_one:  # before the look-up: no key learns of others' models
-            _check_models(key, {asked.model or "", model or ""})
-        router = self._pools.router_for(model)
-        if key is not None and not names_one:
-            _check_models(key, router.pool.servers)
+        some = key if key is not None and key.models else None
+        router = self._pools.router_for(model) if some is None else self._router_for(some, asked.model, model)
         if isinstance(asked, responses.ResponseRequest):
             owner = client.owner(request.headers)
             before = self._response_before(asked, router, owner, now)
@@ -237,14 +236,14 @@ class Accept:
             owner=owner,
         )
 
-    def _check_body(self, key: Key, read: _Read, request: Request) -> None:
-        """Raise KeyForbidsError if the body chooses more than the key may, or cannot be kept apart."""
-        may_steer = read.asked.is_odd or read.asked.engine_arguments is not UNSET or bool(key.models)
-        # engines may take for JSON what its client calls otherwise
-        if may_steer and (read.is_json or read.body.lstrip().startswith(b"{")):
-            _check_steering(key, read)
-        if self._salts and request.head.route in engine_routes.UNSALTED:
-            raise KeyForbidsError("with --tenant-cache-salt this route is closed: engines take no salt there")
+    def _router_for(self, key: Key, asked: str | None, model: str | None) -> Router:
+        """For a key of some models. `model`: the one that is asked for, perhaps by an alias."""
+        if asked is not None:  # before the look-up: no key learns of others' models
+            _check_models(key, {asked, model or ""})
+        router = self._pools.router_for(model)
+        if asked is None:
+            _check_models(key, router.pool.servers)
+        return router
 
     def _edited(self, request: Request, read: _Read, client: Caller) -> bytes:
         """The body that an engine gets. What the client sent and no engine gets is counted."""
@@ -300,8 +299,12 @@ class Accept:
 
     def _overrides(self, request: Request, read: _Read, client: Caller) -> Overrides:
         asked = read.asked
-        if client.key is not None:
-            self._check_body(client.key, read, request)
+        key = client.key
+        if key is not None:
+            if asked.is_odd or key.models or asked.engine_arguments is not UNSET:
+                _check_steering(key, read)
+            if self._salts and request.head.route in engine_routes.UNSALTED:
+                raise KeyForbidsError(_UNSALTED)
         names_none = self.dialect.headers.isdisjoint(request.headers)
         if names_none and asked.kvrouter is None and not asked.session_id and asked.nvext is None:
             return NO_OVERRIDES  # most requests
@@ -380,6 +383,8 @@ async def _parsed(
 async def _whole(read: _Read, large: LargeBody, api: Api, policy: BuiltInPolicy) -> openai.CompletionRequest:
     """The request with what is in the holes of its body, if something depends on its prompt."""
     asked, router = read.asked, read.router
+    if not large.holes:
+        return asked
     needs_tokens = router.needs_tokens or policy.needs_tokens or policy.needs_text
     is_remembered = isinstance(asked, responses.ResponseRequest)
     if read.parse is None or not (needs_tokens or is_remembered or not router.pool.has_equal_contexts):
@@ -474,14 +479,10 @@ def _salting(key: Key, field: str, own: str | None) -> Edit:
     return partial(with_field, field=written)
 
 
-async def _check_length(key: Key, request: Request) -> None:
-    """Read a body of which the key limits the length. Raises RequestTooLargeError."""
-    if key.max_body_bytes:
-        await request.read_at_most(key.max_body_bytes, "max-body-bytes of the key")
-
-
 def _check_steering(key: Key, read: _Read) -> None:
     """Raise KeyForbidsError for a field of the body by which the request chooses more than its key may."""
+    if not read.is_json and not read.body.lstrip().startswith(b"{"):
+        return  # not even an engine takes for JSON what its client calls otherwise
     raw = read.body if read.large is None else read.large.rest
     for name in lax.steering_in(raw) if lax.may_steer(raw) else ():
         match name:

@@ -107,11 +107,7 @@ class Completions:
         """Add what is served here. `rights`: of the port's clients."""
         # Without HEAD: a worker's answer to it has a length and no body, and would never end.
         for method, path, api in engine_routes.relayed():
-            serve = self._serve_limited if rights.are_limited else self.serve
-            routes.add(method, path, partial(serve, api, rights))
-
-    async def _serve_limited(self, api: Api, rights: Rights, request: Request) -> Served:
-        return await self.serve(rights.form(api, request), rights, request)
+            routes.add(method, path, partial(self.serve, api, rights))
 
     async def serve(self, api: Api, rights: Rights, request: Request) -> Served:
         """Serve a request to its end. Errors become bodies of the API. A client that leaves cancels it."""
@@ -132,9 +128,9 @@ class Completions:
             rejection = self.in_flight.take_rejection(request)
             if rejection is None:  # the client left; else cut_off cancelled the request
                 raise
-            served = record.served = self._failed(record, api, rejection)
+            served = record.served = self._failed(record, rights.form(api, request), rejection)
         except Exception as error:
-            served = record.served = self._failed(record, api, error)
+            served = record.served = self._failed(record, rights.form(api, request), error)
         finally:
             self._ended(record)
         return served
@@ -411,13 +407,15 @@ class Completions:
 def _used(charge: Charge, running: AttemptRecord, limits: TenantLimits) -> int:
     """The tokens that an attempt has used for the tenant; 0: none, as its worker failed."""
     outcome, output = running.outcome, running.output_tokens
-    if isinstance(outcome, (Lost, Retried)) or (isinstance(outcome, Rejected) and outcome.status >= 429):
-        return 0
+    is_good = running.is_good
     if isinstance(outcome, Done) and outcome.rest is not None:
         return 0  # the next worker's attempt counts for both
-    if isinstance(outcome, (Rejected, Done)) and outcome.status >= 400:
-        return 1  # the request is at fault, and counts
-    if output and running.is_good:
+    if not is_good:
+        if isinstance(outcome, (Lost, Retried)) or (isinstance(outcome, Rejected) and outcome.status >= 429):
+            return 0
+        if isinstance(outcome, (Rejected, Done)) and outcome.status >= 400:
+            return 1  # the request is at fault, and counts
+    elif output:
         limits.answered(running.work.router.pool.model, output)
     usage = (running.prefill or running).usage
     prompt_tokens = (usage.prompt_tokens if usage is not None else None) or charge.prompt_tokens

@@ -217,7 +217,7 @@ def _for_the_same(work: Work, following: Work, moved: Moved, more_tokens: int) -
     charge = work.route.charge
     if charge is not None:  # its prompt has become longer, and its answer shorter
         charge.prompt_tokens += more_tokens
-        charge.output_tokens = max(0, charge.output_tokens - more_tokens)
+        charge.tokens = max(charge.tokens, charge.prompt_tokens)
     return replace(
         following,
         route=replace(following.route, charge=charge, moved=moved),

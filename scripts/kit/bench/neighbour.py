@@ -29,6 +29,9 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 1000, 8
 SPEEDUP, STEP_TOKENS = 0.15, 2048
 FLOOD = 10
 WARM_S = 5.0
+# Of answers after the last request. The queues hold a minute of the flood: that is cut off.
+END_S = 10.0
+START_S = 20.0  # of a fleet, on two cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,8 @@ class Row:
 
 async def run(flags: argparse.Namespace) -> int:
     before, rows = MachineTime.now(), list[Row]()
+    minutes = 2 * len(flags.part) * (START_S + flags.seconds + END_S) / 60
+    print(f"{2 * len(flags.part)} runs: this takes {minutes:.0f} minutes", flush=True)
     async with open_stage("bench") as stage:
         keys, more = keyring(stage.directory, 2, {"weight": 1.0})
         for part in flags.part:
@@ -75,11 +80,12 @@ async def _measure(
     share_s = flags.engines / 2 / request_s()
     rates = {keys[0]: part * share_s, keys[1]: flood * share_s}
     requests = _requests(rates, flags.seconds)
-    outcomes = await run_load(requests, [replica.url for replica in deployed.replicas])
+    urls = [replica.url for replica in deployed.replicas]
+    outcomes = await run_load(requests, urls, time_limit_s=flags.seconds + END_S)
     await stage.stop(deployed)
     mine = [one for one, sent in zip(outcomes, requests, strict=True) if sent.headers == _headers(keys[0])]
     others = [one for one, sent in zip(outcomes, requests, strict=True) if sent.headers != _headers(keys[0])]
-    start_s = min(one.sent_at_s for one in outcomes)
+    start_s = min(one.sent_at_s for one in outcomes if one.status is not None)
     times = [one.ttft_s for one in mine if one.error is None and one.sent_at_s > start_s + WARM_S]
     return Row(
         f"{part:g} of its share, {'next to the flood' if flood else 'alone'}",

@@ -38,7 +38,7 @@ def check(
 
 
 def begin(one: TenantTable, now: float = NOW, prompt: int = 10, output: int = 5) -> Charge:
-    charge = Charge("t", prompt, output)
+    charge = Charge("t", prompt, prompt + output)
     one.begin(charge, now)
     return charge
 
@@ -258,7 +258,7 @@ def test_last_known_share() -> None:
 
     assert [754, 214, 34] == passed  # 90 % by use, 10 % equally, rounded up
     tables[2].begun_elsewhere(A, "t", 1, later)
-    assert 34 == tables[2]._use("t").own.requests
+    assert 34 == tables[2]._uses["t"].own.requests
     assert "requests" == check(tables[2], limits, later, peers=2, hears=False).refused
 
 
@@ -269,7 +269,7 @@ def test_served_fades() -> None:
         one.begun_elsewhere(RouterId(f"r{number}"), "t", 1, NOW, 2**60)
         one.ended_elsewhere(RouterId(f"r{number}"), "t", NOW, settled=2**60, tokens=1, begun_at=NOW)
     assert 2**30 == one.served("t")
-    peers = one._use("t").peers
+    peers = one._uses["t"].peers
     assert MOST_OWNERS == len(peers)
 
     for minute in range(1, 16):
