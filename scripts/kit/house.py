@@ -76,7 +76,7 @@ COMMENTS = 30
 DOC_WORDS = 58_990
 # Of *.py in scripts/; 12,000 is the aim. A bench whose number is written down, and that holds no promise that
 # is measured again, goes.
-SCRIPT_LINES = 12_903
+SCRIPT_LINES = 12_904
 # Of tests/: a test asks what users and operators can ask, and waits for a state. These may only go down.
 SHORTCUTS = {"private reads": 113, "patches": 180, "sleeps": 44}
 _IMPORT = re.compile(r"^\s*from kvrouter\.core\.(\w+)", re.MULTILINE)
