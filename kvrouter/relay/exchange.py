@@ -114,6 +114,8 @@ _GOOD = _Trouble("")
 
 # In place of events that were not parsed.
 _OUTPUT = Event(EventKind.OUTPUT)
+# A chat's role comes without a token.
+_NO_TOKENS = {EventKind.COMMENT, EventKind.OPENING}
 
 
 class ClientSide(Protocol):
@@ -559,7 +561,7 @@ class Attempt:
             relay(held, self._client_head(head, passes_chunks=passes_chunks))
         self._reader = None
         if self._is_stream:
-            self._count = len([event for event in events if event.kind is not EventKind.COMMENT])
+            self._count = len([event for event in events if event.kind not in _NO_TOKENS])
             if len(held) > MOST_EVENT_BYTES or any(event.shows_output for event in events):
                 self._on_first_output()
 
