@@ -6,11 +6,10 @@ over the newest one, and can announce it if the agent dies.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from functools import lru_cache
 from itertools import count, takewhile
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta, Struct
@@ -38,8 +37,7 @@ from kvrouter.worker.zmq.sockets import EventEndpoints
 REGISTERED = "registered"
 # The address of an engine without HTTP: no host has it (RFC 2606), and no two engines share one.
 NO_HTTP = "http://engine-{}.invalid"
-# Registrations that are decoded once.
-_MOST_READ = 1024
+_TCP = re.compile(r"tcp://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
 # A clock that is further ahead than this is wrong: its registrations do not count.
 _MOST_AHEAD_US = 24 * 3600 * 10**6
 
@@ -66,14 +64,14 @@ class Registration(Struct, frozen=True):
     def as_served(self) -> Registration:
         """The same facts in one form, so that two registrations can be compared."""
         first, size = self.data_parallel_start_rank or 0, self.data_parallel_size or 1
-        only = {str(first): self.kv_events_endpoint} if self.kv_events_endpoint else {}
-        named, ranks = self.kv_events_endpoints or only, map(str, range(first, first + size))
+        only = {str(first): self.kv_events_endpoint or ""}
+        named = self.kv_events_endpoints or only
         return replace(
             self,
             worker_id=self.name,
             endpoint=self.endpoint.rstrip("/"),
             kv_events_endpoint=None,
-            kv_events_endpoints={rank: named[rank] for rank in ranks if named.get(rank)},
+            kv_events_endpoints={rank: endpoint for rank, endpoint in named.items() if endpoint},
             replay_endpoint=self.replay_endpoint or None,
             data_parallel_start_rank=first,
             data_parallel_size=size,
@@ -86,11 +84,11 @@ class Registration(Struct, frozen=True):
         one, replay = self.as_served(), self.replay_endpoint
         events, first = one.kv_events_endpoints or {}, one.data_parallel_start_rank or 0
         for endpoint in filter(None, (*events.values(), replay)):
-            if not _is_tcp(endpoint):
+            if not (found := _TCP.fullmatch(endpoint)) or not 0 < int(found[1]) < 1 << 16:
                 raise BadRequestError(f"{endpoint[:100]!r}: use tcp://HOST:PORT, where the engine publishes")
         return [
-            EventEndpoints(found, offset_port("replay_endpoint", replay, rank) if replay else None)
-            if (found := events.get(str(first + rank)))
+            EventEndpoints(own, offset_port("replay_endpoint", replay, rank) if replay else None)
+            if (own := events.get(str(first + rank)))
             else None
             for rank in range(one.data_parallel_size or 1)
         ]
@@ -113,7 +111,9 @@ class Registered(Struct, frozen=True):
 
     def is_after(self, other: Registered) -> bool:
         """Whether it replaces the other one. Of one moment, the greater text does, at all replicas."""
-        return (self.at_us, _text(self)) > (other.at_us, _text(other))
+        if self.at_us != other.at_us:
+            return self.at_us > other.at_us
+        return self != other and _text(self) > _text(other)
 
     def card(self) -> Mapping[str, Any]:
         """What `announce` takes."""
@@ -136,27 +136,15 @@ class Registered(Struct, frozen=True):
 def registered_in(card: Card, now_us: int) -> Registered | None:
     """What a card shows. None: nothing that can be followed, as of replicas that are older than this."""
     pieces = (card.labels.get(f"{REGISTERED}{number or ''}", "") for number in count())
-    found = _read("".join(takewhile(bool, pieces)))
-    return found if found is not None and found.at_us < now_us + _MOST_AHEAD_US else None
-
-
-def _text(one: Registered) -> str:
-    return msgspec.json.encode(one, order="sorted").decode()
-
-
-@lru_cache(maxsize=_MOST_READ)
-def _read(text: str) -> Registered | None:
     try:
-        found = msgspec.json.decode(text, type=Registered)
+        found = msgspec.json.decode("".join(takewhile(bool, pieces)), type=Registered)
         found.engine.check()
     except (msgspec.DecodeError, BadRequestError):
+        return None
+    if found.engine.name != card.worker_id or found.at_us > now_us + _MOST_AHEAD_US:
         return None
     return replace(found, engine=found.engine.as_served())
 
 
-def _is_tcp(endpoint: str) -> bool:
-    try:
-        parts = urlsplit(endpoint)
-        return parts.scheme == "tcp" and bool(parts.hostname) and bool(parts.port) and "*" not in endpoint
-    except ValueError:  # a port that is none
-        return False
+def _text(one: Registered) -> str:
+    return msgspec.json.encode(one, order="sorted").decode()

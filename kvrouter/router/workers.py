@@ -60,12 +60,15 @@ class RegisteredEngines:
     ) -> None:
         self.acting: set[str] = set()
         """Those whose agent is in this process."""
+        self.now_us = _now_us
+        """The time, in µs since 1970; clocks of replicas differ."""
         self._replica = replica
         self._nats = nats
         self._namespace = namespace
         self._chance = chance
         self._engines: dict[str, Registered] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._seen: dict[str, tuple[Card, Registered | None]] = {}  # cards that were read
         self._changing = asyncio.Lock()  # two changes of one engine at once would leave an agent behind
 
     def __contains__(self, name: str) -> bool:
@@ -82,7 +85,7 @@ class RegisteredEngines:
         async with self._changing:
             former = self._newest(name)
             if former is None or former.engine != engine:
-                at_us = max(_now_us(), former.at_us + 1 if former is not None else 0)
+                at_us = max(self.now_us(), former.at_us + 1 if former is not None else 0)
                 await self._begin(name, Registered(at_us, engine))
             elif name not in self._engines:
                 await self._begin(name, former)
@@ -114,6 +117,7 @@ class RegisteredEngines:
                 raise UnknownTargetError(
                     f"worker {name[:100]!r} was not registered here: its own agent ends it"
                 )
+            self._seen.pop(name, None)
             await self._stop(name)
 
     async def close(self) -> None:
@@ -151,7 +155,10 @@ class RegisteredEngines:
         return newest
 
     def _facts(self, card: Card) -> Registered | None:
-        return registered_in(card, _now_us())
+        seen = self._seen.get(card.worker_id)
+        if seen is None or seen[0] is not card:
+            seen = self._seen[card.worker_id] = card, registered_in(card, self.now_us())
+        return seen[1]
 
     def _cards(self, name: str) -> Iterator[Card]:
         pools = (router.pool for router in self._replica.routers.values())
@@ -160,8 +167,10 @@ class RegisteredEngines:
 
     async def _keep(self, name: str, *, at_once: bool) -> None:
         """Be its agent whenever there is none with the newest facts."""
+        pause_s = LOOK_S
         while True:
-            while self.is_announced(name):  # noqa: ASYNC110  # silence has no event
+            while self.is_announced(name):
+                pause_s = LOOK_S
                 await asyncio.sleep(LOOK_S)
             if not at_once:
                 await asyncio.sleep(self._chance() * SPREAD_S)
@@ -175,13 +184,17 @@ class RegisteredEngines:
                 if all(isinstance(one, TakenOverError) for one in reasons):
                     log.info("engine.agent_elsewhere", worker=name)
                 else:
+                    pause_s = PAUSE_S
                     facts = {"reason": str(reasons[0]), "retry_s": PAUSE_S}
                     log.warning("engine.agent_failed", worker=name, **facts)
-                await asyncio.sleep(PAUSE_S)
+                await asyncio.sleep(pause_s)  # short at first: the other one may have older facts
+                pause_s = PAUSE_S
 
     async def _act(self, registered: Registered) -> None:
         """Announce it, and follow its events, until cancelled. Raises TakenOverError in a group."""
-        engine, began_us, followed = registered.engine, _now_us(), list[tuple[EngineRank, EngineEvents]]()
+        engine, followed = registered.engine, list[tuple[EngineRank, EngineEvents]]()
+        # after the agent that it replaces, whatever the clocks say
+        began_us = max([self.now_us(), *(card.started_at_us + 1 for card in self._cards(engine.name))])
         async with contextlib.AsyncExitStack() as stack:
             bus = await stack.enter_async_context(connect(self._nats, name=f"engine {engine.name}"))
             publishers = []

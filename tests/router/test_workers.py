@@ -119,6 +119,20 @@ async def test_the_last_registration_counts(nats_url: str) -> None:
         await until_size(first, 2048)
 
 
+async def test_clocks_differ(nats_url: str) -> None:
+    """A change counts also where the clock is behind."""
+    async with two_routers(nats_url) as (engine, a, b):
+        now_us = b.site.engines.now_us
+        b.site.engines.now_us = lambda: now_us() - 3600 * 10**6
+        await a.ok("/workers", spec(engine))
+        await b.ok("/workers", spec(engine))
+        for size, router in enumerate((b, a, b), start=1000):
+            shown = await router.ok(f"/workers/{ID}", {"total_kv_blocks": size}, method="PATCH")
+            assert size == shown["total_kv_blocks"]
+            for each in (a, b):
+                await until_size(each, size)
+
+
 async def test_registrations_at_once(nats_url: str) -> None:
     """Of several in flight, at one router and at two, one counts, and its engine stays."""
     async with two_routers(nats_url) as (engine, a, b):
