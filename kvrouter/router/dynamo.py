@@ -6,6 +6,7 @@ here: /dump (`kvrouter index` lists blocks), and peers, which find each other on
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
@@ -24,7 +25,7 @@ from kvrouter.router.asked import DEFAULT, PlacementAsk
 from kvrouter.router.bodies import read
 from kvrouter.router.placing import Placing, endpoint_of, pause_after, place_of, public_id, tier_depths
 from kvrouter.router.registrations import Registration
-from kvrouter.router.workers import RegisteredEngines
+from kvrouter.router.workers import LOOK_S, REGISTER_S, RegisteredEngines
 
 Readiness = Callable[[], tuple[int, dict[str, Any]]]
 
@@ -106,28 +107,34 @@ class DynamoCalls:
 
     async def _add_worker(self, request: Request) -> Answer:
         engine = await read(request, Registration)
-        self._check_connected()
+        await self._connected()
         await self._engines.upsert(engine)
         return json_answer(self._worker(engine.name), 201)
 
     async def _change_worker(self, request: Request) -> Answer:
         name, changes = request.path_after(WORKERS), await read(request, dict[str, Any])
-        self._check_connected()
+        await self._connected()
         await self._engines.change(name, changes)
         return json_answer(self._worker(name))
 
     async def _remove_worker(self, request: Request) -> Answer:
         name = request.path_after(WORKERS)
-        self._check_connected()
+        await self._connected()
         shown = self._worker(name)
         await self._engines.delete(name)
         self._placing.free_worker(name)
         return json_answer(shown | {"lifecycle": "unschedulable"})
 
-    def _check_connected(self) -> None:
-        """Raise NatsAwayError where no other replica would hear of a change."""
-        if not self._is_connected():
-            raise NatsAwayError("NATS is away: no worker was changed; send the call again once it is back")
+    async def _connected(self) -> None:
+        """Wait for NATS, without which no other replica would hear of a change. Raises NatsAwayError."""
+        try:
+            async with asyncio.timeout(REGISTER_S):
+                while not self._is_connected():  # noqa: ASYNC110  # a connection has no event
+                    await asyncio.sleep(LOOK_S)
+        except TimeoutError:
+            raise NatsAwayError(
+                "NATS is away: no worker was changed; send the call again once it is back"
+            ) from None
 
     async def _list_workers(self, request: Request) -> Answer:
         return json_answer(self._workers(request.in_query("model_name")))
