@@ -18,7 +18,6 @@ from msgspec.structs import replace
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import is_worker_id
 from kvrouter.core.wire.values import (
-    MOST_RANKS,
     MOST_TEXT_CHARACTERS,
     Amount,
     BlockSize,
@@ -35,6 +34,8 @@ from kvrouter.worker.zmq.sockets import EventEndpoints
 # A label of every worker that was registered: others have agents of their own. A long registration goes on in
 # registered1 and so on, as a label is a Text.
 REGISTERED = "registered"
+# Of one engine. Replicas take 256 KiB for a worker (WORKER_BYTES), and 512 ranks need 400 KiB.
+MOST_SERVED_RANKS = 256
 # The address of an engine without HTTP: no host has it (RFC 2606), and no two engines share one.
 NO_HTTP = "http://engine-{}.invalid"
 _TCP = re.compile(r"tcp://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
@@ -50,10 +51,10 @@ class Registration(Struct, frozen=True):
     block_size: BlockSize
     model_name: Annotated[Line, Meta(min_length=1)] = DEFAULT
     kv_events_endpoint: Text | None = None
-    kv_events_endpoints: Annotated[dict[str, Text], Meta(max_length=MOST_RANKS)] | None = None
+    kv_events_endpoints: Annotated[dict[str, Text], Meta(max_length=MOST_SERVED_RANKS)] | None = None
     replay_endpoint: Text | None = None
     data_parallel_start_rank: RankNumber | None = None
-    data_parallel_size: Annotated[int, Meta(ge=1, le=MOST_RANKS)] | None = None
+    data_parallel_size: Annotated[int, Meta(ge=1, le=MOST_SERVED_RANKS)] | None = None
     max_num_batched_tokens: Amount | None = None
     total_kv_blocks: Amount | None = None
 

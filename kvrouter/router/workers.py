@@ -128,11 +128,8 @@ class RegisteredEngines:
 
     def is_announced(self, name: str) -> bool:
         """Whether an agent, here or elsewhere, reports the worker now as it was registered last."""
-        cards = [*self._cards(name)]
         newest = self._newest(name)
-        if newest is not None and name in self._engines:
-            self._engines[name] = newest
-        return any(REGISTERED not in card.labels or self._facts(card) == newest for card in cards)
+        return any(REGISTERED not in card.labels or self._facts(card) == newest for card in self._cards(name))
 
     async def _begin(self, name: str, registered: Registered) -> None:
         is_change = name in self._engines
@@ -170,6 +167,7 @@ class RegisteredEngines:
         pause_s = LOOK_S
         while True:
             while self.is_announced(name):
+                self._engines[name] = self._newest(name) or self._engines[name]  # known if that agent dies
                 pause_s = LOOK_S
                 await asyncio.sleep(LOOK_S)
             if not at_once:
@@ -178,7 +176,7 @@ class RegisteredEngines:
                     continue
             at_once = False
             try:
-                await self._act(self._engines[name])
+                await self._act(self._newest(name) or self._engines[name])
             except Exception as error:
                 reasons = leaves(error)
                 if all(isinstance(one, TakenOverError) for one in reasons):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 from kvrouter.core.fleet.router import Placement
 from kvrouter.frontend.records import client_totals as module
@@ -23,6 +23,18 @@ from tests.relay.rig import FakeClient
 
 MINUTE_S = 60.0
 STALLS = says_and_stalls(SSE_HEAD, chunk(b": wait\n\n"))
+
+
+def an_attempt(**fields: Any) -> AttemptRecord:
+    """As it ended, with these fields; of its request and placement nothing is read."""
+    rest: dict[str, Any] = {
+        "excluded": None,
+        "model": "m",
+        "counts": TargetCounts(),
+        "decided": (0.0, 0.0),
+        "sent_at": 0.0,
+    }
+    return AttemptRecord(work=cast(Work, None), placement=cast(Placement, None), **rest, **fields)
 
 
 def request_of(*forwarded: str) -> Request:
@@ -93,19 +105,7 @@ def test_a_request_at_two_workers() -> None:
     """Its prompt counts once, in whatever number of attempts; the output is that of the last."""
     record = Record(request_of(), "r1", 0.0, 10.0, ended_at=12.5)
     for output_tokens in (1, 7):
-        record.attempts.append(
-            AttemptRecord(
-                work=cast(Work, None),
-                placement=cast(Placement, None),
-                excluded=None,
-                model="m",
-                counts=TargetCounts(),
-                decided=(0.0, 0.0),
-                sent_at=0.0,
-                prompt_tokens=64,
-                output_tokens=output_tokens,
-            )
-        )
+        record.attempts.append(an_attempt(prompt_tokens=64, output_tokens=output_tokens))
     totals = Totals()
     totals.count(record.asked, record.output_tokens, "ok", record.lasted_s)
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import csv
 import io
 from datetime import UTC, datetime, timedelta
-from typing import cast
 
 import pytest
 
-from kvrouter.core.fleet.router import Placement
-from kvrouter.frontend.records.record import AttemptRecord, Work
 from kvrouter.frontend.records.tenant_totals import DAYS, TenantTotals
-from kvrouter.telemetry.metrics import TargetCounts
 from tests.frontend.clients import get
 from tests.frontend.fleet import BODY, FleetOf
+from tests.frontend.test_client_totals import an_attempt
 from tests.frontend.test_keys import Ring, ring
 from tests.frontend.workers import OK
 
@@ -50,17 +47,7 @@ async def test_days() -> None:
     """A month of days is kept; the metric goes on."""
     now = [datetime(2027, 1, 1, 23, tzinfo=UTC)]
     totals = TenantTotals(lambda: datetime.timestamp(now[0]))
-    last = AttemptRecord(
-        work=cast(Work, None),
-        placement=cast(Placement, None),
-        excluded=None,
-        model="m",
-        counts=TargetCounts(),
-        decided=(0.0, 0.0),
-        sent_at=0.0,
-        prompt_tokens=10,
-        overlap_tokens=4,
-    )
+    last = an_attempt(prompt_tokens=10, overlap_tokens=4)
     for _ in range(DAYS + 5):
         totals.count("t", last, 1, "ok", 0.0)
         now[0] += timedelta(days=1)

@@ -64,6 +64,11 @@ async def test_from_the_choice_to_the_end(nats_url: str) -> None:
         done = await caller.ask("POST /reservations/r1/prefill_complete", router=answer["router"])
         assert {"status": 200, "router": answer["router"], "body": {"status": "ok"}} == done
         await until_loads(peer, {"w0": (0, 6, 1)})
+        progress = "POST /reservations/r1/output_block", {"output_tokens": 32}, answer["router"]
+        assert 200 == (await caller.ask(*progress))["status"]
+        await until_loads(peer, {"w0": (0, 8, 1)})
+        for call in ("POST /overlap_scores", "POST /potential_loads", "POST /select"):
+            assert 200 == (await caller.ask(call, {"token_ids": PROMPT}))["status"]
         assert 200 == (await caller.ask("DELETE /reservations/r1", router=answer["router"]))["status"]
         await until_loads(peer, {"w0": (0, 0, 0)})
         loads = await caller.ask("GET /loads?model_name=m")

@@ -167,6 +167,7 @@ async def test_callers_are_bounded(nats_url: str) -> None:
             await a.ok(f"/reservations/{name}", method="DELETE")
 
 
+ENGINE = {"worker_id": 1, "endpoint": "http://a:1", "block_size": 16}
 BAD: list[tuple[str, str, Any, int, str]] = [
     ("POST", "/select", {"token_ids": PROMPT, "model_name": "gpt"}, 404, "`gpt` does not exist; served: m"),
     ("POST", "/select", {"token_ids": PROMPT, "text": "a"}, 400, "give one of"),
@@ -216,6 +217,11 @@ BAD: list[tuple[str, str, Any, int, str]] = [
     ("POST", "/workers", {"worker_id": "a b", "endpoint": "http://a:1", "block_size": 16}, 400, "worker_id"),
     ("POST", "/workers", {"worker_id": 1, "endpoint": "", "block_size": 16}, 400, "`endpoint`"),
     ("POST", "/workers", {"worker_id": 1, "endpoint": "http://a:1", "block_size": 0}, 400, "block_size"),
+    ("POST", "/workers", ENGINE | {"data_parallel_size": 257}, 400, "data_parallel_size"),
+    ("POST", "/workers", ENGINE | {"kv_events_endpoint": "tcp://a"}, 400, "use tcp://HOST:PORT"),
+    ("POST", "/workers", ENGINE | {"kv_events_endpoint": "tcp://a:70000"}, 400, "use tcp://HOST:PORT"),
+    ("POST", "/workers", ENGINE | {"kv_events_endpoint": "tcp://a:5/x"}, 400, "use tcp://HOST:PORT"),
+    ("POST", "/workers", ENGINE | {"replay_endpoint": "tcp://a:5\n7"}, 400, "use tcp://HOST:PORT"),
     (
         "POST",
         "/workers",

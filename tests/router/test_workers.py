@@ -10,12 +10,15 @@ from functools import partial
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvrouter.lab.mocker.config import MockerConfig
 from kvrouter.lab.mocker.engine import EngineConfig
 from kvrouter.lab.mocker.server import Mocker, running_mocker
+from kvrouter.router.registrations import Registered, Registration, registered_in
 from kvrouter.worker.announce import announce, connect
 from kvrouter.worker.publisher import KvPublisher
+from tests.core.worlds import card
 from tests.frontend.workers import until, until_found
 from tests.router.routers import Router, running_router
 
@@ -131,6 +134,37 @@ async def test_clocks_differ(nats_url: str) -> None:
             assert size == shown["total_kv_blocks"]
             for each in (a, b):
                 await until_size(each, size)
+
+
+FACTS = Registration("w1", "http://a:1", 16, data_parallel_start_rank=3).as_served()
+
+
+@pytest.mark.parametrize("ranks", [1, 256])
+def test_a_card_shows_the_registration(ranks: int) -> None:
+    """However long it is."""
+    endpoints = {str(rank): f"tcp://10.0.0.1:{5000 + rank}" for rank in range(ranks)}
+    facts = replace(FACTS, kv_events_endpoints=endpoints, data_parallel_size=ranks)
+    one = Registered(7, facts)
+    assert one == registered_in(card("w1", labels=one.card()["labels"]), now_us=8)
+
+
+DAY_US = 24 * 3600 * 10**6
+FORGED = {
+    "of another worker": ("w2", Registered(7, FACTS)),
+    "two days ahead": ("w1", Registered(2 * DAY_US, FACTS)),
+    "that no agent could follow": ("w1", Registered(7, replace(FACTS, kv_events_endpoints={"3": "ipc://a"}))),
+}
+
+
+@pytest.mark.parametrize("forged", FORGED)
+def test_labels_that_do_not_count(forged: str) -> None:
+    worker, registered = FORGED[forged]
+    assert registered_in(card(worker, labels=registered.card()["labels"]), now_us=8) is None
+
+
+@pytest.mark.parametrize("label", ["", "yes", "{}", "[" * 4000, '{"at_us": -1, "engine": {}}'])
+def test_labels_that_are_none(label: str) -> None:
+    assert registered_in(card("w1", labels={"registered": label}), now_us=8) is None
 
 
 async def test_registrations_at_once(nats_url: str) -> None:
