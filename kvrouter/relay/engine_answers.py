@@ -28,7 +28,6 @@ MOST_REST_S = 300.0
 _ADVICE = frozenset({b"retry-after", b"retry-after-ms", b"x-should-retry"})
 _RATE_LIMITS = (b"x-ratelimit-", b"anthropic-ratelimit-")
 _DECIMAL = re.compile(rb"\d{1,12}(?:\.\d{1,6})?")
-_PROMPT, _CACHED = b'"prompt_tokens":', b'"cached_tokens":'
 _COMPLETION = b'"completion_tokens":'
 # A whole number: the delimiter shows that no chunk boundary cuts it.
 _NUMBER = re.compile(rb" ?(\d{1,12})[,} \n]")
@@ -78,10 +77,7 @@ def seconds_until(date: bytes, now: float) -> float:
 
 def find_usage(tail: bytes) -> Usage:
     """The numbers of the last usage in these bytes; None where one is missing or cut off."""
-    at, cached_at = tail.rfind(_PROMPT), tail.rfind(_CACHED)  # as `last_number`, without its calls
-    prompt = _NUMBER.match(tail, at + len(_PROMPT)) if at >= 0 else None
-    cached = _NUMBER.match(tail, cached_at + len(_CACHED)) if cached_at >= 0 else None
-    return Usage(int(prompt[1]) if prompt else None, int(cached[1]) if cached else None)
+    return Usage(last_number(tail, b'"prompt_tokens":'), last_number(tail, b'"cached_tokens":'))
 
 
 def find_output_tokens(tail: bytes) -> int | None:

@@ -115,7 +115,7 @@ _GOOD = _Trouble("")
 # In place of events that were not parsed.
 _OUTPUT = Event(EventKind.OUTPUT)
 # A chat's role comes without a token.
-_NO_TOKENS = {EventKind.COMMENT, EventKind.OPENING}
+_NO_TOKENS = (EventKind.COMMENT, EventKind.OPENING)
 
 
 class ClientSide(Protocol):
@@ -664,7 +664,7 @@ class Attempt:
         reads = self._last_reads
         if reads and len(reads[-1]) + len(data) <= _JOINED_BYTES:
             reads[-1] += data
-        else:
+        elif data:
             reads.append(data[-max(self._most_tail_bytes, MOST_EVENT_BYTES) :])
 
     def _pass_last(self, data: bytes, head: bytes = b"") -> None:

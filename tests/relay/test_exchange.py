@@ -178,6 +178,7 @@ TROUBLES: dict[str, tuple[list[bytes], list[str] | None]] = {
         ["a"],
     ),
     "no finish reason": ([chunk(event("b")), LAST_CHUNK], ["a", "b"]),
+    "the same after a long event": ([chunk(event("b" * 5000)), LAST_CHUNK], ["a", "b" * 5000]),
     "the same with an extension": ([chunk(event("b")) + b"0;x=y\r\n\r\n"], ["a", "b"]),
     "the same with trailers": ([chunk(event("b")), b"0\r\nx: y\r\n\r\n"], ["a", "b"]),
     "the same with a last chunk in two reads": ([chunk(event("b")) + b"0\r\n", b"\r\n"], None),
